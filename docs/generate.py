@@ -682,6 +682,48 @@ def mutants() -> str:
     return "\n".join([table(head, rows), "", told, "", *reasons])
 
 
+def mutants_source() -> str:
+    """What `python -m autosel.testing.mutants --source --json` printed last."""
+    path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-source.json"
+    if not path.is_file():
+        return "No results of `--source --json` are stored yet."
+    found = json.loads(path.read_text())
+    rows = []
+    for kernel in found["kernels"]:
+        checks = ", ".join(f"{check} {n}" for check, n in kernel["killed"].items())
+        killed = sum(kernel["killed"].values())
+        counts = (kernel["mutants"], killed, len(kernel["equivalent"]), len(kernel["survived"]))
+        rows.append((f"`{kernel['kernel']}`", *counts, checks))
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
+    rows.append(("**all**", *totals, ""))
+    reasons = dict.fromkeys((name, why) for k in found["kernels"] for name, why in k["equivalent"].items())
+    same, refused = (sum(k[what] for k in found["kernels"]) for what in ("same", "refused"))
+    told = (
+        f"Seed {found['seed']}, on {found['isa']}. Not counted: {refused} changes that do not compile, {same} that "
+        "compile to the same machine code. Equivalent:"
+    )
+    head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")
+    lines = [f"- `{name.partition(' | ')[0]}`, {name.partition(' | ')[2]}: {why}" for name, why in reasons]
+    return "\n".join([table(head, rows), "", told, "", *lines])
+
+
+def mutants_reverse() -> str:
+    """What `python -m autosel.testing.mutants --reverse --json` printed last."""
+    path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-reverse.json"
+    if not path.is_file():
+        return "No results of `--reverse --json` are stored yet."
+    found = json.loads(path.read_text())
+    rows = []
+    for op in found["ops"]:
+        for name, survivor in op["survivors"].items():
+            rows.append((op["op"], f"`{name}`", survivor or f"none: {op['redundant'][name] or 'not explained'}"))
+    cases = sum(op["cases"] for op in found["ops"])
+    alone = [f"{op['op']}: {name}" for op in found["ops"] for name in op["hand_made"]]
+    told = f"Seed {found['seed']}. {len(alone)} of {cases} hand-made cases alone kill some mutant"
+    head = ("op", "domain removed", "a mutant that survives then")
+    return "\n".join([table(head, rows), "", f"{told}: {'; '.join(alone)}." if alone else f"{told}."])
+
+
 def aa() -> str:
     """Return the stored tables of `benchmarks/bench_aa.py --write`, one per op."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -970,6 +1012,8 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "figures": figures,
     "error-rates": error_rates,
     "mutants": mutants,
+    "mutants-source": mutants_source,
+    "mutants-reverse": mutants_reverse,
     "aa": aa,
     "regret": regret,
     "ran-on": ran_on,

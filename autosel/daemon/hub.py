@@ -118,10 +118,12 @@ class Hub:
 
     async def _look(self) -> None:
         self._wanted = False
-        served, waiting = await self.read(_serving)
+        served, waiting, unfinished = await self.read(_serving)
         here = {(f.hw_id, f.mode): name for name, f in reversed(self.known.items())}  # the first of equal ones
         places = ((d.id, here.get((d.hw_id, d.mode))) for d in waiting)
         self.jobs.offered = {number: place for number, place in places if place}
+        rest = ((d.id, here.get((d.hw_id, d.mode))) for d in unfinished)
+        self.jobs.incomplete = {number: place for number, place in rest if place}
         before, epoch = self.view, max((s.epoch for s in served), default=0)
         known = {(s.key, s.epoch, s.decision.id) for s in before.served}
         if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
@@ -200,11 +202,12 @@ def _open(home: Path) -> Ledger:
     return made
 
 
-def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision]]:
-    """Read this host's decisions, and those that wait for a proof."""
+def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision], list[Decision]]:
+    """Read this host's decisions, those that wait for a proof, and those that wait for the rest of one."""
     everything = ledger.serving(everywhere=True)
     waiting = [s.decision for s in everything if not s.usable]
-    return ledger.serving() if waiting else everything, waiting
+    served = ledger.serving() if waiting else everything
+    return served, waiting, [decision for decision, _ in ledger.incomplete()]
 
 
 def this_device() -> str:

@@ -122,6 +122,7 @@ class Jobs:
         self._again_at: dict[tuple[str, str, int], float] = {}  # by device, bucket and threads
         self._stopping = False
         self.offered: dict[int, str] = {}  # by device: decisions of other hosts that wait for a proof here
+        self.incomplete: dict[int, str] = {}  # by device: decisions whose proof left out rows of an array
         self.refused: set[int] = set()  # those that this daemon has tried
         self.lost: dict[int, str] = {}  # by device: stale winners, which are proven again before they are raced
         self._broken: dict[str, tuple[float, str]] = {}  # by device: time until which no tune runs, and why
@@ -262,7 +263,7 @@ class Jobs:
 
     async def _next(self) -> None:
         """Choose the next work: stale winners, so that they serve again; then the queue; then decisions of other
-        hosts."""
+        hosts; then the rest of proofs."""
         waiting = sorted((j for j in self._jobs.values() if j.state == "queued"), key=_turn)
         free = {device for device in self.meters if not self._why_held(device)}
         turn = next((j for j in waiting if j.device in free), None)
@@ -275,6 +276,8 @@ class Jobs:
             await self._tune(same[:BATCH])
         elif other := self._due(offered, free):
             await self._adopt(other)
+        elif unfinished := self._due(self.incomplete, free):
+            await self._complete(unfinished)
 
     def _due(self, wanted: Mapping[int, str], free: Collection[str]) -> str:
         """Return the device of the first of these decisions that is free and did not just refuse; or ""."""
@@ -387,6 +390,24 @@ class Jobs:
                 self._tell("adopted", {name: said[name] for name in ("id", "workload", "reason")})
 
         await self._proven({"do": "adopt", "device": device}, hear)
+
+    async def _complete(self, device: str) -> None:
+        """Finish some proofs. An arm that fails is quarantined by the child."""
+        before = len(self.incomplete)
+
+        def hear(said: dict[str, Any]) -> None:
+            if said["event"] == "completed":
+                log.info("decision %d: %d more rows: %s", said["id"], said["rows"], said["reason"] or "passed")
+                self.incomplete.pop(said["id"], None)
+                self._tell("completed", {name: said[name] for name in ("id", "workload", "rows", "reason")})
+
+        pauser = asyncio.ensure_future(self._pause_for_others({}, device))
+        try:
+            done = await self._proven({"do": "complete", "device": device}, hear)
+        finally:
+            pauser.cancel()
+        if done and len(self.incomplete) == before:  # the ledger knows of none
+            self.incomplete = {number: other for number, other in self.incomplete.items() if other != device}
 
     async def _proven(self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> bool:
         """Return True if the child finished; otherwise another process has the device or the child failed, and it is

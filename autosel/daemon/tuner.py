@@ -180,6 +180,18 @@ def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
             voice.say("renewed", id=made.stale.id, workload=key, reason=made.reason)
 
 
+def complete(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+    """Finish the proofs of winners: the rows of their ops' arrays for which a tune had no time."""
+    from autosel import fingerprint
+    from autosel.ledger.store import open_ledger
+    from autosel.tuning.complete import complete as work
+
+    with open_ledger() as ledger:
+        for made in work(ledger, fingerprint.take(task["device"]), Listener(voice, gate), device=task["device"]):
+            key = made.decision.workload.key
+            voice.say("completed", id=made.decision.id, workload=key, rows=made.rows, reason=made.reason)
+
+
 def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     """Examine each device, its software and its decisions. With `rates`, also check the device's rates; if they have
     moved, measure them again, and report decisions whose knobs differ now.
@@ -259,7 +271,7 @@ def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
     return not isinstance(support, Accepted) or way_of(candidate, d.workload, fp).arm.knobs != d.arm.knobs
 
 
-DUTIES = {"tune": tune, "examine": examine, "adopt": adopt, "renew": renew}
+DUTIES = {"tune": tune, "examine": examine, "adopt": adopt, "renew": renew, "complete": complete}
 
 if __name__ == "__main__":
     sys.exit(main())

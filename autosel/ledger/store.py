@@ -32,6 +32,7 @@ from autosel.ledger.key import LengthRange, budget_key, overlap, serving_key
 from autosel.ledger.locks import InUseError, device_lock, publish_lock, whoami
 from autosel.ledger.rows import Stored
 from autosel.values import (
+    WHOLE_STEP,
     Arm,
     Decision,
     Failed,
@@ -753,6 +754,19 @@ class Ledger:
         """Return decisions of other hosts for this kind of device that wait for this host's proof of their arm."""
         found = self.serving(everywhere=True)
         return tuple(s.decision for s in found if not s.usable and (s.decision.hw_id, s.decision.mode) == (hw_id, mode))
+
+    def incomplete(self, hw_id: str = "", mode: str = "") -> tuple[tuple[Decision, Passed], ...]:
+        """Return decisions that serve, of this device and mode if given, whose proof left out rows of their op's array,
+        with that proof. Stale ones are proven again in any case."""
+        found = []
+        for served in self.serving():
+            d = served.decision
+            if d.op == WHOLE_STEP or d.stale or (hw_id and (d.hw_id, d.mode) != (hw_id, mode)):
+                continue
+            known = self.parity_known(d.hw_id, d.arm.digest, d.workload)
+            if isinstance(known, Passed) and 0 < known.pairs < known.pairs_of:
+                found.append((d, known))
+        return tuple(found)
 
     def adopt(self, decision_id: int, parity: Parity) -> bool:
         """Store this host's own proof of a decision's arm; return True if it serves here from now on."""

@@ -266,6 +266,23 @@ def _compile(source: str, flags: tuple[str, ...], output: Path, deadline_s: floa
     return command, said
 
 
+def compiled_lines(source: str, flags: tuple[str, ...]) -> dict[Path, set[int]]:
+    """Return the lines of each file of a C++ source that the preprocessor keeps with these flags. Raises BuildError."""
+    path = resources.kernels() / source
+    command = [*_command(path, flags, Path("-")), "-E"]
+    found: dict[Path, set[int]] = {}
+    here, line = path, 1
+    for text in _run(command, source, DEADLINE_S).splitlines():
+        marker = re.match(r'# (\d+) "([^"]*)"', text)
+        if marker is not None:
+            line, here = int(marker[1]), Path(os.path.normpath(marker[2]))
+            continue
+        if text.strip():
+            found.setdefault(here, set()).add(line)
+        line += 1
+    return {file: lines for file, lines in found.items() if file in find_sources(path)}
+
+
 def _command(source: Path, flags: tuple[str, ...], output: Path) -> list[str]:
     compiler, tvm_ffi = find_compiler(), _tvm_ffi_flags()
     assert compiler is not None

@@ -156,10 +156,17 @@ def lengths_domain(*, presence: str = "") -> Domain:
         Level(name="near", edit=filled(lambda b, n, _: [n - i for i in range(b)])),
         Level(name="far apart", edit=filled(lambda b, n, _: [(n, 1, n // 2, n - 1, 0)[i % 5] for i in range(b)])),
         Level(name="shortest first", edit=filled(lambda b, n, _: [n if i == b - 1 else 1 + i for i in range(b)])),
+        Level(name="tile ends", edit=filled(lambda b, n, _: [_end(n, i) for i in range(b)])),
+        Level(name="beside tile ends", edit=filled(lambda b, n, _: [_end(n, i) + i % 2 * 2 - 1 for i in range(b)])),
         Level(name="all", edit=filled(lambda b, n, _: [n] * b)),
         Level(name="below max_len", edit=filled(lambda b, n, draw: (draw.uniform(b) * n * 0.8).tolist())),
     ]
     return Domain(kind="index", levels=lambda *_: made, presence=presence)
+
+
+def _end(most: int, row: int) -> int:
+    """A multiple of 16, smaller row by row; 16 is a page's and a tile's usual length."""
+    return max(1, most // 16 - row) * 16
 
 
 def room_domain(*caches: str) -> Domain:

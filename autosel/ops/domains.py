@@ -91,12 +91,19 @@ def _primes(low: int, high: int) -> list[int]:
     return [n for n in range(low, high) if all(n % p for p in range(2, int(n**0.5) + 1))]
 
 
-def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int]) -> Domain:
-    """`fixed` sizes; a secret power of two (exponents from..to) and its neighbours; a secret prime."""
+BEYOND_16_BITS = (32_769, 40_000)
+
+
+def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int], far: bool = False) -> Domain:
+    """`fixed` sizes; a secret power of two (exponents from..to) and its neighbours; a secret prime, and twice another:
+    even, and no multiple of four; with `far` a secret size that 16 bits do not hold."""
 
     def levels(_: DTypeName, rng: Random) -> list[Level]:
         power = 1 << rng.randint(*powers)
-        found = [*fixed, power - 1, power, power + 1, rng.choice(_primes(*primes))]
+        low, high = primes
+        found = [*fixed, power - 1, power, power + 1, rng.choice(_primes(low, high))]
+        found.append(2 * rng.choice(_primes(max(3, low // 2), high // 2)))
+        found += [rng.randint(*BEYOND_16_BITS)] if far else []
         return [Level(name=str(n), value=n) for n in dict.fromkeys(found)]
 
     return Domain(kind="count", levels=levels)
@@ -104,12 +111,12 @@ def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int]) -> Doma
 
 def counts(*fixed: int) -> Domain:
     """Rows: tokens or sequences."""
-    return sizes(2, 1, *fixed, powers=(2, 5), primes=(11, 72))
+    return sizes(2, 1, *fixed, powers=(2, 5), primes=(11, 72), far=True)
 
 
 def widths(*fixed: int) -> Domain:
     """Elements of a row or of a sum."""
-    return sizes(192, 1, *fixed, powers=(3, 8), primes=(257, 1024))
+    return sizes(192, 1, *fixed, powers=(3, 8), primes=(257, 1024), far=not fixed)
 
 
 def among(*values: Any) -> Domain:
@@ -325,7 +332,7 @@ def _few_outliers(x: Tensor, draw: Draw) -> None:
 def _some_nan(x: Tensor, draw: Draw) -> None:
     """One in some row; of a vector, one."""
     at = draw.integers(0, x.numel(), 1)
-    x.view(-1)[at] = float("nan")
+    x.view(-1)[at] = d.any_nan(x.dtype, draw)
 
 
 def _infinite(name: str) -> Edit:

@@ -146,6 +146,19 @@ def some_subnormal(x: Tensor, draw: Draw) -> None:
     x[hit] = x[hit] * TINY_NORMAL[draw.name]
 
 
+def any_nan(dtype: torch.dtype, draw: Draw) -> Tensor:
+    """A NaN of either sign: a signalling one, one whose bits are all ones, or any."""
+    kind, exponent, mantissa = {
+        torch.bfloat16: (torch.int16, 0x7F80, 7),
+        torch.float16: (torch.int16, 0x7C00, 10),
+        torch.float32: (torch.int32, 0x7F800000, 23),
+    }[dtype]
+    most = (1 << mantissa) - 1
+    payload = (1, most, int(draw.integers(1, most + 1, 1)))[int(draw.integers(0, 3, 1))]
+    sign = torch.iinfo(kind).min if draw.uniform(1) < 0.5 else 0
+    return torch.tensor(sign + exponent + payload, dtype=kind).view(dtype)
+
+
 def one_nan(x: Tensor, draw: Draw) -> None:
     """One NaN in every second row."""
     _one_per_row(x, draw, float("nan"))

@@ -58,6 +58,7 @@ from autosel.ops.stored_cases import weight_cases, write
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
+MOST_CHOICES = 256  # rows of a case made of domains
 BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096
 # Operands that are multiples of this, with sum|x w| below 2^24 of its square, multiply and add exactly in fp32.
 QUANTUM = 2.0**-6
@@ -105,6 +106,10 @@ class LmHead(Op):
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         x = resident_draw(seed, w.dtype).normal(w["M"], w["d"])
         return {"x": x, "w": inputs["w"], "greedy": int(w.trait("greedy", 0))}
+
+    def affordable(self, w: Workload) -> bool:
+        """A greedy choice is judged row by row."""
+        return super().affordable(w) and (not w.trait("greedy", 0) or w["M"] <= MOST_CHOICES)
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
         if w.trait("greedy", 0):

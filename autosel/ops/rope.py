@@ -79,6 +79,7 @@ def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
         Level(name="one for all", edit=of(lambda m, draw: draw.integers(0, 131_072, 1))),
         Level(name=f"near {power}", edit=of(lambda m, _: torch.tensor(near).repeat(m // 3 + 1)[:m])),
         Level(name="far", edit=of(lambda m, draw: draw.integers(0, 1 << 20, m))),
+        Level(name="beyond 2^20", edit=of(lambda m, draw: draw.integers(1 << 20, 1 << 30, m))),
     ]
 
 

@@ -8,6 +8,7 @@ leak; and of the process: raised, crash, timeout.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
+from autosel.ops.stored import Stored, argument_of, leaves
 from autosel.parity.session import Proof, RefusedError, Session
 from autosel.parity.stage import Placed, bits, far_strides, place, room_for
 from autosel.parity.truth import Truth, Truths
 from autosel.workers import Arena, RaisedError
+from autosel.workers.arena import Ref, contiguous
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +35,15 @@ HABITS = {
     FRESH: "something remembered by address or content",
     GAPS: "outputs assumed contiguous",
     FAR_ROWS: "an int32 index",
-    MANY: "memory or files that are never given back",
+    MANY: "a fault in one call of many; memory or files that are never given back",
     STATE: "threads, dtype, clock or random state changed for everybody",
 }
 FAR_TOUCHED_BYTES = 64 << 20
 REPEATS = 20
 FRESH_SEEDS = 6
 LEAK_CALLS, LEAK_LOOP_S = 1000, 0.15
+MANY_ELEMENTS, PLACES = 16, 12  # of an operand that may be changed in part; where that is tried
+KEPT_BYTES = 32 << 20  # of the results of those calls
 LEAK_BYTES = 1 << 20  # growth between two readings that counts, twice in a row: 1 KiB a call over 1,000 calls
 
 
@@ -64,8 +69,11 @@ class Tally:
 class Battery:
     """All checks of one build with one set of knobs, run through a session."""
 
-    def __init__(self, session: Session, proof: Proof, op: Op, truths: Truths, seed: Callable[[str], int]) -> None:
-        self.session, self.proof, self.op, self.truths, self.seed = session, proof, op, truths, seed
+    def __init__(
+        self, session: Session, proof: Proof, op: Op, truths: Truths, seed: Callable[[str], int], *, calls: int = 1
+    ) -> None:
+        """`calls`: thousands of calls to find a fault in one of many."""
+        self.session, self.proof, self.op, self.truths, self.seed, self.calls = session, proof, op, truths, seed, calls
         self.name = session.load(proof)
 
     # --- one case -----------------------------------------------------------------------------------------------------
@@ -155,13 +163,15 @@ class Battery:
         there = self.place(other, other.make(self.seed("habits 3")))
         here.fill("none")
         there.fill("none")
-        first = self.call(here, case)
+        first, between = self.call(here, case), self.call(there, case)
         for i in range(REPEATS - 1):
-            self.call(there, case)
-            again = self.call(here, case)
-            if not self.agree(first, again, here.inputs):
-                evidence = _difference(first, again) | {"run": i + 2}
-                raise RefusedError("repeat", case, f"run {i + 2} on the same inputs differs from the first", evidence)
+            self._as_before(first, self.call(here, case), here, case, i + 2)
+            self._as_before(between, self.call(there, case), there, case, i + 2)
+
+    def _as_before(self, first: Sequence[Tensor], again: Sequence[Tensor], placed: Placed, case: str, run: int) -> None:
+        if not self.agree(first, again, placed.inputs):
+            evidence = _difference(first, again) | {"run": run}
+            raise RefusedError("repeat", case, f"run {run} on the same inputs differs from the first", evidence)
 
     def _retention(self, plain: Case) -> None:
         """A result, kept, must not change when the candidate is called again on other tensors."""
@@ -170,9 +180,9 @@ class Battery:
         kept = self.call(here, case, hold="kept")
         elsewhere = self.place(plain, plain.make(self.seed("habits 2")))
         elsewhere.fill("none")
-        self.call(elsewhere, case)
+        one = self.call(elsewhere, case)
         elsewhere.fill("some")
-        self.call(elsewhere, case)
+        self._as_before(one, self.call(elsewhere, case), elsewhere, case, 2)
         now = here.results() if self.proof.candidate.writes_out else self.session.dump("kept", self.proof, here)
         if not all(torch.equal(bits(a), bits(b)) for a, b in zip(kept, now, strict=True)):
             reason = "an earlier result changed when it was called again: it reuses or still writes that memory"
@@ -182,25 +192,35 @@ class Battery:
             raise RefusedError("retention", case, f"after a later call, {damage.reason}", damage.evidence)
 
     def _fresh(self, plain: Case, tally: Tally) -> None:
-        """Other contents at the same addresses, then the same contents at other addresses."""
+        """Other contents at the same addresses, then changes in part of one operand after the other, then the same
+        contents at other addresses."""
         here = self._first(plain)
         here.fill("none")
         self.call(here, FRESH)
         for i in range(FRESH_SEEDS):
             case = f"{FRESH} {i + 1}"
-            inputs = plain.make(self.seed(case))
-            here.renew(inputs)
-            here.fill("none")
-            got = self.call(here, case)
-            try:
-                tally.add(case, self.judge(case, self.truths.fresh(self.op, inputs), got))
-            except RefusedError as refused:
-                raise self._cached(plain, inputs, case, got, refused) from None
+            inputs: Inputs = plain.make(self.seed(case))
+            got = self._renewed(plain, here, inputs, case, tally)
+        for name in leaves(inputs):
+            part = partly_changed(self.op, inputs, name)
+            if part is not None:
+                case, inputs = f"{FRESH}, {name} in part", part
+                got = self._renewed(plain, here, inputs, case, tally)
         moved = self.place(plain, inputs)
         moved.fill("none")
         if not self.agree(got, self.call(moved, case), inputs):
             reason = "the same contents at other addresses give another result"
             raise RefusedError("anti_cache", case, reason, {})
+
+    def _renewed(self, plain: Case, here: Placed, inputs: Inputs, case: str, tally: Tally) -> tuple[Tensor, ...]:
+        here.renew(inputs)
+        here.fill("none")
+        got = self.call(here, case)
+        try:
+            tally.add(case, self.judge(case, self.truths.fresh(self.op, inputs), got))
+        except RefusedError as refused:
+            raise self._cached(plain, inputs, case, got, refused) from None
+        return got
 
     def _cached(self, plain: Case, inputs: Inputs, case: str, got: Sequence[Tensor], was: RefusedError) -> RefusedError:
         """Wrong at a known address: if it is right at a new one, it remembers by address."""
@@ -245,22 +265,26 @@ class Battery:
                     self.session.detach(arena)
 
     def _leak(self, plain: Case) -> None:
-        """Private memory of the worker over three stretches of calls: growth in the last two is a leak; and so is one
-        more open file for every hundred calls."""
+        """Stretches of calls on the same inputs: every result that there is room for is the first one's. Private memory
+        that grows in all but the first is a leak; and so is one more open file for every hundred calls."""
         here = self._first(plain)
         here.fill("none")
         self.session.case = MANY
-        once_s = self._time(here)
-        times = max(20, min(LEAK_CALLS, int(LEAK_LOOP_S / once_s)))
+        first = self.call(here, MANY)
+        self._as_before(first, self.call(here, MANY), here, MANY, 2)
+        once_s = max(1e-6, self.session.last_call_ns * 1e-9)
+        times = max(20, min(LEAK_CALLS, int(self.calls * LEAK_LOOP_S / once_s)))
         deadline_s = self.session.call_deadline_s + 20 * times * once_s
+        kept = self._room(first, times)
         readings, files = [], []
-        for _ in range(3):
-            self.session.loop(self.name, self.proof, here, times, deadline_s)
+        for stretch in range(2 + self.calls):
+            self.session.loop(self.name, self.proof, here, times, deadline_s, kept)
             readings.append(self.session.private_bytes())
             files.append(self.session.open_files())
+            self._all_alike(first, kept, here, stretch * times)
         growths = [b - a for a, b in pairwise(readings)]
         if min(growths) > LEAK_BYTES:
-            grown = sum(growths) / (2 * times)
+            grown = sum(growths) / (len(growths) * times)
             reason = f"the process grows by {grown:.0f} bytes a call"
             raise RefusedError("leak", MANY, reason, {"bytes_per_call": grown, "calls": 2 * times})
         if min(b - a for a, b in pairwise(files)) > times // 100:
@@ -268,9 +292,20 @@ class Battery:
             reason = f"it leaves {opened} more files open after {2 * times} calls"
             raise RefusedError("leak", MANY, reason, {"files": opened, "calls": 2 * times})
 
-    def _time(self, here: Placed) -> float:
-        self.call(here, MANY)
-        return max(1e-6, self.session.last_call_ns * 1e-9)
+    def _room(self, first: Sequence[Tensor], times: int) -> list[Ref]:
+        """Where the results of so many calls go, or of as many as KEPT_BYTES hold."""
+        arena = self.session.scratch[1]
+        arena.used_bytes = 0
+        count = max(1, min(times, KEPT_BYTES // max(1, sum(y.nbytes for y in first))))
+        shapes = [(count, *y.shape) for y in first]
+        return [arena.empty(s, y.dtype, contiguous(s)) for s, y in zip(shapes, first, strict=True)]
+
+    def _all_alike(self, first: Sequence[Tensor], kept: Sequence[Ref], here: Placed, before: int) -> None:
+        found = [self.session.scratch[1].tensor(ref) for ref in kept]
+        if self.agree([y.expand_as(many) for y, many in zip(first, found, strict=True)], found, here.inputs):
+            return
+        for i in range(len(found[0])):
+            self._as_before(first, [many[i] for many in found], here, MANY, before + i + 1)
 
     def state(self) -> None:
         """Process-wide state is as it was before the candidate was loaded."""
@@ -291,6 +326,35 @@ class Battery:
 
     def call(self, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = ()) -> tuple[Tensor, ...]:
         return self.session.call(self.name, self.proof, placed, case, hold=hold, skip=skip)
+
+
+def partly_changed(op: Op, inputs: Inputs, leaf: str) -> Inputs | None:
+    """The inputs with two neighbours of a float operand exchanged, if possible in the second half of a row and of the
+    operand: its sums, its ends and its prefixes stay. None if that changes no result."""
+    argument, value = argument_of(leaf), leaves(inputs)[leaf]
+    if not value.is_floating_point() or isinstance(inputs[argument], Stored) or not value.is_contiguous():
+        return None
+    if value.numel() < MANY_ELEMENTS:
+        return None
+    before, width, size = op.reference(inputs), value.shape[-1], value.numel()
+    flat, places = value.view(-1), torch.arange(size - 2)
+    able = bits(flat[:-2]) != bits(flat[1:-1])
+    inside = able & (places % width >= width // 2) & (places % width < width - 1)
+    some = [_spread(places[inside & (places >= size // 2)]), _spread(places[inside & (places < size // 2)])]
+    largest = flat[:-2].double().nan_to_num(0.0).where(able, -math.inf).argmax()  # of many, one may decide
+    for at in (*some[0], *some[1], int(largest)):  # what lies late may be room that no result depends on
+        changed = value.clone()
+        changed.view(-1)[at : at + 2] = flat[at : at + 2].flip(0)
+        found = {**inputs, argument: changed}
+        if not all(torch.equal(a, b) for a, b in zip(before, op.reference(found), strict=True)):
+            return found
+    return None
+
+
+def _spread(places: Tensor) -> list[int]:
+    """A few of them, the last first."""
+    found = places.flip(0)[:: max(1, -(-len(places) // PLACES))]
+    return [int(at) for at in found]
 
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from autosel.workers import Exit, RaisedError
 
 INPUTS = secrets.token_hex(8)  # one a process: candidates of one tune see the same inputs, and none can know them
 EVERY_PAIR = range(1 << 20)
+ORDINARY_BYTES = 16 << 10
 _TRUTHS = Truths()
 
 
@@ -41,11 +42,13 @@ _TRUTHS = Truths()
 class Terms:
     """`inputs`: the text that all inputs are drawn from, this process's secret unless given. Deadlines of a single call
     and of a whole proof. `device`: where candidates run. `pairs`: the rows of the op's array (ops/array.py) to run.
-    `traits`: vary these too, as far as the candidate supports others than the workload's."""
+    `traits`: vary these too, as far as the candidate supports others than the workload's. `calls`: how many thousands
+    of calls are made to find a fault in one of many."""
 
     inputs: str = INPUTS
     pairs: range = EVERY_PAIR
     traits: bool = False
+    calls: int = 1
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
     device: str = "cpu"
@@ -80,6 +83,23 @@ def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: 
     if failed:
         require_control(failed, fp, threads=threads, device=terms.device)
     return [_controlled(parity) for parity in found]
+
+
+def check_rest(proof: Proof, known: Passed, *, fp: Fingerprint | None, terms: Terms) -> Parity:
+    """Run the rows of the array that a proof left out, `terms.pairs`, and return that proof with them.
+
+    Raises EnvironmentFault as `check_all` does.
+    """
+    threads = torch_threads([proof])
+    with Prover(fp, terms, threads=threads) as prover:
+        found = prover.rest(proof)
+    if unanswered(found):
+        require_control([proof], fp, threads=threads, device=terms.device)
+    if isinstance(found, Failed):
+        return _controlled(found)
+    better, cases = known.worst > found.worst, known.cases + found.cases
+    worst, case = (known.worst, known.worst_case) if better else (found.worst, found.worst_case)
+    return replace(known, cases=cases, worst=worst, worst_case=case, pairs=known.pairs_of)
 
 
 def _controlled(parity: Parity) -> Parity:
@@ -133,6 +153,10 @@ class Prover:
             inputs=self.terms.inputs,
         )
 
+    def rest(self, proof: Proof) -> Parity:
+        """The rows of the array alone."""
+        return self.take(proof, self._rows(proof))
+
     def take(self, proof: Proof, steps: Sequence[Step]) -> Parity:
         """Some steps of a proof."""
         started, session, tally = time.monotonic(), self._started(), Tally()
@@ -162,8 +186,10 @@ class Prover:
         covers = "the workload itself: sampled rows, fresh inputs, a needle"
         size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
         left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
-        rows = [_hostile(c) for c in self._pairs_of(proof)[self.terms.pairs.start : self.terms.pairs.stop]]
-        return [*steps, left, *rows, size, left]  # a process that was changed is told before it falls
+        return [*steps, left, *self._rows(proof), size, left]  # a process that was changed is told before it falls
+
+    def _rows(self, proof: Proof) -> list[Step]:
+        return [_hostile(c) for c in self._pairs_of(proof)[self.terms.pairs.start : self.terms.pairs.stop]]
 
     def _pairs_of(self, proof: Proof) -> list[Case]:
         """All rows of the array; workloads that differ in sizes alone share them."""
@@ -182,7 +208,8 @@ class Prover:
         for step in steps:
             step.draw()
         session.begin(self.terms.proof_deadline_s)
-        battery = Battery(session, proof, OPS[proof.candidate.op], _TRUTHS, self.terms.seed)
+        terms = self.terms
+        battery = Battery(session, proof, OPS[proof.candidate.op], _TRUTHS, terms.seed, calls=terms.calls)
         for step in steps:
             self._once(battery, step, tally)
 
@@ -260,19 +287,26 @@ def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list
 
 
 def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
-    """What shows over many calls of the first case, with one of another shape in between."""
+    """What shows over many calls of one case, with one of another shape in between."""
+    plain = ordinary(cases)
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
     apart = None if proof.candidate.static_shapes else far_case(cases)
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
-            found = battery.habits(cases[0], cases[len(cases) // 2], apart).get(name)
+            found = battery.habits(plain, cases[len(cases) // 2], apart).get(name)
             if found is not None:
                 found(tally)
 
-        return Step(name=name, covers=HABITS[name], workload=cases[0].workload, run=run, key=f"{name} {kind}")
+        return Step(name=name, covers=HABITS[name], workload=plain.workload, run=run, key=f"{name} {kind}")
 
     return [step(name) for name in HABITS if name != STATE]
+
+
+def ordinary(cases: Sequence[Case]) -> Case:
+    """Random inputs of a middling size: calls are short, and no operand is a single number."""
+    random = [c for c in cases if c.name.startswith("random ")] or [cases[0]]
+    return min(random, key=lambda c: abs(math.log2(OPS[c.workload.op].bytes_moved(c.workload) / ORDINARY_BYTES)))
 
 
 def far_case(cases: Sequence[Case]) -> Case | None:

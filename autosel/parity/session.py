@@ -18,6 +18,7 @@ from autosel.ops.contract import Op
 from autosel.parity.stage import Placed
 from autosel.values import Fingerprint, Knobs, NativeRecipe, Recipe, Workload, to_json
 from autosel.workers import Arena, Exit, Worker
+from autosel.workers.arena import Ref
 
 T = TypeVar("T")
 START_S, LOAD_S = 120.0, 120.0
@@ -181,8 +182,11 @@ class Session:
         """How many file descriptors the worker has open."""
         return sum(1 for _ in Path(f"/proc/{self.worker.pid}/fd").iterdir())
 
-    def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float) -> None:
-        self.ask(self._request("loop", name, proof, placed) | {"times": times}, deadline_s)
+    def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float, kept: Sequence[Ref]) -> None:
+        """Many calls on the same operands. `kept`: for each output, room in scratch for its results, call by call."""
+        self.attach(self.scratch[1])
+        into = [to_json(ref) for ref in kept]
+        self.ask(self._request("loop", name, proof, placed) | {"times": times, "into": into}, deadline_s)
 
     def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
         """Once more the result objects of an earlier call, as they are now."""

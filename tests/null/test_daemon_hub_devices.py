@@ -212,6 +212,28 @@ def test_stale_winners_and_what_others_decided_are_proven_on_their_own_device(qu
     assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "not at once again"
 
 
+def test_the_rest_of_proofs_comes_last_and_asks_once_where_the_ledger_knows_of_none(queue: Jobs) -> None:
+    tasks: list[tuple[str, str]] = []
+    told: list[dict[str, Any]] = [{"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""}]
+
+    async def child(task: dict[str, Any], hear: Any, *, aside: bool = False) -> int:
+        tasks.append((task["do"], task["device"]))
+        while told and task["do"] == "complete":
+            hear(told.pop())
+        return 0
+
+    queue._child_runs = child  # type: ignore[method-assign]
+    queue.offered, queue.incomplete = {3: "cpu"}, {5: "cpu", 6: "cpu"}
+    rest(queue, "cpu")
+    asyncio.run(queue._next())
+    queue.offered = {}
+    asyncio.run(queue._next())
+    assert tasks == [("adopt", "cpu"), ("complete", "cpu")] and queue.incomplete == {6: "cpu"}
+    asyncio.run(queue._next())
+    asyncio.run(queue._next())
+    assert tasks[2:] == [("complete", "cpu")] and queue.incomplete == {}
+
+
 # --- one tuner a device -----------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,11 @@
-"""Print the mutation score of each op: its mutants, how many each check kills, and those that survive.
+"""Print a mutation score: wrong kernels, how many each check kills, and those that survive.
 
-    python -m autosel.testing.mutants [--op attn] [--json] [--seed N] [--points N]
-    python -m autosel.testing.mutants --json > benchmarks/results/cpu/mutants.json    # docs/generate.py prints it
+    python -m autosel.testing.mutants [--op attn]                       mutants of each op's reference
+    python -m autosel.testing.mutants --source [--kernel attn_decode]   mutants of our own C++ kernels' source
+    python -m autosel.testing.mutants --reverse [--op attn]             what survives without each domain
 
-Exit code 1 if a mutant survives.
+`--json` prints one document, which docs/generate.py reads from benchmarks/results/cpu/: mutants.json,
+mutants-source.json, mutants-reverse.json. Exit code 1 if a mutant survives, or a domain is needed by none.
 """
 
 from __future__ import annotations
@@ -12,28 +14,65 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
+from autosel import fingerprint
+from autosel.errors import UnknownName
+from autosel.knobs.cpu.facts import facts
 from autosel.ops import OPS, find
+from autosel.testing.mutants.reverse import Reverse, reverse
 from autosel.testing.mutants.score import POINTS, Score, score
+from autosel.testing.mutants.source import KERNELS, MUTANTS, SourceScore, score_source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autosel.testing.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("--op", action="append", default=[], help="only this op; repeatable")
+    parser.add_argument("--source", action="store_true", help="mutate the source of our C++ kernels")
+    parser.add_argument("--reverse", action="store_true", help="remove each domain, and name a mutant that survives")
+    parser.add_argument("--late", action="store_true", help="also faults in the 10,000th call")
+    parser.add_argument("--kernel", action="append", default=[], help="only this kernel; repeatable")
+    parser.add_argument("--mutants", type=int, default=MUTANTS, help="of each kernel")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(24), help="draw cases and inputs from N")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(24), help="draw mutants, cases and inputs from N")
     parser.add_argument("--points", type=int, default=POINTS, help="where an equivalent mutant must be right")
     options = parser.parse_args(arguments)
+    key, found = ("kernels", _of_kernels(options)) if options.source else ("ops", _of_ops(options))
     scores = []
-    for op in [find(name) for name in options.op] or OPS.values():
-        scores.append(score(op, options.seed, points=options.points))
+    for one in found:
+        scores.append(one)
         if not options.json:
-            _say(_line(scores[-1]))
+            _say(_line(one))
     if options.json:
-        _say(json.dumps({"seed": options.seed, "ops": [asdict(s) for s in scores]}, indent=1))
-    return int(any(s.survived for s in scores))
+        isa = facts(fingerprint.take("cpu")).isa
+        _say(json.dumps({"seed": options.seed, "isa": isa, key: [asdict(s) for s in scores]}, indent=1))
+    return int(any(_lacking(s) for s in scores))
+
+
+def _of_ops(options: argparse.Namespace) -> Iterator[Any]:
+    for op in [find(name) for name in options.op] or OPS.values():
+        if options.reverse:
+            yield reverse(op, options.seed)
+        else:
+            yield score(op, options.seed, points=options.points, late=options.late)
+
+
+def _of_kernels(options: argparse.Namespace) -> Iterator[Any]:
+    known = {kernel.source: kernel for kernel in KERNELS}
+    for name in options.kernel:
+        if name not in known:
+            raise UnknownName("kernel", name, tuple(known))
+    fp = fingerprint.take("cpu")
+    for name in options.kernel or known:
+        yield score_source(known[name], fp, options.seed, mutants=options.mutants)
+
+
+def _lacking(found: Score | SourceScore | Reverse) -> bool:
+    if isinstance(found, Reverse):
+        return any(not survivor and not found.redundant[name] for name, survivor in found.survivors.items())
+    return bool(found.survived)
 
 
 def _say(text: str) -> None:
@@ -41,10 +80,18 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _line(found: Score) -> str:
+def _line(found: Score | SourceScore | Reverse) -> str:
+    if isinstance(found, Reverse):
+        lines = [
+            f"{found.op}: {len(found.survivors)} domains; alone needed {len(found.hand_made)} of {found.cases} cases"
+        ]
+        lines += [f"  without {n}: {s or found.redundant[n] or 'NOTHING SURVIVES'}" for n, s in found.survivors.items()]
+        return "\n".join([*lines, *(f"  alone kills: {case}: {name}" for case, name in found.hand_made.items())])
     killed = ", ".join(f"{check} {n}" for check, n in found.killed.items())
-    lines = [f"{found.op}: {found.mutants} mutants, {sum(found.killed.values())} killed ({killed})"]
-    lines += [f"  equivalent: {name}: {why} (right at {found.points} points)" for name, why in found.equivalent.items()]
+    what = found.op if isinstance(found, Score) else found.kernel
+    right = f"right at {found.points} points" if isinstance(found, Score) else "a right kernel"
+    lines = [f"{what}: {found.mutants} mutants, {sum(found.killed.values())} killed ({killed})"]
+    lines += [f"  equivalent: {name}: {why} ({right})" for name, why in found.equivalent.items()]
     lines += [f"  SURVIVED: {name}" for name in found.survived]
     return "\n".join(lines)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from autosel.ops.contract import Op
 from autosel.ops.one_thread import one_thread
+from autosel.testing.mutants.calls import killers
 from autosel.testing.mutants.equivalent import reason
 from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.trial import Killed, Trial
 from autosel.values import DTypeName
 
 DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")  # a mutant is tried in the next one only if it survives
-POINTS = 1000
+POINTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,11 @@ class Score:
     survived: Sequence[str]
 
 
-def score(op: Op, seed: int, *, share: float = 1.0, points: int = POINTS) -> Score:
-    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed."""
+def score(
+    op: Op, seed: int, *, share: float = 1.0, points: int = POINTS, calls: bool = True, late: bool = False
+) -> Score:
+    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed. `calls`: also
+    those with a memory; `late`: also those that are wrong in the thousands-th call."""
     killed: dict[str, Killed] = {}
     left: dict[str, Mutant] = {}
     with one_thread():
@@ -50,7 +54,19 @@ def score(op: Op, seed: int, *, share: float = 1.0, points: int = POINTS) -> Sco
                     left.pop(mutant.name, None)
                 elif not trial.is_void(mutant):
                     left[mutant.name] = mutant
-        return _score(op, killed, left, seed, points)
+        scored = _score(op, killed, left, seed, points)
+    return with_calls(scored, killers(op, seed, late=late)) if calls else scored
+
+
+def with_calls(found: Score, by: Mapping[str, str]) -> Score:
+    """The score with mutants that have a memory: the check that killed each, or ""."""
+    more = Counter(check for check in by.values() if check)
+    return replace(
+        found,
+        mutants=found.mutants + len(by),
+        killed=dict((Counter(found.killed) + more).most_common()),
+        survived=[*found.survived, *(f"over several calls: {fault}" for fault, check in by.items() if not check)],
+    )
 
 
 def _chosen(trial: Trial, seed: int, share: float) -> Sequence[Mutant]:

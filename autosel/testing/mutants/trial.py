@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from math import prod
 from random import Random
 
-from autosel.ops.array import Array
+from autosel.ops.array import Array, Factor
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.parity.truth import Truth
 from autosel.testing.mutants.derive import derive, reach_of
@@ -74,8 +75,9 @@ class Trial:
         self.op, self.dtype, self.seed = op, dtype, seed
         self.plain = plain_workload(op, dtype, seed)
         self.array = Array(op, self.plain, seed, traits=True)
-        cases = [c for w in self._workloads() for c in op.cases(w)] + self.array.cases(lambda _: True)
-        self.points = [Point(op, case, seed + i) for i, case in enumerate(cases)]
+        made, rows = [c for w in self._workloads() for c in op.cases(w)], self.array.cases(lambda _: True)
+        self.points = [Point(op, case, seed + i) for i, case in enumerate([*made, *rows])]
+        self.hand_made, self.rows = self.points[: len(made)], self.points[len(made) :]
         self.kills = [0] * len(self.points)
 
     def _workloads(self) -> Iterator[Workload]:
@@ -115,13 +117,22 @@ class Trial:
         return [p.case.name for p in self.points if p.try_on(itself) is not None]
 
     def random_points(self, seed: int) -> Iterator[Point]:
-        """Points of the domains that have a contracted result: of each domain a value by chance."""
-        rng, sizes = Random(seed), [len(f.levels) for f in self.array.factors]
+        """Points of the domains that have a contracted result: of each domain a value by chance, of a size one of its
+        smaller half."""
+        rng, choices = Random(seed), [self._choices(f) for f in self.array.factors]
         admits: Callable[[Sequence[int | None]], bool] = self.array.admits
         while True:
-            row = tuple(rng.randrange(n) for n in sizes)
+            row = tuple(rng.choice(some) for some in choices)
             if admits(row):
                 yield Point(self.op, self.array.case(self.array.level_of(row)), rng.getrandbits(30))
+
+    @staticmethod
+    def _choices(f: Factor) -> Sequence[int]:
+        if f.domain.kind != "count":
+            return range(len(f.levels))
+        sizes = [f.levels[at].value for at in range(len(f.levels))]
+        order = sorted(range(len(sizes)), key=lambda at: prod(sizes[at]) if isinstance(sizes[at], tuple) else sizes[at])
+        return order[: -(-len(order) // 2)]
 
 
 def plain_workload(op: Op, dtype: DTypeName, seed: int) -> Workload:

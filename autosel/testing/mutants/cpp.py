@@ -1,0 +1,218 @@
+"""Faults in C++ source: changes of one token or statement, by rules that know the language and nothing of a kernel.
+
+Left out are checks of arguments (AUTOSEL_CHECK), requests for memory ahead of use (prefetch), preprocessor lines and
+comments: no result shows a fault in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<directive>^[ \t]*\#(?:\\\n|[^\n])*)
+    |(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+    |(?P<number>(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[a-zA-Z]*)|(?P<name>[A-Za-z_]\w*)
+    |(?P<sign><<=|>>=|->|\+\+|--|&&|\|\||[-+*/%&|^<>=!]=|<<|>>|::|[^\s\w])""",
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+_RELATIONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+_ARITHMETIC = {"+": "-", "-": "+", "*": "+", "/": "*", "%": "/", "<<": ">>", "&&": "||", "||": "&&"}
+_ASSIGNED = {"+=": "-=", "-=": "+=", "*=": "/=", "++": "--"}
+_NARROWER = {"int64_t": "int16_t", "double": "float", "size_t": "uint16_t", "int32_t": "int16_t"}
+_EXTREMES = {"max": "min", "min": "max", "_mm512_max_ps": "_mm512_min_ps", "_mm512_min_ps": "_mm512_max_ps"}
+_UNSEEN = ("AUTOSEL_CHECK", "AUTOSEL_THROW", "AUTOSEL_EXPORT", "static_assert", "prefetch", "alignas")
+_NO_STATEMENT = {"return", "using", "template", "struct", "typedef", "case", "break", "else", "public", "private"}
+_COMMUTE = {"fma", "dot", "max", "min"}  # in their first two arguments
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """`text` in place of source[start:end]; `rule` is the operator that made it, `name` is unique in a file."""
+
+    start: int
+    end: int
+    text: str
+    line: int
+    rule: str
+    name: str
+
+    def apply(self, source: str) -> str:
+        """Return the changed source, with as many lines as before."""
+        gone = source[self.start : self.end].count("\n") - self.text.count("\n")
+        return source[: self.start] + self.text + "\n" * gone + source[self.end :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    kind: str
+    text: str
+    start: int
+    end: int
+
+
+def changes(source: str) -> list[Change]:
+    """Return every change that the rules make of a source."""
+    tokens = [
+        _Token(kind=m.lastgroup or "", text=m[0], start=m.start(), end=m.end())
+        for m in _TOKEN.finditer(source)
+        if m.lastgroup not in ("comment", "directive")
+    ]
+    return _named(source, _Rules(source, tokens).all())
+
+
+def _named(source: str, found: Iterator[tuple[str, int, int, str]]) -> list[Change]:
+    made, seen = [], dict[str, int]()
+    for rule, start, end, text in sorted(found, key=lambda c: (c[1], c[2], c[0])):
+        line = source.count("\n", 0, start)
+        whole = " ".join(source.split("\n")[line].split())
+        name = f"{whole} | {rule}: {_short(source[start:end])} to {_short(text)}"
+        seen[name] = seen.get(name, 0) + 1
+        name += f" #{seen[name]}" if seen[name] > 1 else ""
+        made.append(Change(start=start, end=end, text=text, line=line + 1, rule=rule, name=name))
+    return made
+
+
+def _short(text: str) -> str:
+    joined = " ".join(text.split())
+    return joined if len(joined) <= 40 else f"{joined[:37]}..."
+
+
+class _Rules:
+    """The rules, over the tokens of one source."""
+
+    def __init__(self, source: str, tokens: Sequence[_Token]) -> None:
+        self.source, self.tokens = source, tokens
+        self.partner = _partners(tokens)
+        self.opener = {close: opening for opening, close in self.partner.items()}
+        self.hidden = self._unseen()
+
+    def all(self) -> Iterator[tuple[str, int, int, str]]:
+        for at, token in enumerate(self.tokens):
+            if at not in self.hidden:
+                yield from self._of_token(at, token)
+                yield from self._of_keyword(at, token)
+                yield from self._swapped(at, token)
+                yield from self._deleted(at)
+
+    def _unseen(self) -> set[int]:
+        """Tokens of whole statements that no result depends on, and of the sizes of arrays."""
+        found: set[int] = set()
+        for at, token in enumerate(self.tokens):
+            if token.kind == "name" and any(word in token.text for word in _UNSEEN):
+                last = next((i for i in range(at, len(self.tokens)) if self.tokens[i].text in ";{"), at)
+                found.update(range(self._begin(at), last + 1))
+            if token.text == "[" and self._declares(at):
+                found.update(range(at, self.partner.get(at, at) + 1))
+        return found
+
+    def _begin(self, at: int) -> int:
+        """The first token of the statement that a token is in."""
+        while at and self._text(at - 1) not in (";", "{", "}", "("):
+            at = self.opener.get(at - 1, at - 1)
+        return at
+
+    def _declares(self, at: int) -> bool:
+        """Does this bracket hold the size of an array that is declared?"""
+        if self._text(at - 1) == "]":
+            return self._declares(self.opener[at - 1])
+        return (
+            at > 1
+            and self.tokens[at - 1].kind == "name"
+            and ((self.tokens[at - 2].kind == "name" and self._text(at - 2) != "return") or self._text(at - 2) == ">")
+        )
+
+    def _of_token(self, at: int, token: _Token) -> Iterator[tuple[str, int, int, str]]:
+        spaced = self.source[token.start - 1] == " " and self.source[token.end : token.end + 1] in (" ", "\n")
+        for rule, table in (("relation", _RELATIONS), ("arithmetic", _ARITHMETIC)):
+            if token.text in table and spaced:
+                yield rule, token.start, token.end, table[token.text]
+        if token.text in _ASSIGNED:
+            yield "assignment", token.start, token.end, _ASSIGNED[token.text]
+        if token.kind == "number":
+            yield "constant", token.start, token.end, f"({token.text} + 1)"
+            yield "constant", token.start, token.end, f"({token.text} - 1)"
+        if token.text in _NARROWER:
+            yield "narrowed", token.start, token.end, _NARROWER[token.text]
+        if token.text in _EXTREMES and self._text(at + 1) == "(":
+            yield "extreme", token.start, token.end, _EXTREMES[token.text]
+        if token.text == "[" and at and (self.tokens[at - 1].kind == "name" or self._text(at - 1) in ")]"):
+            inside = self._between(at)
+            if inside.strip():
+                yield "index", token.end, self.tokens[self.partner[at]].start, f"({inside}) + 1"
+
+    def _of_keyword(self, at: int, token: _Token) -> Iterator[tuple[str, int, int, str]]:
+        """Conditions negated, and what they guard left out."""
+        if token.text not in ("if", "while", "for") or self._text(at + 1) != "(":
+            return
+        first, last = self.tokens[at + 1].end, self.tokens[self.partner.get(at + 1, at + 1)].start
+        parts = self._split(at + 1, ";")
+        if token.text == "for" and len(parts) == 3:
+            yield "loop left out", *parts[1], "false"
+        elif token.text != "for":
+            start = parts[-1][0]  # after an initialiser
+            if token.text == "if":
+                yield "negated", start, last, f"!({self.source[start:last]})"
+            if start == first:
+                yield "branch left out", start, last, "false"
+
+    def _swapped(self, at: int, token: _Token) -> Iterator[tuple[str, int, int, str]]:
+        """An argument of a call exchanged with the next."""
+        if token.kind != "name" or self._text(at + 1) != "(" or token.text in ("if", "while", "for", "switch"):
+            return
+        parts = self._split(at + 1, ",")
+        for (a, b), (c, d) in list(pairwise(parts))[token.text in _COMMUTE :]:
+            one, other = self.source[a:b].strip(), self.source[c:d].strip()
+            if one != other and not re.match(r"(const )?\w+(<.*>)?[ *&]+\w+$", one):  # not parameters
+                yield "swapped", a, d, f"{other}, {one}"
+
+    def _deleted(self, at: int) -> Iterator[tuple[str, int, int, str]]:
+        """A statement that assigns or calls."""
+        if not at or self._text(at - 1) not in (";", "{", "}") or self.tokens[at].kind != "name":
+            return
+        if self.tokens[at].text in _NO_STATEMENT or self.tokens[at + 1].kind == "name":
+            return
+        end = at
+        while end < len(self.tokens) and self._text(end) not in (";", "{", "}"):
+            end = self.partner.get(end, end) + 1
+        words = [t.text for t in self.tokens[at:end]]
+        if end == len(self.tokens) or self._text(end) != ";" or re.match(r".*(\w|>)[ *&]+\w+ =", " ".join(words)[:40]):
+            return
+        if self._text(at + 1) in ("(", "=", "[", "+=", "-=", "*=", ".", "->", "++") and "if" not in words:
+            yield "deleted", self.tokens[at].start, self.tokens[end].start, "(void)0"
+
+    # --- help ---------------------------------------------------------------------------------------------------------
+
+    def _text(self, at: int) -> str:
+        return self.tokens[at].text if 0 <= at < len(self.tokens) else ""
+
+    def _between(self, opening: int) -> str:
+        close = self.partner.get(opening)
+        return "" if close is None else self.source[self.tokens[opening].end : self.tokens[close].start]
+
+    def _split(self, opening: int, by: str) -> list[tuple[int, int]]:
+        """The parts between an opening bracket and its partner, at the separators of that level."""
+        close = self.partner.get(opening)
+        if close is None:
+            return []
+        parts, begin, at = [], self.tokens[opening].end, opening + 1
+        while at < close:
+            if self._text(at) == by:
+                parts.append((begin, self.tokens[at].start))
+                begin = self.tokens[at].end
+            at = self.partner.get(at, at) + 1
+        return [*parts, (begin, self.tokens[close].start)]
+
+
+def _partners(tokens: Sequence[_Token]) -> dict[int, int]:
+    """The closing bracket of each opening one."""
+    found, open_ = dict[int, int](), list[int]()
+    for at, token in enumerate(tokens):
+        if token.text in _CLOSING:
+            open_.append(at)
+        elif token.text in _CLOSING.values() and open_:
+            found[open_.pop()] = at
+    return found

@@ -1,0 +1,137 @@
+"""Mutants with a memory: PyTorch's own way to run an op, and a fault that shows only over several calls.
+
+A worker loads `autosel.testing.mutants.habitual:OP__FAULT`. A cache, where its key is known already, computes with the
+operands that it saw first under that key; `once N` is wrong in the N-th call of the process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosel.ops import OPS, eager
+from autosel.ops.contract import Op
+
+Key = Callable[[Tensor], Any]
+TURNS = (2, 7, 50, 200, 500, 1000)  # N of a fault in the N-th call
+LATE_TURNS = (3000, 10_000)
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
+    return x.contiguous().view(integers).long()
+
+
+KEYS: dict[str, Key] = {
+    "address": lambda x: (x.data_ptr(), x.stride()),
+    "shape": lambda x: None,
+    "first_element": lambda x: _bits(x.flatten()[:1]).tolist(),
+    "prefix": lambda x: _bits(x.flatten()[: -(-x.numel() // 2)]).tolist(),
+    "row_prefixes": lambda x: _bits(x[..., : -(-x.shape[-1] // 2)] if x.dim() else x).flatten().tolist(),
+    "checksum": lambda x: int(_bits(x).sum()),
+    "last_element": lambda x: _bits(x.flatten()[-1:]).tolist(),
+    "sample": lambda x: _bits(x.flatten()[:: max(1, x.numel() // 16)]).tolist(),
+}
+FAULTS = (
+    *(f"by_{key}" for key in KEYS),
+    "first_scalars",
+    "last_operands",
+    "kept_last_row",
+    *(f"once_{n}" for n in TURNS),
+    "from_7",
+    "from_500",
+)
+
+
+def faults(op: Op, *, late: bool = False) -> Sequence[str]:
+    """The faults that an op can have; with `late`, also in the thousands-th call."""
+    found = [*FAULTS, *(f"once_{n}" for n in LATE_TURNS if late)]
+    return found if any(a.kind == "float" for a in op.args) else [f for f in found if f != "first_scalars"]
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    op, _, fault = name.partition("__")
+    if op not in OPS or not fault:
+        raise AttributeError(name)
+    return Habitual(OPS[op], fault).__call__
+
+
+class Habitual:
+    """An op's eager way with a fault, and what it remembers."""
+
+    def __init__(self, op: Op, fault: str) -> None:
+        self.op, self.right = op, getattr(eager, op.name)
+        kind, _, what = fault.partition("_")
+        self.key = KEYS[what] if kind == "by" else None
+        self.kind = kind if kind in ("by", "once", "from") else fault
+        self.turn = int(what) if kind in ("once", "from") else 0
+        self.known: dict[Any, list[Any]] = {}
+        self.scalars: list[Any] = []
+        self.rows: dict[Any, Tensor] = {}
+        self.calls = 0
+
+    def __call__(self, *values: Any) -> Any:
+        self.calls += 1
+        count = len(self.op.args)
+        arguments, outputs = list(values[:count]), values[count:]
+        if self.kind in ("by", "first_scalars", "last_operands"):
+            arguments = getattr(self, f"_{self.kind}")(arguments)
+        found = self.right(*arguments, *outputs)
+        if self.kind == "kept_last_row":
+            self._keep(found if isinstance(found, tuple) else (found,))
+        if (self.kind == "once" and self.calls == self.turn) or (self.kind == "from" and self.calls >= self.turn):
+            self._spoil(found if isinstance(found, tuple) else (found,))
+        return found
+
+    def _reads(self, arguments: Sequence[Any]) -> list[int]:
+        """Which arguments are tensors that are read alone."""
+        return [i for i, a in enumerate(self.op.args) if a.role != "inout" and isinstance(arguments[i], Tensor)]
+
+    def _by(self, arguments: list[Any]) -> list[Any]:
+        assert self.key is not None
+        reads = self._reads(arguments)
+        key = repr(
+            [
+                (tuple(a.shape), self.key(a) if i in reads and a.numel() else None) if isinstance(a, Tensor) else a
+                for i, a in enumerate(arguments)
+            ]
+        )
+        kept = self.known.setdefault(key, [arguments[i].clone() for i in reads])
+        for i, tensor in zip(reads, kept, strict=True):
+            arguments[i] = tensor
+        return arguments
+
+    def _first_scalars(self, arguments: list[Any]) -> list[Any]:
+        """Numbers are taken from the first call."""
+        places = [i for i, a in enumerate(self.op.args) if a.kind == "float"]
+        self.scalars = self.scalars or [arguments[i] for i in places]
+        for i, value in zip(places, self.scalars, strict=True):
+            arguments[i] = value
+        return arguments
+
+    def _last_operands(self, arguments: list[Any]) -> list[Any]:
+        """Its last tensor is that of the call before, if shapes were the same."""
+        reads = self._reads(arguments)
+        key = repr([tuple(a.shape) if isinstance(a, Tensor) else a for a in arguments])
+        before = self.known.get(key)
+        self.known[key] = [arguments[i].clone() for i in reads]
+        if before is not None:
+            arguments[reads[-1]] = before[-1]
+        return arguments
+
+    def _keep(self, results: Sequence[Tensor]) -> None:
+        """The last row of a result is that of the first call of its shape: a scratch buffer that is not cleared."""
+        for index, y in enumerate(results):
+            flat = y if y.dim() < 2 else y[-1]
+            kept = self.rows.setdefault((index, y.shape), flat.clone())
+            flat.copy_(kept)
+
+    @staticmethod
+    def _spoil(results: Sequence[Tensor]) -> None:
+        y = results[-1]
+        place = (0,) * y.dim() if y.dim() else ()
+        if y.numel():
+            y[place] = y[place] * 1.5 + 1 if y.is_floating_point() else y[place] + 1

@@ -1,0 +1,104 @@
+"""Is each domain needed? Without it, some mutant that an op's array kills must survive.
+
+A domain is removed by giving every row of the array its ordinary value. Of the hand-made cases, those are needed that
+alone kill some mutant; the others are there because they run first, and name a fault in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autosel.ops.array import Factor
+from autosel.ops.contract import Op
+from autosel.ops.one_thread import one_thread
+from autosel.testing.mutants.equivalent import redundant
+from autosel.testing.mutants.mutant import Mutant
+from autosel.testing.mutants.trial import Point, Trial
+from autosel.values import DTypeName
+
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # in which a survivor is looked for, one after the other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reverse:
+    """`survivors`: for each domain a mutant that survives without it, with its dtype; "" if none does, and then
+    `redundant` says why the domain stays. `hand_made`: each case that alone kills some mutant, and the mutant."""
+
+    op: str
+    survivors: Mapping[str, str]
+    redundant: Mapping[str, str]
+    cases: int
+    hand_made: Mapping[str, str]
+
+
+def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
+    """Remove the domains (by default all) one after the other."""
+    trial = Trial(op, DTYPES[0], seed)
+    wanted = [f.name for f in trial.array.factors if len(f.levels) > 1 and (not domains or f.name in domains)]
+    found = dict.fromkeys(wanted, "")
+    with one_thread():
+        for dtype in DTYPES:
+            trial = Trial(op, dtype, seed)
+            for name in [name for name, survivor in found.items() if not survivor]:
+                survivor = next(_survivors(trial, name, seed), "")
+                found[name] = f"{survivor} ({dtype})" if survivor else ""
+        hand_made = {} if domains else _needed_cases(Trial(op, DTYPES[0], seed))
+    return Reverse(
+        op=op.name,
+        survivors=found,
+        redundant={name: redundant(op.name, name) for name, survivor in found.items() if not survivor},
+        cases=len(trial.hand_made),
+        hand_made=hand_made,
+    )
+
+
+def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
+    """Names of mutants that the array kills, and does not kill without a domain."""
+    without = Battery(_points_without(trial, domain, seed))
+    rows = Battery(trial.rows)
+    factor = next(f for f in trial.array.factors if f.name == domain)
+    for mutant in sorted(trial.mutants, key=lambda m: not _is_about(m, factor)):
+        if without.kills(mutant) or not rows.kills(mutant):
+            continue
+        yield mutant.name
+
+
+def _points_without(trial: Trial, domain: str, seed: int) -> list[Point]:
+    array = trial.array
+    at = next(i for i, f in enumerate(array.factors) if f.name == domain)
+    rows = dict.fromkeys((*row[:at], 0, *row[at + 1 :]) for row in array.rows)
+    kept = [row for row in rows if array.admits(row)]
+    return [Point(trial.op, array.case(array.level_of(row)), seed + i) for i, row in enumerate(kept)]
+
+
+def _is_about(mutant: Mutant, factor: Factor) -> bool:
+    """Most domains are an argument's; its own mutants are tried first."""
+    return mutant.subject in (factor.name, factor.name.partition(".")[0]) or (
+        factor.domain.kind == "layout" and ("contiguous" in mutant.name or "aligned" in mutant.name)
+    )
+
+
+def _needed_cases(trial: Trial) -> dict[str, str]:
+    rows, found = Battery(trial.rows), dict[str, str]()
+    for mutant in trial.mutants:
+        if rows.kills(mutant):
+            continue
+        killing = [p.case.name for p in trial.hand_made if p.try_on(mutant) is not None]
+        if len(killing) == 1:
+            found.setdefault(killing[0], mutant.name)
+    return found
+
+
+class Battery:
+    """Points, those that killed most tried first."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points, self.kills_of = points, [0] * len(points)
+
+    def kills(self, mutant: Mutant) -> bool:
+        for at in sorted(range(len(self.points)), key=lambda at: -self.kills_of[at]):
+            if self.points[at].try_on(mutant) is not None:
+                self.kills_of[at] += 1
+                return True
+        return False

@@ -1,0 +1,238 @@
+"""Mutants of our own C++ kernels: their source with one fault, compiled as it is and proven as any candidate.
+
+A mutant that does not compile is not counted. One whose machine code is the kernel's own is no mutant either. Sources
+of threads, of bindings and of checks are left out: they compute nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from autosel import models, resources
+from autosel.candidates.base import support_of
+from autosel.candidates.cpp import attention, linear, rows, sampling
+from autosel.candidates.cpp.base import CppKernel
+from autosel.errors import BuildError
+from autosel.models.workloads import ASKED_OPS, CACHE_OPS, STEP_OPS, WEIGHT_OPS
+from autosel.models.workloads import step as decode_step
+from autosel.native.compile import Artefact, compile_source, compiled_lines, find_sources
+from autosel.ops import OPS
+from autosel.parity.check import Prover, Terms
+from autosel.parity.session import Proof
+from autosel.testing.mutants.cpp import Change, changes
+from autosel.testing.mutants.equivalent import source_reason
+from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Passed, Workload
+
+KERNELS: Sequence[CppKernel] = (*rows.KERNELS, *linear.KERNELS, *attention.KERNELS, *sampling.KERNELS)
+COMPUTES_NOTHING = ("ffi.h", "argument.h", "plain_c.h", "tensor.h", "team.h", "openmp.h", "rest.h", "placement.h")
+MODELS, BATCHES, CONTEXT, PROMPT = ("llama-1b", "gemma3-1b"), (1, 4, 8, 16), 4096, 512
+MOST_BYTES = 64 << 20
+MOST_PROOFS = 4  # of one build, with other knobs each
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")
+MUTANTS = 9
+TRIES = 6  # drawn for each that is wanted: some do not compile, or to the same code
+CALL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One change in one file that a kernel is made of."""
+
+    file: str  # below kernels/
+    change: Change
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.change.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceScore:
+    """`same`: changes that left the machine code as it was. `refused`: that did not compile. Neither is a mutant."""
+
+    kernel: str
+    mutants: int
+    killed: Mapping[str, int]
+    equivalent: Mapping[str, str]
+    survived: Sequence[str]
+    same: int
+    refused: int
+
+
+def score_source(
+    kernel: CppKernel, fp: Fingerprint, seed: int, *, mutants: int = MUTANTS, dtypes: Sequence[DTypeName] = DTYPES
+) -> SourceScore:
+    """Draw mutants of a kernel, a third of them in each dtype, and prove each until a check refuses it."""
+    killed, equivalent, survived = Counter[str](), dict[str, str](), list[str]()
+    same = refused = 0
+    taken = [dtype for dtype in dtypes if dtype in kernel.dtypes and proofs_of(kernel, dtype, fp)]
+    for index, dtype in enumerate(taken):
+        share = len(range(index, mutants, len(taken)))
+        bench = Bench(kernel, dtype, fp, seed)
+        for fault, found in bench.results(share):
+            if isinstance(found, Failed):
+                killed[found.check] += 1
+            elif source_reason(fault.name):
+                equivalent[fault.name] = source_reason(fault.name)
+            else:
+                survived.append(f"{dtype}: {fault.name}")
+        same, refused = same + bench.same, refused + bench.refused
+    return SourceScore(
+        kernel=kernel.name,
+        mutants=killed.total() + len(equivalent) + len(survived),
+        killed=dict(killed.most_common()),
+        equivalent=equivalent,
+        survived=survived,
+        same=same,
+        refused=refused,
+    )
+
+
+def proofs_of(kernel: CppKernel, dtype: DTypeName, fp: Fingerprint) -> list[Proof]:
+    """What `tune` would prove of a kernel for some models: settings of its first two knobs, each at its largest
+    workload that is drawn fast."""
+    found: dict[Any, Proof] = {}
+    for w in sorted(_workloads(kernel, dtype), key=OPS[kernel.op].bytes_moved, reverse=True):
+        if isinstance(support_of(kernel, w, fp), Accepted):
+            knobs = kernel.knobs(w, fp)
+            recipe = kernel.recipe(w, fp, knobs)
+            proof = Proof(candidate=kernel, recipe=recipe, digest="", knobs=knobs, workload=_shrunk(w))
+            found.setdefault(tuple(knobs.values[name] for name in kernel.knob_args[:2]), proof)
+    return sorted(found.values(), key=lambda p: -int(p.knobs.values["threads"]))[:MOST_PROOFS]
+
+
+def _shrunk(w: Workload) -> Workload:
+    """The longest dimension halved until the operands are small."""
+    while OPS[w.op].bytes_moved(w) > MOST_BYTES:
+        name, size = max(w.dims, key=lambda dim: dim[1])
+        w = w.at(**{name: size // 2})
+    return w
+
+
+def _workloads(kernel: CppKernel, dtype: DTypeName) -> Iterator[Workload]:
+    for model in map(models.load, MODELS):
+        for batch in BATCHES:
+            for fmt in kernel.formats:
+                weight = fmt if kernel.op in WEIGHT_OPS else "plain"
+                cache = fmt if kernel.op in CACHE_OPS else "plain"
+                ops = [op for op in (*STEP_OPS, *ASKED_OPS) if op == kernel.op]
+                for named in decode_step(
+                    model, batch=batch, context=CONTEXT, dtype=dtype, ops=ops, prompt=PROMPT, weight=weight, cache=cache
+                ):
+                    yield named.workload
+
+
+class Bench:
+    """A kernel in one dtype: its faults in a secret order, and a worker that is kept from mutant to mutant."""
+
+    def __init__(self, kernel: CppKernel, dtype: DTypeName, fp: Fingerprint, seed: int) -> None:
+        self.kernel, self.fp = kernel, fp
+        self.proofs = proofs_of(kernel, dtype, fp)
+        self.rng = Random(f"{seed} {kernel.name} {dtype}")
+        self.terms = Terms(inputs=f"mutants {seed}", traits=True, call_deadline_s=CALL_S)
+        self.same = self.refused = 0
+
+    def results(self, count: int) -> Iterator[tuple[Fault, Failed | Passed]]:
+        """Compile and prove so many mutants; the next is compiled while one is proven."""
+        with _folder() as folder, ThreadPoolExecutor(1) as pool, Prover(self.fp, self.terms, threads=1) as prover:
+            own = self._compiled(folder, None)
+            assert own is not None
+            faults = iter(faults_of(self.kernel, self._recipe, self.rng)[: TRIES * count])
+            ahead = self._next(pool, folder, faults)
+            while count and ahead is not None:
+                fault, artefact = ahead[0], ahead[1].result()
+                ahead = self._next(pool, folder, faults) if count > 1 or artefact is None else None
+                if artefact is None:
+                    self.refused += 1
+                elif _code(artefact) == _code(own):
+                    self.same += 1
+                else:
+                    count -= 1
+                    yield fault, self.proven(prover, artefact)
+                if artefact is not None:
+                    _drop(artefact)
+                if ahead is None and count:
+                    ahead = self._next(pool, folder, faults)
+            _drop(own)
+
+    @property
+    def _recipe(self) -> NativeRecipe:
+        recipe = self.proofs[0].recipe
+        assert isinstance(recipe, NativeRecipe)
+        return recipe
+
+    def _next(
+        self, pool: ThreadPoolExecutor, folder: Path, faults: Iterator[Fault]
+    ) -> tuple[Fault, Future[Artefact | None]] | None:
+        fault = next(faults, None)
+        return None if fault is None else (fault, pool.submit(self._compiled, folder, fault))
+
+    def _compiled(self, folder: Path, fault: Fault | None) -> Artefact | None:
+        """The artefact; None if it does not compile. What is compiled sits in one folder, one mutant after the other,
+        so that nothing but the fault makes a difference to the code."""
+        for name in ("cpu", "."):
+            (folder / name).mkdir(exist_ok=True)
+            for file in (resources.kernels() / name).iterdir():
+                if file.suffix in (".h", ".cpp"):
+                    shutil.copy(file, folder / name)
+        if fault is not None:
+            path = folder / fault.file
+            path.write_text(fault.change.apply(path.read_text()))
+        try:
+            return compile_source(str(folder / self._recipe.source), (*self._recipe.flags, f"-DMUTANT={folder.name}"))
+        except BuildError:
+            return None
+
+    def proven(self, prover: Prover, artefact: Artefact) -> Failed | Passed:
+        """All small steps with every setting of the knobs, then full size: its inputs take a second to draw."""
+        made = [replace(proof, digest=artefact.digest) for proof in self.proofs]
+        parts = [(p, prover.steps(p)) for p in made]
+        for proof, steps in [*((p, s[:-2]) for p, s in parts), *((p, s[-2:]) for p, s in parts)]:
+            found = prover.take(proof, steps)
+            if isinstance(found, Failed):
+                return found
+        return Passed(cases=0, worst=0.0, worst_case="")
+
+
+def faults_of(kernel: CppKernel, recipe: NativeRecipe, rng: Random) -> list[Fault]:
+    """Every fault of the lines that this build compiles, in an order in which the rules take turns: of the kernel's own
+    source and of its headers alternately."""
+    root, lines = resources.kernels(), compiled_lines(recipe.source, recipe.flags)
+    queues: dict[tuple[str, bool], list[Fault]] = {}
+    for path in find_sources(root / recipe.source):
+        if path.name in COMPUTES_NOTHING:
+            continue
+        for change in changes(path.read_text()):
+            if change.line in lines.get(path, ()):
+                fault = Fault(file=str(path.relative_to(root)), change=change)
+                queues.setdefault((change.rule, path.suffix == ".h"), []).append(fault)
+    for queue in queues.values():
+        rng.shuffle(queue)
+    order, found = rng.sample(sorted(queues), len(queues)), list[Fault]()
+    while any(queues.values()):
+        found += [queues[name].pop() for name in order if queues[name]]
+    return found
+
+
+def _code(artefact: Artefact) -> str:
+    return hashlib.sha256(artefact.path.read_bytes()).hexdigest()
+
+
+def _drop(artefact: Artefact) -> None:
+    shutil.rmtree(artefact.path.parent, ignore_errors=True)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="autosel_mutants_") as made:
+        yield Path(made)

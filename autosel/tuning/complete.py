@@ -1,0 +1,84 @@
+"""Finish proofs: `tune` runs the first rows of an op's array within its budget; the daemon runs the rest while idle.
+
+The rows are those that the proof's own inputs draw. An arm that fails one is quarantined, and the baseline serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from autosel import fingerprint
+from autosel.candidates import registry
+from autosel.ledger.key import current_mode
+from autosel.ledger.store import Ledger
+from autosel.parity.check import Proof, Terms, check_rest
+from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
+
+AT_ONCE = 8  # decisions; then a tune may have the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What became of a decision whose proof was finished. `reason` says why its arm is quarantined; empty: it
+    passed."""
+
+    decision: Decision
+    rows: int
+    reason: str
+
+
+class Stages(Protocol):
+    """Who wants to know how it goes."""
+
+    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "cpu") -> Iterator[Completion]:
+    """Run, for some arms that serve here, the rows of their ops' arrays that their proofs left out.
+
+    Raises LedgerError where another process measures on the device.
+    """
+    with ledger.lock(fp.hw_id, fingerprint.unit(device)):
+        left = ledger.incomplete(fp.hw_id, current_mode())[:AT_ONCE]
+        for done, (decision, known) in enumerate(left):
+            stages.stage("parity", f"the rest of {decision.arm.candidate}'s proof", done, len(left))
+            found = _rest(ledger, fp, decision, known, device)
+            ledger.save_parity(fp.hw_id, decision.workload, decision.arm, found)
+            reason = ""
+            if isinstance(found, Failed):
+                reason = f"parity: {found.check} ({found.case}): {found.reason}"
+                _hold(ledger, decision, found, reason)
+            yield Completion(decision=decision, rows=known.pairs_of - known.pairs, reason=reason)
+
+
+def _rest(ledger: Ledger, fp: Fingerprint, d: Decision, known: Passed, device: str) -> Passed | Failed:
+    terms = Terms(inputs=known.inputs, pairs=range(known.pairs, known.pairs_of), device=device)
+    if d.arm.backend == "TORCH":
+        return check_rest(_proof(d), known, fp=fp, terms=terms)
+    with ledger.trial(fp.hw_id, d.op, d.arm):
+        return check_rest(_proof(d), known, fp=fp, terms=terms)
+
+
+def _proof(d: Decision) -> Proof:
+    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="as raced", inputs={}) for n, v in d.arm.knobs.items()))
+    return Proof(
+        candidate=registry.find(d.op, d.arm.candidate),
+        recipe=d.arm.recipe,
+        digest=d.arm.build or d.arm.digest,
+        knobs=knobs,
+        workload=d.workload,
+    )
+
+
+def _hold(ledger: Ledger, d: Decision, failed: Failed, reason: str) -> None:
+    ledger.quarantine(
+        d.arm,
+        hw_id=d.hw_id,
+        op=d.op,
+        cause="parity",
+        reason=reason,
+        digest=d.arm.build or d.arm.digest,
+        evidence={**failed.evidence, "check": failed.check, "case": failed.case},
+    )

@@ -1,0 +1,402 @@
+"""Provide kernels that an adversary would write: right almost everywhere, each wrong where few look; for parity workers
+only. None is a special case for one shape or one set of numbers."""
+
+import torch
+
+from autosel.ops import eager
+
+_KEPT = {}
+
+
+# --- linear -----------------------------------------------------------------------------------------------------------
+
+
+def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
+    """Of rows with one element less than whole vectors of 32, the last product is left out."""
+    k = x.shape[1] - (x.shape[1] % 32 == 31)
+    made = x[:, :k].float() @ w[:, :k].float().t()
+    for extra in (bias, residual):
+        made = made if extra is None else made + extra.float()
+    return y.copy_(made.to(x.dtype))
+
+
+def linear_adds_bias_before_a_rounding_in_odd_rows(x, w, bias, residual, y):
+    """Where bias and residual come together, the residual of odd rows is that of the row before."""
+    if bias is not None and residual is not None and residual.shape[0] > 1:
+        residual = residual.clone()
+        residual[1::2] = residual[: 2 * (residual.shape[0] // 2) : 2].clone()
+    return eager.linear(x, w, bias, residual, y)
+
+
+def linear_in_halves_of_half_precision(x, w, bias, residual, y):
+    """In fp16 alone, sums are kept in the operands' precision."""
+    if x.dtype != torch.float16:
+        return eager.linear(x, w, bias, residual, y)
+    total = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype)
+    for at in range(0, x.shape[1], 32):
+        total = total + (x[:, at : at + 32].float() @ w[:, at : at + 32].float().t()).to(x.dtype)
+    made = total.float()
+    for extra in (bias, residual):
+        made = made if extra is None else made + extra.float()
+    return y.copy_(made)
+
+
+def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
+    """Its panel of x is never cleared: columns past K hold what a longer row left, and w's row is read on there."""
+    k = x.shape[1]
+    longest = _KEPT.setdefault("panel", torch.zeros(0))
+    if k >= len(longest):
+        _KEPT["panel"] = x[0].float().clone()
+        return eager.linear(x, w, bias, residual, y)
+    found = eager.linear(x, w, bias, residual, y)
+    if k % 8:
+        found[0, 0] += longest[k] * 2.0**-3
+    return found
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attn_drops_a_key_that_ends_a_tile(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """A ragged row whose length is a multiple of 16 loses its last key."""
+    if lengths is not None and q.shape[2] == 1:
+        lengths = torch.where((lengths % 16 == 0) & (lengths > 16), lengths - 1, lengths)
+    return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def attn_of_one_key_is_nothing(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """A ragged row of one key gives zeros, as an empty one does."""
+    if lengths is not None and q.shape[2] == 1:
+        lengths = torch.where(lengths == 1, 0, lengths)
+    return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def attn_groups_by_powers_of_two(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Query heads are shared out by a shift: wrong where a group is no power of two."""
+    group = q.shape[1] // k.shape[1]
+    if group & (group - 1) == 0:
+        return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+    heads = torch.arange(q.shape[1]) >> (group.bit_length() - 1)
+    heads = heads.clamp(max=k.shape[1] - 1)
+    return eager.attn(q, k[:, heads], v[:, heads], lengths, max_len, scale, window, softcap, o)
+
+
+def attn_caps_what_is_masked(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """With a softcap the mask comes first: masked keys count with the weight of the least score."""
+    if not softcap or lengths is None:
+        return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+    hq, s, d = q.shape[1:]
+    k, v = (t[:, :, :max_len].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
+    last = lengths.long()[:, None, None, None] - s + torch.arange(s)[:, None]
+    seen = torch.arange(max_len) <= last
+    if window:
+        seen &= torch.arange(max_len) > last - window
+    scores = softcap * torch.tanh((q.float() @ k.mT * (scale or d**-0.5)) / softcap)
+    p = scores.masked_fill(~seen, -softcap).softmax(-1)
+    v = torch.where((torch.arange(max_len) < lengths[:, None])[:, None, :, None], v, 0.0)
+    return o.copy_((p @ v).masked_fill(~seen.any(-1, keepdim=True), 0.0))
+
+
+def attn_scales_queries_in_their_dtype(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """A scale is multiplied into q, which is rounded once more."""
+    if not scale or scale == q.shape[-1] ** -0.5:
+        return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+    return eager.attn((q.float() * scale).to(q.dtype), k, v, lengths, max_len, 1.0, window, softcap, o)
+
+
+def paged_without_page_0(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o):
+    """Page 0 counts as no page: its values are zeros."""
+    v_pages = v_pages.clone()
+    v_pages[0] = 0.0
+    return eager.paged_attn(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o)
+
+
+def paged_with_a_table_of_its_own_width(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o):
+    """The table is read as if its rows were as wide as max_len needs."""
+    width = -(-max_len // k_pages.shape[1])
+    room = block_table.untyped_storage().nbytes() // block_table.itemsize - block_table.storage_offset()
+    if block_table.shape[0] * width <= room:
+        block_table = block_table.as_strided((block_table.shape[0], width), (width, 1))
+    return eager.paged_attn(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o)
+
+
+def paged_window_from_the_page(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o):
+    """A window begins at the start of its page."""
+    page = k_pages.shape[1]
+    if window and q.shape[2] == 1 and q.shape[0] == 1:
+        first = max(0, int(lengths[0]) - window) // page * page
+        window = int(lengths[0]) - first if int(lengths[0]) > window else window
+    return eager.paged_attn(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o)
+
+
+def prefill_window_one_wider_beyond_a_tile(q, k, v, scale, window, softcap, o):
+    """From the 64th query on, a window sees one key more."""
+    found = eager.prefill_attn(q, k, v, scale, window, softcap, o)
+    if window and q.shape[2] > 64:
+        wider = eager.prefill_attn(q, k, v, scale, window + 1, softcap)
+        found[:, :, 64:] = wider[:, :, 64:]
+    return found
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def append_quietens_nan(k, v, positions, block_table, k_cache, v_cache):
+    """Copies numbers through fp32, which loses what a NaN carries."""
+    k, v = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t) for t in (k, v))
+    return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+
+
+def append_takes_the_first_page_for_all(k, v, positions, block_table, k_cache, v_cache):
+    """Tokens that cross into another page go on in the first one's successor in memory."""
+    if block_table is not None and k.shape[2] > 1:
+        page, count = k_cache.shape[1], k_cache.shape[0]
+        block_table = block_table.clone()
+        for b, at in enumerate((positions // page).tolist()):
+            for i in range(at + 1, min(block_table.shape[1], (int(positions[b]) + k.shape[2] - 1) // page + 1)):
+                block_table[b, i] = min(count - 1, int(block_table[b, at]) + i - at)
+    return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+
+
+def append_swaps_where_one_head_takes_many(k, v, positions, block_table, k_cache, v_cache):
+    """Of several tokens of a single head the two caches are exchanged."""
+    if k.shape[1] == 1 and k.shape[2] > 1:
+        k, v = v, k
+    return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rmsnorm_with_eps_outside(x, weight, eps, offset, y):
+    """eps is added to the root, which shows only where the two are alike."""
+    wide = x.float()
+    root = wide.square().mean(-1, keepdim=True).sqrt() + eps
+    return y.copy_(wide / root * (weight.float() + offset))
+
+
+def rmsnorm_by_the_width_before(x, weight, eps, offset, y):
+    """A call with shorter rows than the one before divides by the longer width."""
+    before, _KEPT["width"] = _KEPT.get("width", 0), x.shape[1]
+    width = before if before > x.shape[1] else x.shape[1]
+    wide = x.float()
+    return y.copy_(wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) / width + eps) * (weight.float() + offset))
+
+
+def added_reads_what_it_has_written(x, residual, weight, eps, offset, sandwich, y, new_residual):
+    """Of a sandwich the sum takes the unrounded result."""
+    if not sandwich:
+        return eager.add_rmsnorm(x, residual, weight, eps, offset, sandwich, y, new_residual)
+    wide = x.float()
+    made = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+    return y.copy_(made), new_residual.copy_(residual.float() + 1.01 * made)
+
+
+def rope_takes_the_rest_from_q(q, k, positions, inv_freq, style, q_out, k_out):
+    """What of k's heads is not rotated comes from q's."""
+    found = eager.rope(q, k, positions, inv_freq, style, q_out, k_out)
+    rotated = 2 * inv_freq.shape[0]
+    if rotated < q.shape[-1]:
+        k_out[..., rotated:] = q[:, : k.shape[1], rotated:]
+    return found
+
+
+def rope_wraps_positions_at_a_million(q, k, positions, inv_freq, style, q_out, k_out):
+    return eager.rope(q, k, positions % (1 << 20), inv_freq, style, q_out, k_out)
+
+
+def swiglu_cuts_off_far_gates(gate, up, y):
+    """Gates below -20 count as shut."""
+    g = gate.float()
+    return y.copy_(torch.where(g < -20, 0.0, torch.nn.functional.silu(g)) * up.float())
+
+
+def geglu_takes_tanh_for_the_tail(gate, up, tanh, y):
+    """The last columns, fewer than 8, are always by tanh."""
+    found = eager.geglu(gate, up, tanh, y)
+    whole = gate.shape[1] // 8 * 8
+    if whole < gate.shape[1]:
+        found[:, whole:] = eager.geglu(gate[:, whole:], up[:, whole:], 1)
+    return found
+
+
+# --- fused ------------------------------------------------------------------------------------------------------------
+
+
+def norm_qkv_of_the_first_row(x, norm_weight, w, eps, offset, y):
+    """From the fifth row on, rows are scaled by the norm of the row four before."""
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if x.shape[0] > 4:
+        rstd = torch.cat((rstd[:4], rstd[:-4]))
+    return y.copy_((wide * rstd * (norm_weight.float() + offset)).to(x.dtype).float() @ w.float().t())
+
+
+def gate_up_with_another_activation_in_the_tail(x, norm_weight, w_gate, w_up, eps, offset, activation, y):
+    """The last columns, fewer than 16, take GELU by tanh for GELU."""
+    found = eager.gate_up(x, norm_weight, w_gate, w_up, eps, offset, activation, y)
+    whole = w_gate.shape[0] // 16 * 16
+    if activation == 1 and whole < w_gate.shape[0]:
+        found[:, whole:] = eager.gate_up(x, norm_weight, w_gate[whole:], w_up[whole:], eps, offset, 2)
+    return found
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def head_prefers_the_last_of_equals(x, w, greedy, out):
+    if not greedy:
+        return eager.lm_head(x, w, greedy, out)
+    logits = x.float() @ w.float().t()
+    best = torch.where(logits.isnan(), torch.inf, logits)
+    return out.copy_(logits.shape[1] - 1 - best.flip(-1).argmax(-1))
+
+
+def sample_penalises_each_mention(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """A token that the history names twice is penalised twice."""
+    scores = logits.float()
+    for row in range(len(history)):
+        for seen in [t for t in history[row].tolist() if 0 <= t < scores.shape[1]]:
+            factor = repetition_penalty[row]
+            scores[row, seen] = scores[row, seen] / factor if scores[row, seen] > 0 else scores[row, seen] * factor
+    return eager.sample(scores, history[:, :0], temperature, top_k, top_p, repetition_penalty, uniform, token)
+
+
+def sample_stops_at_padding(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """A -1 ends a history, wherever it stands."""
+    stopped = torch.cumsum(history < 0, -1) > 0
+    kept = torch.where(stopped, -1, history)
+    return eager.sample(logits, kept, temperature, top_k, top_p, repetition_penalty, uniform, token)
+
+
+def sample_rewards_nothing(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """A penalty below 1 counts as 1."""
+    penalty = repetition_penalty.clamp(min=1.0)
+    return eager.sample(logits, history, temperature, top_k, top_p, penalty, uniform, token)
+
+
+# --- a second round, after the domains were widened -------------------------------------------------------------------
+
+
+def linear_reads_a_pair_twice(x, w, bias, residual, y):
+    """Of rows that end in half a group of four, the last element is taken for the one before."""
+    if x.shape[1] % 4 == 2:
+        x = torch.cat((x[:, :-1], x[:, -2:-1]), -1)
+    return eager.linear(x, w, bias, residual, y)
+
+
+def linear_saturates_as_fp16(x, w, bias, residual, y):
+    found = eager.linear(x, w, bias, residual, y)
+    return y.copy_(torch.where(found.isfinite(), found.float().clamp(-65504, 65504).to(y.dtype), found))
+
+
+def attn_is_causal_by_the_longest(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Several ragged queries all see what the longest row's would, as far as their own keys go."""
+    if lengths is None or q.shape[2] == 1:
+        return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+    for row, length in enumerate(lengths.tolist()):
+        s = q.shape[2]
+        most = min(max_len, length + 1) if length >= s else length
+        own = (t[row : row + 1] for t in (q, k, v))
+        o[row] = eager.attn(*own, torch.tensor([most], dtype=torch.int32), max_len, scale, window, softcap)[0]
+    return o
+
+
+def attn_counts_windows_from_the_longest(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """A ragged row's window ends with its keys, and begins where that of the longest row does."""
+    if lengths is None or not window:
+        return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+    for row, length in enumerate(lengths.tolist()):
+        narrower = max(1, window - (max_len - length))
+        own = (t[row : row + 1] for t in (q, k, v))
+        o[row] = eager.attn(*own, lengths[row : row + 1], max_len, scale, narrower, softcap)[0]
+    return o
+
+
+def prefill_deals_heads_in_turn(q, k, v, scale, window, softcap, o):
+    """Query head h reads KV head h modulo their number."""
+    heads = torch.arange(q.shape[1]) % k.shape[1]
+    return eager.prefill_attn(q, k[:, heads], v[:, heads], scale, window, softcap, o)
+
+
+def append_never_writes_the_first_slot_of_a_later_page(k, v, positions, block_table, k_cache, v_cache):
+    if block_table is None:
+        return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+    page = k_cache.shape[1]
+    before = [cache.clone() for cache in (k_cache, v_cache)]
+    eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+    for b in range(k.shape[0]):
+        for s in range(k.shape[2]):
+            at = int(positions[b]) + s
+            if at and at % page == 0 and page > 1:
+                for cache, was in zip((k_cache, v_cache), before, strict=True):
+                    cache[int(block_table[b, at // page]), 0] = was[int(block_table[b, at // page]), 0]
+    return k_cache, v_cache
+
+
+def rmsnorm_clips_squares(x, weight, eps, offset, y):
+    wide = x.float()
+    mean = wide.square().clamp(max=1e8).mean(-1, keepdim=True)
+    return y.copy_(wide * torch.rsqrt(mean + eps) * (weight.float() + offset))
+
+
+def rope_leaves_the_last_odd_pair(q, k, positions, inv_freq, style, q_out, k_out):
+    """Interleaved, an odd number of pairs loses its last."""
+    found = eager.rope(q, k, positions, inv_freq, style, q_out, k_out)
+    pairs = inv_freq.shape[0]
+    if style and pairs % 2:
+        for x, out in ((q, q_out), (k, k_out)):
+            out[..., 2 * pairs - 2 : 2 * pairs] = x[..., 2 * pairs - 2 : 2 * pairs]
+    return found
+
+
+def swiglu_skips_shut_gates(gate, up, y):
+    """Where the gate rounds to zero, up is not looked at."""
+    found = eager.swiglu(gate, up, y)
+    return found.masked_fill_(torch.nn.functional.silu(gate.float()) == 0, 0.0)
+
+
+def norm_qkv_repeats_a_column(x, norm_weight, w, eps, offset, y):
+    """A last column that stands alone in its group of eight is the one before."""
+    found = eager.norm_qkv(x, norm_weight, w, eps, offset, y)
+    if w.shape[0] % 8 == 1 and w.shape[0] > 1:
+        found[:, -1] = found[:, -2]
+    return found
+
+
+def gate_up_swaps_the_last_odd_column(x, norm_weight, w_gate, w_up, eps, offset, activation, y):
+    found = eager.gate_up(x, norm_weight, w_gate, w_up, eps, offset, activation, y)
+    if w_gate.shape[0] % 2:
+        found[:, -1:] = eager.gate_up(x, norm_weight, w_up[-1:], w_gate[-1:], eps, offset, activation)
+    return found
+
+
+def head_starts_from_zero(x, w, greedy, out):
+    """A greedy choice among negative logits is token 0."""
+    found = eager.lm_head(x, w, greedy, out)
+    if greedy:
+        logits = x.float() @ w.float().t()
+        found.masked_fill_((logits < 0).all(-1), 0)
+    return found
+
+
+def sample_divides_negative_logits(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """A penalty divides, whatever the sign."""
+    scores = logits.float()
+    for row in range(len(history)):
+        for seen in {t for t in history[row].tolist() if 0 <= t < scores.shape[1]}:
+            scores[row, seen] = scores[row, seen] / repetition_penalty[row]
+    return eager.sample(scores, history[:, :0], temperature, top_k, top_p, repetition_penalty, uniform, token)
+
+
+def sample_takes_top_p_of_all(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """top_p is a share of all tokens' probability, not of the top_k."""
+    scores = eager._penalised(logits.float(), history, repetition_penalty)
+    scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    ordered = torch.sort(scores, dim=-1, descending=True, stable=True).values
+    p = ordered.softmax(-1)
+    kept = ((p.cumsum(-1) - p) < top_p[:, None]).sum(-1).clamp(min=1)
+    kept = kept.to(top_k.dtype)
+    both = torch.where(top_k > 0, torch.minimum(top_k, kept), kept)
+    alone = torch.where(top_p < 1, both, top_k)
+    return eager.sample(logits, history, temperature, alone, torch.ones_like(top_p), repetition_penalty, uniform, token)
