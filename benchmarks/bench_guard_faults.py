@@ -10,7 +10,7 @@ product, one head, one row). The calls until a demotion follow by the law of the
 call shows a fault with the given rate, a shadow check sees it where it is in the whole output, a spot check with the
 chance that was measured. `tests/cpu/test_guard_spot.py` does the same with real calls.
 
-Cost: the median time of a spot check, Python's part included, times the checks of a step; the process's allowance (0.25
+Cost: the median time of a spot check, Python's part included, times the checks of a step; the process's allowance (0.11
 % of the time) caps it, and where it does, checks are rarer in proportion. The step is taken to last as long as reading
 its bytes at the rate measured here, so that the share is not flattered by a slow step.
 

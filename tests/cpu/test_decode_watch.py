@@ -14,6 +14,7 @@ import torch
 from autosel import dispatch, fingerprint
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
+from autosel.decode.model import Decoder
 from autosel.decode.persistent import serve
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import ATTEND, EMBED, PROJECT, TeamStep, arm_of, write_team
@@ -24,6 +25,7 @@ from autosel.ledger.faults import Fault
 from autosel.ledger.store import open_ledger
 from autosel.values import Decision, DTypeName, Fingerprint, Workload
 from tests.cpu.test_decode import PROMPTS, Oracle, compiled, one_thread, oracle
+from tests.cpu.test_decode_weights_formats import weights
 
 __all__ = ["compiled", "one_thread", "oracle"]  # fixtures
 
@@ -43,9 +45,12 @@ def watched(oracle: Oracle, fp: Fingerprint, *, dtype: DTypeName = "bf16", rows:
     prompts = oracle.prompts[:rows]
     prefill(decoder, cache, prompts)
     place = Place.at(torch.arange(rows) + 3, [len(p) for p in prompts])
+    return guarded(write_team(write_step(decoder, cache, place), fp), fp, **given)
+
+
+def guarded(step: TeamStep, fp: Fingerprint, **given: Any) -> TeamStep:
     asked = {"policy": Policy(spot_rate=0.1), "allowance": Allowance(share=1.0), "decision": None, "random": Random(1)}
-    watch = StepWatch(**{"report": lambda fault: None, **asked, **given})
-    return write_team(write_step(decoder, cache, place), fp).guarded(watch, fp)
+    return step.guarded(StepWatch(**{"report": lambda fault: None, **asked, **given}), fp)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +72,21 @@ def test_no_task_of_a_right_step_is_suspected(oracle: Oracle, fp: Fingerprint, d
         step.place.tokens.copy_(step.kept[-1])
         step.place.advance()
     assert worst <= SUSPECT / 2, "half of what is suspected"
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+def test_a_step_on_weights_in_a_format_has_checks_of_what_is_plain(fp: Fingerprint, scale: float) -> None:
+    found = weights("int8-row", embedding_scale=scale)
+    cache = make_cache(found.shape, "bf16", rows=2, room=16)
+    prefill(Decoder(found), cache, [[1, 2, 3], [4, 5, 6]])
+    place = Place.at(torch.tensor([7, 8]), [3, 3])
+    step = guarded(write_team(write_step(Decoder(found), cache, place), fp), fp)
+    has = {task.calls[0].op: check is not None for task, check in zip(step.tasks, step.checks, strict=True)}
+    assert has == {"glue": True, "norm_qkv": False, "attn": True, "linear": False, "gate_up": False, "lm_head": False}
+    for task, check in enumerate(step.checks):
+        step.part(0, task + 1)
+        assert check is None or max(check(seed) for seed in range(20)) <= SUSPECT / 2
+    step.run()
 
 
 def test_a_step_that_stops_leaves_the_bits_of_one_that_does_not(oracle: Oracle, fp: Fingerprint) -> None:
