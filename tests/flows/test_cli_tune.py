@@ -78,6 +78,7 @@ def test_a_second_tune_measures_nothing(home: Path, tuned: dict[str, Any]) -> No
     assert again["measured"] <= len(again["decisions"]) - len(settled)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_one_command_decides_for_several_numbers_of_threads(home: Path, tuned: dict[str, Any]) -> None:
     from autosel.ledger import open_ledger
 
