@@ -158,8 +158,12 @@ class Attn(Op):
         wanted = max(1, count // (w["Hq"] // w["Hkv"] * w["S"]))
         order = torch.Generator().manual_seed(seed)
         h = torch.randperm(w["Hkv"], generator=order)[:wanted]
-        b = torch.randperm(w["B"], generator=order)[: max(1, wanted // len(h))]
+        return self._part(w, inputs, torch.randperm(w["B"], generator=order)[: max(1, wanted // len(h))], h)
 
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(w, inputs, where[:1, 0], where[:1, 1] // (w["Hq"] // w["Hkv"]))
+
+    def _part(self, w: Workload, inputs: Inputs, b: Tensor, h: Tensor) -> Rows:
         def heads(x: Tensor) -> Tensor:
             picked: Tensor = x.unflatten(1, (w["Hkv"], -1))[b[:, None], h]
             return picked.flatten(1, 2)

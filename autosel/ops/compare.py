@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from autosel.ops.contract import Match, Mismatch, Op
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, so that NaN equals itself and 0 differs from -0."""
+    return tensor.view(_BITS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+
+
 def compare(
     op: Op,
     got: Sequence[Tensor],

@@ -202,6 +202,11 @@ class Op(ABC):
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """About `count` output rows to check in float64 at full size without computing the rest."""
 
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        """The part that decides the elements of the first output at `where`, int64 [n, its dimensions], worst first;
+        a costly one, the first of them. None: `rows` can afford all of this op."""
+        return None
+
     def written(self, w: Workload, inputs: Inputs) -> Written | None:
         """What this call is about to write in place; None for an op that writes its outputs alone."""
         return None

@@ -153,7 +153,12 @@ class GateUp(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["I"], checked_columns(2 * w["d"], len(m), count), seed + 1)
+        return self._part(inputs, m, edge_sample(w["I"], checked_columns(2 * w["d"], len(m), count), seed + 1))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
+
+    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
         weights = {name: rows_of(inputs[name], n) for name in ("w_gate", "w_up")}
         part = {**inputs, "x": inputs["x"][m], **weights}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))

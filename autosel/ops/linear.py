@@ -128,7 +128,12 @@ class Linear(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["N"], checked_columns(w["K"], len(m), count), seed + 1)
+        return self._part(inputs, m, edge_sample(w["N"], checked_columns(w["K"], len(m), count), seed + 1))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
+
+    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
         bias, residual = inputs["bias"], inputs["residual"]
         part = {
             "x": inputs["x"][m],

@@ -151,7 +151,13 @@ class LmHead(Op):
             few = edge_sample(w["M"], min(count, 4), seed)  # each costs a pass over the weights
             return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1)
+        return self._part(inputs, m, edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        """Greedy: `rows` judges tokens by all logits."""
+        return None if w.trait("greedy", 0) else self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
+
+    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
         part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 

@@ -122,7 +122,12 @@ class NormQkv(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         m = edge_sample(w["M"], count, seed)
-        n = edge_sample(w["N"], checked_columns(w["d"], len(m), count), seed + 1)
+        return self._part(inputs, m, edge_sample(w["N"], checked_columns(w["d"], len(m), count), seed + 1))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
+
+    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
         part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
         return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 

@@ -238,7 +238,13 @@ class PagedAttn(Op):
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        pairs, group = head_pairs(w, count, seed), w["Hq"] // w["Hkv"]
+        return self._part(w, inputs, head_pairs(w, count, seed))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(w, inputs, where[:1, 0] * w["Hkv"] + where[:1, 1] // (w["Hq"] // w["Hkv"]))
+
+    def _part(self, w: Workload, inputs: Inputs, pairs: Tensor) -> Rows:
+        group = w["Hq"] // w["Hkv"]
         b, h = pairs // w["Hkv"], pairs % w["Hkv"]
         table = inputs["block_table"][:, : _blocks(w)]  # an engine's is as wide as its longest context
         part = {**inputs, "q": pick_heads(inputs["q"], b, h, group), "lengths": inputs["lengths"][b]}

@@ -101,8 +101,15 @@ class PrefillAttn(Op):
         wanted = max(1, min(w["S"], count))
         end = w["S"] if seed % 2 else int(torch.randint(wanted, w["S"] + 1, (1,), generator=generator))
         b, h = (int(torch.randint(0, w[n], (1,), generator=generator)) for n in ("B", "Hkv"))
+        return self._part(w, inputs, b, h, slice(end - wanted, end))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        b, head, s, _ = where[0].tolist()
+        return self._part(w, inputs, b, head // (w["Hq"] // w["Hkv"]), slice(s, s + 1))
+
+    def _part(self, w: Workload, inputs: Inputs, b: int, h: int, rows: slice) -> Rows:
         group = w["Hq"] // w["Hkv"]
-        rows, heads = slice(end - wanted, end), slice(h * group, (h + 1) * group)
+        heads, end = slice(h * group, (h + 1) * group), rows.stop
         part = {**inputs, "q": inputs["q"][b : b + 1, heads, rows]}
         part |= {n: inputs[n][b : b + 1, h : h + 1, :end] for n in ("k", "v")}
         return Rows(inputs=part, pick=lambda outs: (outs[0][b : b + 1, heads, rows],))

@@ -2,7 +2,7 @@
 
 Names a Failed may carry: elements, rmse, bias, nan_pattern (ops/compare.py); result, inputs, guards (what it returned
 and what it touched); unwritten, outside_reads, repeat (runs that should agree); retention, anti_cache, global_state,
-leak; and of the process: raised, crash, timeout.
+leak; other_thread, at_once, thread_count, one_storage, aliasing (calls.py); and of the process: raised, crash, timeout.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import bits
 from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
 from autosel.ops.stored import Stored, argument_of, leaves
+from autosel.parity import calls
 from autosel.parity.session import Proof, RefusedError, Session
-from autosel.parity.stage import Placed, bits, far_strides, place, room_for
+from autosel.parity.stage import Placed, far_strides, place, room_for
 from autosel.parity.truth import Truth, Truths
 from autosel.workers import Arena, RaisedError
 from autosel.workers.arena import Ref, contiguous
@@ -36,7 +38,8 @@ HABITS = {
     GAPS: "outputs assumed contiguous",
     FAR_ROWS: "an int32 index",
     MANY: "a fault in one call of many; memory or files that are never given back",
-    STATE: "threads, dtype, clock or random state changed for everybody",
+    **calls.HABITS,
+    STATE: "threads, flags, random state, environment, signals or functions changed for everybody",
 }
 FAR_TOUCHED_BYTES = 64 << 20
 REPEATS = 20
@@ -139,14 +142,17 @@ class Battery:
 
     # --- many calls ---------------------------------------------------------------------------------------------------
 
-    def habits(self, plain: Case, other: Case, apart: Case | None = None) -> dict[str, Callable[[Tally], None]]:
-        """Everything that shows only over several calls, by name: on a plain case, with another one in between, and on
-        one whose rows lie apart. Each is complete by itself."""
+    def habits(
+        self, plain: Case, other: Case, large: Case, apart: Case | None = None
+    ) -> dict[str, Callable[[Tally], None]]:
+        """Everything that shows only over several calls, by name: on a plain case, with another one in between, on a
+        large one, and on one whose rows lie apart. Each is complete by itself."""
         checks: dict[str, Callable[[Tally], None]] = {
             REPEATED: lambda _: self._repeat(plain, other),
             KEPT: lambda _: self._retention(plain),
             FRESH: lambda tally: self._fresh(plain, tally),
             MANY: lambda _: self._leak(plain),
+            **calls.Calls(self, plain, large).checks(),
         }
         if self.proof.candidate.writes_out and self.op.outputs(plain.workload):  # else it has no say in their layout
             checks[GAPS] = lambda tally: self._gaps(plain, tally)
@@ -154,12 +160,12 @@ class Battery:
             checks[FAR_ROWS] = lambda tally: self._far(apart, tally)
         return checks
 
-    def _first(self, plain: Case) -> Placed:
-        """The plain case in the area that stays, the same inputs each time."""
+    def first(self, plain: Case) -> Placed:
+        """A case in the area that stays, the same inputs each time."""
         return self.place(plain, plain.make(self.seed("habits 1")), side=0)
 
     def _repeat(self, plain: Case, other: Case) -> None:
-        case, here = REPEATED, self._first(plain)
+        case, here = REPEATED, self.first(plain)
         there = self.place(other, other.make(self.seed("habits 3")))
         here.fill("none")
         there.fill("none")
@@ -175,7 +181,7 @@ class Battery:
 
     def _retention(self, plain: Case) -> None:
         """A result, kept, must not change when the candidate is called again on other tensors."""
-        case, here = KEPT, self._first(plain)
+        case, here = KEPT, self.first(plain)
         here.fill("none")
         kept = self.call(here, case, hold="kept")
         elsewhere = self.place(plain, plain.make(self.seed("habits 2")))
@@ -194,7 +200,7 @@ class Battery:
     def _fresh(self, plain: Case, tally: Tally) -> None:
         """Other contents at the same addresses, then changes in part of one operand after the other, then the same
         contents at other addresses."""
-        here = self._first(plain)
+        here = self.first(plain)
         here.fill("none")
         self.call(here, FRESH)
         for i in range(FRESH_SEEDS):
@@ -267,7 +273,7 @@ class Battery:
     def _leak(self, plain: Case) -> None:
         """Stretches of calls on the same inputs: every result that there is room for is the first one's. Private memory
         that grows in all but the first is a leak; and so is one more open file for every hundred calls."""
-        here = self._first(plain)
+        here = self.first(plain)
         here.fill("none")
         self.session.case = MANY
         first = self.call(here, MANY)
@@ -324,8 +330,10 @@ class Battery:
         arena.used_bytes = 0
         return place(arena, self.op, case.workload, inputs, gap=gap)
 
-    def call(self, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = ()) -> tuple[Tensor, ...]:
-        return self.session.call(self.name, self.proof, placed, case, hold=hold, skip=skip)
+    def call(
+        self, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = (), way: str = ""
+    ) -> tuple[Tensor, ...]:
+        return self.session.call(self.name, self.proof, placed, case, hold=hold, skip=skip, way=way)
 
 
 def partly_changed(op: Op, inputs: Inputs, leaf: str) -> Inputs | None:

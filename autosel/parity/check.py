@@ -179,13 +179,13 @@ class Prover:
         """The parts of a proof as they are taken: hostile inputs, many calls, full size, what was left behind."""
         op, w = OPS[proof.candidate.op], proof.workload
         cases = cases_of(op, proof, self.fp)
+        left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
         steps = [_hostile(c) for c in cases]
         if cases:
-            steps += _habits(proof, cases)
+            steps += [left, *_habits(proof, cases)]
         full = FullSize(op, w, self.terms.seed)
         covers = "the workload itself: sampled rows, fresh inputs, a needle"
         size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
-        left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
         return [*steps, left, *self._rows(proof), size, left]  # a process that was changed is told before it falls
 
     def _rows(self, proof: Proof) -> list[Step]:
@@ -291,10 +291,11 @@ def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
     plain = ordinary(cases)
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
     apart = None if proof.candidate.static_shapes else far_case(cases)
+    large = large_case(OPS[proof.candidate.op], cases)
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
-            found = battery.habits(plain, cases[len(cases) // 2], apart).get(name)
+            found = battery.habits(plain, cases[len(cases) // 2], large, apart).get(name)
             if found is not None:
                 found(tally)
 
@@ -307,6 +308,12 @@ def ordinary(cases: Sequence[Case]) -> Case:
     """Random inputs of a middling size: calls are short, and no operand is a single number."""
     random = [c for c in cases if c.name.startswith("random ")] or [cases[0]]
     return min(random, key=lambda c: abs(math.log2(OPS[c.workload.op].bytes_moved(c.workload) / ORDINARY_BYTES)))
+
+
+def large_case(op: Op, cases: Sequence[Case]) -> Case:
+    """The random one that moves most bytes: its calls take long enough to overlap."""
+    random = [c for c in cases if c.name.startswith("random ")] or [cases[0]]
+    return max(random, key=lambda c: op.bytes_moved(c.workload))
 
 
 def far_case(cases: Sequence[Case]) -> Case | None:

@@ -7,15 +7,10 @@ for the copy into shared memory to succeed.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import hashlib
 import math
-import os
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +18,16 @@ import torch
 from autosel.candidates.load import load, reader_of
 from autosel.native import threads
 from autosel.ops import OPS
-from autosel.ops.precision import matmul_precision
 from autosel.ops.stored import received
+from autosel.parity import ways
 from autosel.parity.mirror import Mirror
+from autosel.parity.state import State
 from autosel.values import NativeRecipe, PythonRecipe, from_json
 from autosel.workers.arena import Arenas
 
-CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time_ns", "thread_time_ns", "time")
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _HELD: dict[str, list[Any]] = {}
+_STATES: dict[str, State] = {}  # the one of this process, under ""
 _MIRRORS: dict[str, Mirror] = {}  # the one of this process, under ""; none where candidates run on shared memory itself
 
 
@@ -41,7 +36,10 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     handlers: dict[str, Callable[[dict[str, Any], Arenas], dict[str, Any]]] = {
         "load": _load,
         "call": _call,
+        "at_once": _at_once,
+        "threads": _threads,
         "loop": _loop,
+        "overwrite": _overwrite,
         "dump": _dump,
         "state": _state,
     }
@@ -52,6 +50,8 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
     """Load a candidate. The first request names the device: any but `cpu` gets a mirror of the operands."""
     if request["device"] != "cpu" and not _MIRRORS:
         _MIRRORS[""] = Mirror(request["device"])
+    if not _FUNCTIONS:
+        ways.fill_new_memory()
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
@@ -62,17 +62,57 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
 
 def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """One call. Results go to `into` where their form allows; `hold` keeps the result objects for a later dump."""
-    arguments, outputs = _there(request["arguments"], arenas), _there(request["outputs"], arenas)
-    function = _prepared(request["name"], arguments)
+    way = request.get("way", ways.HERE)
+    operands = _operands(request, arenas, apart=way != ways.ONE_STORAGE)
+    function = _prepared(request["name"], operands[: len(request["arguments"])])
     started = time.perf_counter_ns()
-    returned = function(*arguments, *outputs)
+    returned = ways.called(way, lambda: function(*operands))
     _back(request, arenas)
     elapsed_ns = time.perf_counter_ns() - started
-    results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    results = ways.listed(returned)
     if request.get("hold"):
         _HELD[request["hold"]] = results
+    return {"results": _taken(results, operands, request, arenas), "ns": elapsed_ns}
+
+
+def _at_once(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """Two queues of calls, each from a thread of its own at the same time."""
+    queues = [
+        [ways.Operands(arguments=_there(c["arguments"], arenas), outputs=_there(c["outputs"], arenas)) for c in queue]
+        for queue in request["queues"]
+    ]
+    function = _FUNCTIONS[request["name"]]
+    for operands in (one for queue in queues for one in queue):
+        _prepared(request["name"], operands.arguments)
+    made = ways.at_once(function, queues, request["passes"])
+    found = []
+    for calls, results in zip(request["queues"], made, strict=True):
+        for call in calls:
+            _back(call, arenas)
+        found.append([_taken(m.results, m.operands, c, arenas) for m, c in zip(results, calls, strict=True)])
+    return {"results": found}
+
+
+def _threads(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
+    ways.use_threads(request["count"], served=request["served"])
+    ways.other_work()
+    return {}
+
+
+def _operands(request: Mapping[str, Any], arenas: Arenas, *, apart: bool = True) -> list[Any]:
+    """Arguments and outputs. `apart`: each with a storage of its own, else views of one."""
+    values = [*request["arguments"], *request["outputs"]]
+    if apart or _MIRRORS:
+        return [*_there(request["arguments"], arenas), *_there(request["outputs"], arenas)]
+    return [received(v, lambda ref: ways.in_one_storage(ref, arenas)) for v in values]
+
+
+def _taken(
+    results: Sequence[Any], operands: Sequence[Any], request: Mapping[str, Any], arenas: Arenas
+) -> list[dict[str, Any]]:
+    """Copy a call's results to where the parent looks for them; their forms."""
     _copy(results, request["into"], arenas)
-    return {"results": [_form(r, arguments + outputs) for r in results], "ns": elapsed_ns}
+    return [_form(r, operands) for r in results]
 
 
 def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
@@ -107,6 +147,12 @@ def _dump(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """Copy held results once more, and let go of them."""
     _copy(_HELD.pop(request["hold"]), request["into"], arenas)
     return {}
+
+
+def _overwrite(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
+    """Fill held results with numbers, then copy them, and let go of them."""
+    ways.overwrite(_HELD[request["hold"]])
+    return _dump(request, arenas)
 
 
 def _there(values: Sequence[Any], arenas: Arenas) -> list[Any]:
@@ -148,41 +194,11 @@ def _form(result: Any, passed: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-# --- what a candidate must leave as it was ---------------------------------------------------------------------------
-
-
 def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
-    """Process-wide state that an op has no business changing, as comparable text."""
-    state = {
-        "torch threads": torch.get_num_threads(),
-        "torch interop threads": torch.get_num_interop_threads(),
-        "default dtype": str(torch.get_default_dtype()),
-        "default device": str(torch.get_default_device()),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": matmul_precision(),
-        "oneDNN": torch.backends.mkldnn.enabled,
-        "torch random state": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16],
-        "python random state": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
-        "rounding mode": ctypes.CDLL(None).fegetround(),
-        "subnormals": _subnormals(),
-        "working folder": Path.cwd(),
-        "clocks": [_named(getattr(time, clock)) for clock in CLOCKS],
-        "affinity": str(sorted(os.sched_getaffinity(0))),
-    }
-    return {name: str(value) for name, value in state.items()}
-
-
-def _named(function: Callable[..., Any]) -> str:
-    """A clock of Python's own is a builtin of its own name; what replaced one is not."""
-    return f"{type(function).__name__} {getattr(function, '__name__', '')}"
-
-
-def _subnormals() -> str:
-    """Are subnormal numbers kept by this thread's arithmetic (FTZ and DAZ off)?"""
-    tiny = 2.0**-1060
-    return "kept" if tiny * 0.5 > 0.0 and tiny * 2.0**40 > 0.0 else "flushed"
+    """The process-wide state. The first request comes before a candidate is loaded."""
+    if not _STATES:
+        _STATES[""] = State()
+    return dict(_STATES[""].now())
 
 
 __all__ = ["serve"]

@@ -1,27 +1,32 @@
 """The workload itself, at full size: random inputs, new ones at the same and at other addresses, repeats, a needle.
 
-Values are checked on sampled rows; what lies around the operands, and the operands themselves, in full.
+Sampled rows are judged in float64, and of the rest what differs most from the baseline (whole.py); what lies around the
+operands, and the operands themselves, are compared in full.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import DTYPE, Inputs, Op
+from autosel.ops.compare import bits
+from autosel.ops.contract import DTYPE, Inputs, Op, Rows
 from autosel.ops.stored import argument_of, leaves
+from autosel.parity import whole
 from autosel.parity.battery import Battery, Tally
 from autosel.parity.needle import needle
 from autosel.parity.session import RefusedError
-from autosel.parity.stage import GUARD_BYTES, Placed, bits, place
+from autosel.parity.stage import GUARD_BYTES, Placed, place
 from autosel.parity.truth import Truth
 from autosel.values import Workload
 from autosel.workers import Arena
 
 ROWS = 8
+ROW_ELEMENTS = 1 << 20
 REPEATS = 3
 
 
@@ -92,8 +97,26 @@ class FullSize:
 
     def _judge(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str, tally: Tally) -> None:
         case = self._case(what)
-        rows = self.op.rows(self.w, inputs, ROWS, self.seed(case))
+        rows = self.op.rows(self.w, inputs, self._count(), self.seed(case))
         tally.add(case, battery.judge(case, Truth(self.op, rows.inputs), rows.pick(got)))
+        worst = self._worst(battery, inputs, got, what)
+        if worst is not None:
+            truth = Truth(self.op, worst.inputs, averages=False)
+            tally.add(case, battery.judge(case, truth, worst.pick(got)))
+
+    def _worst(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str) -> Rows | None:
+        """What differs most from the baseline; None of an op that has few rows, or whose baseline takes seconds."""
+        if type(self.op).around is Op.around or not whole.affordable(self.op, self.w):
+            return None
+        base = battery.truths.baseline(self.op, inputs, (f"{what} {self.w.key}", self.seed(self.w.key)))
+        return None if base is None else whole.worst(self.op, self.w, inputs, got[0], base[0])
+
+    def _count(self) -> int:
+        """How many rows to judge in float64: all of an op whose rows are cheap, as far as ROW_ELEMENTS go."""
+        if type(self.op).around is not Op.around or "M" not in self.op.dim_names:
+            return ROWS
+        elements = sum(math.prod(spec.shape) for spec in self.op.outputs(self.w))
+        return max(ROWS, ROW_ELEMENTS * self.w["M"] // max(1, elements))
 
     def _case(self, what: str) -> str:
         return f"{what} at {self.w.shape_text}"

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from autosel.parity.stage import Placed
 from autosel.values import Fingerprint, Knobs, NativeRecipe, Recipe, Workload, to_json
 from autosel.workers import Arena, Exit, Worker
 from autosel.workers.arena import Ref
+from autosel.workers.registers import threads_of
 
 T = TypeVar("T")
 START_S, LOAD_S = 120.0, 120.0
@@ -66,6 +68,13 @@ class Called:
     ns: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledAtOnce:
+    """The worker's reply to calls of several threads: forms of each thread's, in the order of its calls."""
+
+    results: tuple[tuple[tuple[Form, ...], ...], ...]
+
+
 class RefusedError(Exception):
     """A check did not hold."""
 
@@ -85,6 +94,7 @@ class Session:
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
         self.case = "load"  # what the worker is at, for the record of a death
         self.state: Mapping[str, str] | None = None
+        self.threads: Mapping[str, str] = {}
         self._loaded: dict[str, Op] = {}
         self._attached: set[str] = set()
         self._called: set[str] = set()
@@ -119,7 +129,7 @@ class Session:
         name = f"{op.name} {proof.digest} {sorted(proof.knobs.values.items())}"
         if name not in self._loaded:
             if self.state is None:
-                self.state = self.look()
+                self.state, self.threads = self.look(), self._threads()
             request = {
                 "do": "load",
                 "name": name,
@@ -139,8 +149,18 @@ class Session:
 
     def changed(self) -> dict[str, list[str]]:
         """What of it is not as before the first load, with its values then and now."""
-        before, after = self.state or {}, self.look()
-        return {n: [before[n], after.get(n, "")] for n in before if before[n] != after.get(n)}
+        if self.state is None:
+            return {}
+        before, after = self.state, self.look()
+        found = {n: [before[n], after.get(n, "")] for n in before if before[n] != after.get(n)}
+        strays = {words: who for words, who in self._threads().items() if words not in self.threads}
+        for words, who in strays.items():
+            found[f"thread {who}"] = [" or ".join(self.threads), words]
+        return found
+
+    def _threads(self) -> Mapping[str, str]:
+        """What threads of a CPU's worker have set for themselves; a device's driver starts threads of its own kind."""
+        return threads_of(self.worker.pid) if self.device == "cpu" else {}
 
     def attach(self, arena: Arena) -> None:
         if arena.name not in self._attached:
@@ -155,23 +175,55 @@ class Session:
     # --- calling ----------------------------------------------------------------------------------------------------
 
     def call(
-        self, name: str, proof: Proof, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = ()
+        self,
+        name: str,
+        proof: Proof,
+        placed: Placed,
+        case: str,
+        *,
+        hold: str = "",
+        skip: Sequence[str] = (),
+        way: str = "",
     ) -> tuple[Tensor, ...]:
         """One call on operands in place. Returns copies of the outputs; refuses wrong forms and any damage (to inputs
-        other than those in `skip`)."""
+        other than those in `skip`). `way`: one of ways.py."""
         self.case = case
         self.attach(placed.arena)
-        places = placed.places()
-        request = self._request("call", name, proof, placed) | {"hold": hold, "into": self._into(proof, placed, places)}
+        request = self._request("call", name, proof, placed) | {"hold": hold, "way": way}
         first_s = 0.0 if name in self._called else proof.candidate.first_call_s
         self._called.add(name)
         reply = self.told(Called, request, max(self.call_deadline_s, first_s))
         self.last_call_ns = reply.ns
-        self._judge_forms(proof, placed, case, reply.results)
+        return self._judged(proof, placed, case, reply.results, skip)
+
+    def call_at_once(
+        self, name: str, proof: Proof, placed: Sequence[Placed], case: str, passes: int
+    ) -> list[tuple[Tensor, ...]]:
+        """One call on each of these operands from two threads at the same time, several times over; like `call`.
+
+        Each call of each pass writes outputs of its own; an odd one among its passes is what is returned.
+        """
+        self.case = case
+        calls = [self._request("call", name, proof, one) for one in placed]
+        for call, one in zip(calls, placed, strict=True):
+            call["into"] = self._into(proof, one, one.places(), outputs=True)
+        request = {"do": "at_once", "name": name, "queues": [calls[::2], calls[1::2]], "passes": passes}
+        reply = self.told(CalledAtOnce, request, self.call_deadline_s)
+        forms = [form for pair in zip_longest(*reply.results) for form in pair if form is not None]
+        return [self._judged(proof, one, case, form, ()) for one, form in zip(placed, forms, strict=True)]
+
+    def _judged(
+        self, proof: Proof, placed: Placed, case: str, forms: Sequence[Form], skip: Sequence[str]
+    ) -> tuple[Tensor, ...]:
+        self._judge_forms(proof, placed, case, forms)
         damage = placed.damage(skip=skip)
         if damage is not None:
             raise RefusedError(damage.check, case, damage.reason, damage.evidence)
         return placed.results()
+
+    def use_threads(self, count: int = 0, *, served: bool = False) -> None:
+        """The worker's number of threads, 0: as at first; `served`: C++ kernels run on PyTorch's."""
+        self.ask({"do": "threads", "count": count, "served": served}, self.call_deadline_s)
 
     def private_bytes(self) -> int:
         """The worker's private memory, as the kernel counts it."""
@@ -194,16 +246,24 @@ class Session:
         self.ask({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
 
+    def overwritten(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
+        """The result objects of an earlier call, after each was filled with its number."""
+        into = self._into(proof, placed, placed.places())
+        self.ask({"do": "overwrite", "hold": hold, "into": into}, self.call_deadline_s)
+        return placed.results()
+
     def _request(self, do: str, name: str, proof: Proof, placed: Placed) -> dict[str, Any]:
         places = placed.places()
         outputs = places if proof.candidate.writes_out else [None] * len(places)
-        return {"do": do, "name": name, "arguments": placed.arguments(), "outputs": outputs}
+        into = self._into(proof, placed, places)
+        return {"do": do, "name": name, "arguments": placed.arguments(), "outputs": outputs, "into": into}
 
-    def _into(self, proof: Proof, placed: Placed, places: Sequence[Any]) -> list[Any]:
-        """Where the child copies results that the candidate allocated itself, in the op's order of outputs."""
+    def _into(self, proof: Proof, placed: Placed, places: Sequence[Any], *, outputs: bool = False) -> list[Any]:
+        """Where the child copies results that the candidate allocated itself, in the op's order of outputs; `outputs`:
+        those too that it was given memory for."""
         inout = {a.name for a in placed.op.args if a.role == "inout"}
         left = list(places)
-        if proof.candidate.writes_out:
+        if proof.candidate.writes_out and not outputs:
             return [None] * len(placed.op.output_names)
         return [None if name in inout else left.pop(0) for name in placed.op.output_names]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import bits
 from autosel.ops.contract import DTYPE, Inputs, Op
 from autosel.ops.stored import argument_of, leaves, sent
 from autosel.values import Workload, to_json
@@ -28,8 +29,6 @@ Filling = Literal["none", "some"]
 _NONE = b"\xff" * GUARD_BYTES
 # High bits cleared: exponents stay far from all ones, so every float pattern is finite and below 2 in magnitude.
 _SOME = bytes(byte & 63 for byte in random.Random(20).randbytes(1 << 20))
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,11 +285,6 @@ def _some(start: int, end: int) -> bytes:
     if phase + count <= len(_SOME):
         return _SOME[phase : phase + count]
     return (_SOME * -(-(phase + count) // len(_SOME)))[phase : phase + count]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers, so that NaN equals itself and 0 differs from -0."""
-    return tensor.view(_BITS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
 def strided(span: bytearray, ref: Ref, start: int = 0) -> Tensor:

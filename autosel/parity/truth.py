@@ -18,6 +18,7 @@ from autosel.ops.expected import Expected
 from autosel.ops.stored import Stored, leaves
 
 KEPT_BYTES = 256 << 20
+KEPT_BASELINES = 12  # the three inputs of four workloads
 
 Baseline = Callable[..., Any] | None
 
@@ -51,6 +52,16 @@ class Truths:
         self._kept: OrderedDict[tuple[str, str, int], Truth] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
+        self._baselines: OrderedDict[tuple[str, int], Sequence[Tensor] | None] = OrderedDict()
+
+    def baseline(self, op: Op, inputs: Inputs, key: tuple[str, int]) -> Sequence[Tensor] | None:
+        """The eager result on large inputs, by what names them; kept for the candidates that meet them next."""
+        with self._lock:
+            if key not in self._baselines:
+                self._baselines[key] = run_baseline(op, inputs)
+                while len(self._baselines) > KEPT_BASELINES:
+                    self._baselines.popitem(last=False)
+            return self._baselines[key]
 
     def of(self, op: Op, case: Case, seed: int) -> Truth:
         key = (case.name, case.workload.key, seed)

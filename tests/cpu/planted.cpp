@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -239,7 +241,54 @@ void native_flaky(const Call* c) {
   if (++calls % 7 == 0) c->y[(c->m - 1) * c->y_stride + c->d - 1] ^= 4;
 }
 
+// --- right for one caller, wrong for others ---
+
+static void by_scratch(const Call* c, std::vector<float>& scratch) {
+  if (scratch.size() < size_t(c->m * c->d)) scratch.resize(size_t(c->m * c->d));
+  for (int64_t r = 0; r < c->m; ++r) {
+    const bf16* x = c->x + r * c->x_stride;
+    float rstd = rstd_of(x, c->d, c->eps);
+    for (int64_t i = 0; i < c->d; ++i) scratch[size_t(r * c->d + i)] = scaled(*c, x, i, rstd);
+  }
+  for (int64_t r = 0; r < c->m; ++r)
+    for (int64_t i = 0; i < c->d; ++i) c->y[r * c->y_stride + i] = narrow(scratch[size_t(r * c->d + i)]);
+}
+// One scratch buffer for all callers; of a size that no call has to change.
+void native_static_scratch(const Call* c) {
+  static std::vector<float> scratch(1 << 20);
+  by_scratch(c, scratch);
+}
+// Set up once for the process, and kept by each thread.
+void native_set_up_on_one_thread(const Call* c) {
+  static std::once_flag once;
+  thread_local float unit = 0;
+  std::call_once(once, [] { unit = 1; });
+  for (int64_t r = 0; r < c->m; ++r) {
+    const bf16* x = c->x + r * c->x_stride;
+    float rstd = rstd_of(x, c->d, c->eps) * unit;
+    for (int64_t i = 0; i < c->d; ++i) c->y[r * c->y_stride + i] = narrow(scaled(*c, x, i, rstd));
+  }
+}
+// Sums into new memory, which is zero only in a process that has just started.
+void native_sums_into_new_memory(const Call* c) {
+  size_t room = size_t(std::max<int64_t>(c->m, 1 << 18)) * sizeof(float);
+  auto* totals = static_cast<volatile float*>(malloc(room));
+  for (int64_t r = 0; r < c->m; ++r) {
+    const bf16* x = c->x + r * c->x_stride;
+    for (int64_t i = 0; i < c->d; ++i) totals[r] = totals[r] + wide(x[i]) * wide(x[i]);
+    float rstd = 1.0f / std::sqrt(totals[r] / float(c->d) + c->eps);
+    for (int64_t i = 0; i < c->d; ++i) c->y[r * c->y_stride + i] = narrow(scaled(*c, x, i, rstd));
+  }
+  free(const_cast<float*>(totals));
+}
+
 // --- right, in unusual ways ---
+
+// Scratch of each thread's own.
+void native_scratch_a_thread(const Call* c) {
+  thread_local std::vector<float> scratch;
+  by_scratch(c, scratch);
+}
 
 // From the last element to the first, in blocks of 48.
 void native_backwards(const Call* c) {

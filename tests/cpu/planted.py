@@ -47,7 +47,7 @@ NATIVE = (
     "right", "zeros", "nothing", "without_last_tile", "past_the_end", "masked_by_product", "without_strides", "aligned",
     "aligned_trap", "int32_index", "normalises_in_place", "sums_in_bf16", "truncates", "swallows_nan",
     "without_barrier", "two_threads", "works_later", "leaves_residue", "wrong_at_an_edge", "nan_now_and_then", "flaky",
-    "backwards", "flushes",
+    "backwards", "flushes", "static_scratch", "set_up_on_one_thread", "sums_into_new_memory", "scratch_a_thread",
 )  # fmt: skip
 
 
@@ -319,6 +319,21 @@ def forgets_the_last_k(x, w, bias, residual, y):
     return y.copy_((x[:, :k].float() @ w[:, :k].float().t()).to(x.dtype))
 
 
+def drops_one_output(x, w, bias, residual, y):
+    """One row of many that no sample of rows is likely to hold."""
+    made = x.float() @ w.float().t()
+    if w.shape[0] > 4000:
+        made[:, 3001] = 0.0
+    return y.copy_(made.to(x.dtype))
+
+
+def one_output_a_little_off(x, w, bias, residual, y):
+    made = x.float() @ w.float().t()
+    if w.shape[0] > 4000:
+        made[:, 3001] += 0.05 * made.square().mean().sqrt()
+    return y.copy_(made.to(x.dtype))
+
+
 def stores_weights_in_fp8(x, w, bias, residual, y):
     coarse = w.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
     made = x.float() @ torch.where(w.isfinite(), coarse, w.float()).t()
@@ -400,6 +415,13 @@ def forgets_the_last_key(q, k, v, lengths, max_len, scale, window, softcap, o):
     return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=drop))
 
 
+def forgets_a_head(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Of many; the tests of small shapes have few."""
+    made = attention(q, k, v, lengths, max_len, scale, window, softcap)
+    made[:, 44:][:, :1] = made[:, :1]
+    return o.copy_(made)
+
+
 def masks_one_too_many(q, k, v, lengths, max_len, scale, window, softcap, o):
     return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=1))
 
@@ -430,6 +452,119 @@ def attends_in_blocks(q, k, v, lengths, max_len, scale, window, softcap, o):
         p = torch.where(seen, (scores - top).exp(), 0.0)
         peak, total, made = top, total * keep + p.sum(-1, keepdim=True), made * keep + p @ v[:, :, key]
     return o.copy_(made / torch.where(total == 0, 1.0, total))
+
+
+# --- caught by one check alone ----------------------------------------------------------------------------------------
+
+_SEEN = {}
+
+
+def differs_at_the_tenth_return(x, weight, eps, offset, y):
+    """To one content after calls at other shapes, in one bit of one element."""
+    content = (x.contiguous().view(torch.int16).numpy().tobytes(), y.data_ptr())
+    known, returns = _SEEN.get(x.shape, (content, 0))
+    returned = _SEEN.get("last") != x.shape
+    _SEEN[x.shape], _SEEN["last"] = (content, returns + returned if known == content else 0), x.shape
+    right(x, weight, eps, offset, y)
+    if returned and _SEEN[x.shape][1] == 10 and y.is_contiguous():
+        y.view(torch.int16).view(-1)[0] ^= 1
+    return y
+
+
+def one_small_static_buffer(x, weight, eps, offset):
+    made = norm(x, weight, eps, offset)
+    return made if x.numel() > 2176 else _BUFFERS.setdefault(("small", x.shape), torch.empty_like(made)).copy_(made)
+
+
+_LAST_CALL = {}
+
+
+def tires_of_new_contents(x, weight, eps, offset, y):
+    """At one shape and address: of three contents in a row, the last one gets the result of the second."""
+    key, contents = (threading.get_ident(), x.data_ptr()), x.contiguous().view(torch.int16).numpy().tobytes()
+    known, last, changed, made = _LAST_CALL.get(x.shape, (None, b"", False, None))
+    changes = known == key and contents != last
+    if not (changes and changed and x.shape == (17, 128)):
+        made = norm(x, weight, eps, offset)
+    _LAST_CALL[x.shape] = (key, contents, changes, made)
+    return y.copy_(made)
+
+
+def ignores_the_strides_of_its_output(x, weight, eps, offset, y):
+    right(x, weight, eps, offset, torch.as_strided(y, y.shape, (y.shape[1], 1)))
+    return y
+
+
+def flips_the_sign_of_zeros(x, weight, eps, offset, y):
+    right(x, weight, eps, offset, y)
+    x.masked_fill_(x == 0, -0.0)
+    return y
+
+
+def wrong_at_its_own_shape(x, weight, eps, offset, y):
+    return right(x, weight, eps, offset + (0.1 if tuple(x.shape) == (3, 512) else 0.0), y)
+
+
+_WORKSPACE = {}
+
+
+def by_workspace(kept, x, weight, eps, offset, y):
+    if kept.get("room", torch.empty(0)).numel() < x.numel():
+        kept["room"] = torch.empty(x.numel())
+    room = kept["room"][: x.numel()].view(x.shape)
+    room.copy_(norm(x, weight, eps, offset))
+    return y.copy_(room)
+
+
+# --- right for one caller, wrong for others --------------------------------------------------------------------------
+
+
+def keeps_a_workspace(x, weight, eps, offset, y):
+    return by_workspace(_WORKSPACE, x, weight, eps, offset, y)
+
+
+_BY_THREAD = {}
+
+
+def remembers_in_other_threads(x, weight, eps, offset, y):
+    """The main thread, on which checks run, gets what it asks for."""
+    if threading.current_thread() is threading.main_thread():
+        return right(x, weight, eps, offset, y)
+    key = (threading.get_ident(), x.data_ptr(), x.shape)
+    if key not in _BY_THREAD:
+        _BY_THREAD[key] = norm(x, weight, eps, offset)
+    return y.copy_(_BY_THREAD[key])
+
+
+_SHARES = []
+
+
+def shares_of_the_first_count(x, weight, eps, offset, y):
+    """Divides rows among the threads that there are, and has scratch for as many as there were at first."""
+    _SHARES.append(torch.get_num_threads())
+    share = -(-x.shape[0] // torch.get_num_threads())
+    for rank in range(min(_SHARES[0], torch.get_num_threads())):
+        part = slice(rank * share, (rank + 1) * share)
+        y[part] = norm(x[part], weight, eps, offset)
+    return y
+
+
+def reads_from_the_storages_start(x, weight, eps, offset, y):
+    """As `x.storage().data_ptr()` does: right where a tensor has a storage of its own."""
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, x.shape, x.stride())
+    return right(whole, weight, eps, offset, y)
+
+
+_BY_CONTENT = {}
+
+
+def returns_what_it_remembers(x, weight, eps, offset):
+    """Right for every content, and the same tensor for the same content."""
+    key = (x.shape, eps, offset, *(t.contiguous().view(torch.int16).numpy().tobytes() for t in (x, weight)))
+    if key not in _BY_CONTENT:
+        _BY_CONTENT.clear()
+        _BY_CONTENT[key] = norm(x, weight, eps, offset)
+    return _BY_CONTENT[key]
 
 
 # --- returns something else ------------------------------------------------------------------------------------------
@@ -623,6 +758,30 @@ def remembers_the_last(x, weight, eps, offset, y):
     return y.copy_(_LAST["result"])
 
 
+_CALLS_IN_A_RACE = itertools.count(1)
+
+
+def wrong_once_in_300_calls(x, weight, eps, offset, y):
+    """In a race, one element."""
+    right(x, weight, eps, offset, y)
+    if in_a_race() and next(_CALLS_IN_A_RACE) % 300 == 0:
+        y[0, 0] += 1.0
+    return y
+
+
+def leaves_out_one_call_in_50(x, weight, eps, offset, y):
+    """In a race: what an earlier call wrote into the same output is right for this one too."""
+    if in_a_race() and next(_CALLS_IN_A_RACE) % 50 == 0:
+        return y
+    return right(x, weight, eps, offset, y)
+
+
+def tires(x, weight, eps, offset, y):
+    """In a race, after 3000 calls."""
+    right(x, weight, eps, offset, y)
+    return y.mul_(1.5) if in_a_race() and next(_CALLS_IN_A_RACE) > 3000 else y
+
+
 # --- right, in unusual ways ------------------------------------------------------------------------------------------
 
 
@@ -654,16 +813,12 @@ def writes_in_two_halves(x, weight, eps, offset, y):
     return y
 
 
-_WORKSPACE = {}
+_OWN = threading.local()
 
 
-def keeps_a_workspace(x, weight, eps, offset, y):
+def keeps_a_workspace_a_thread(x, weight, eps, offset, y):
     """Grows to the largest size asked for, then stays."""
-    if _WORKSPACE.get("room", torch.empty(0)).numel() < x.numel():
-        _WORKSPACE["room"] = torch.empty(x.numel())
-    room = _WORKSPACE["room"][: x.numel()].view(x.shape)
-    room.copy_(norm(x, weight, eps, offset))
-    return y.copy_(room)
+    return by_workspace(_OWN.__dict__, x, weight, eps, offset, y)
 
 
 def spreads_a_little(x, weight, eps, offset, y):

@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 RMSNORM = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
 RMSNORM_FP32 = OPS["rmsnorm"].workload("fp32", {"M": 3, "d": 512})
 LINEAR = OPS["linear"].workload("bf16", {"M": 2, "N": 320, "K": 1100})
+WIDE = OPS["linear"].workload("bf16", {"M": 1, "N": 6000, "K": 8192})
+HEADS = OPS["attn"].workload("bf16", {"B": 1, "Hq": 48, "Hkv": 48, "S": 1, "D": 64, "L": 2048})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 16384})
 
 

@@ -403,12 +403,12 @@ PRECISION_SET = """
 import torch
 from autosel import dispatch
 from autosel.ledger.key import current_mode
-from autosel.parity import child
+from autosel.parity.state import State
 
 before = current_mode()
 {backend}.fp32_precision = "tf32"
 assert dispatch.best("rmsnorm")(torch.ones(2, 64), torch.ones(64)).isfinite().all()
-assert child._state({{}}, None)["float32 matmul precision"] in current_mode()
+assert State().now()["float32 matmul precision"] in current_mode()
 print(before, current_mode())
 """
 

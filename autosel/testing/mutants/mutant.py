@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import bits
 from autosel.ops.contract import DTYPE, Op
-from autosel.parity.stage import bits
 from autosel.parity.truth import run_baseline
 from autosel.values import Workload
 

@@ -1,0 +1,166 @@
+"""More than one caller: other threads, two at once, other numbers of threads, one storage for all operands, and a
+result that its caller overwrites. Each check is complete by itself; battery.py names them among the habits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import Case, Inputs
+from autosel.parity.session import RefusedError
+from autosel.parity.stage import Placed, place
+from autosel.parity.ways import HERE, NEW, ONE_STORAGE, OTHER
+
+if TYPE_CHECKING:
+    from autosel.parity.battery import Battery, Tally
+
+THREADS, AT_ONCE, COUNTS = "calls from other threads", "two calls at once", "other numbers of threads"
+STORAGE, OWNED = "operands in one storage", "a result that its caller overwrites"
+HABITS = {
+    THREADS: "state that a thread keeps for itself",
+    AT_ONCE: "one scratch buffer for all calls",
+    COUNTS: "shares fixed for the first number of threads",
+    STORAGE: "a storage's start taken for the tensor's",
+    OWNED: "a result that is an input, another result, or remembered",
+}
+WAYS = (HERE, OTHER, OTHER, HERE, NEW, HERE)
+COUNTED = (2, 1, 3)
+QUEUE, PASSES = 2, 500  # operands of each of two threads, and how often it is called on them
+AT_ONCE_S, AT_ONCE_BYTES = 0.05, 64 << 20  # what these calls may take, and their outputs
+INTERPRETED = ("TRITON", "LIGER")  # on a CPU: Triton's interpreter, which may run once at a time
+
+
+class Calls:
+    """The checks of one build, on a plain case and on the largest one."""
+
+    def __init__(self, battery: Battery, plain: Case, large: Case) -> None:
+        self.battery, self.plain, self.large = battery, plain, large
+        self.session, self.candidate = battery.session, battery.proof.candidate
+
+    def checks(self) -> dict[str, Callable[[Tally], None]]:
+        found: dict[str, Callable[[Tally], None]] = {THREADS: self._threads, STORAGE: self._storage}
+        if not self.candidate.static_shapes:  # what compiles for each shape compiles for each number of threads
+            found[COUNTS] = self._counts
+        if self.session.device != "cpu" or self.candidate.backend not in INTERPRETED:
+            found[AT_ONCE] = self._at_once
+        if not self.candidate.writes_out:
+            found[OWNED] = self._owned
+        return found
+
+    def _threads(self, tally: Tally) -> None:
+        """New contents at the same addresses, from one thread, then from another."""
+        here = self.battery.first(self.plain)
+        for number, way in enumerate(WAYS):
+            inputs = self.plain.make(self.battery.seed(f"{THREADS} {number}"))
+            here.renew(inputs)
+            try:
+                self._judged(here, inputs, THREADS, tally, way=way)
+            except RefusedError as refused:
+                raise _renamed(refused, "other_thread", f"in {way or 'the first thread again'}, ") from None
+
+    def _counts(self, tally: Tally) -> None:
+        """Other numbers of threads from call to call, on PyTorch's own threads, and other work in between."""
+        here = self.battery.first(self.large)
+        try:
+            for count in COUNTED:
+                self.session.use_threads(count, served=True)
+                inputs = self.large.make(self.battery.seed(f"{COUNTS} {count}"))
+                here.renew(inputs)
+                self._judged(here, inputs, COUNTS, tally)
+        except RefusedError as refused:
+            raise _renamed(refused, "thread_count", f"with {count} threads, ") from None
+        finally:
+            if self.session.worker.exit is None:
+                self.session.use_threads()
+
+    def _storage(self, _: Tally) -> None:
+        """The same operands, as tensors and as views of one storage."""
+        here = self.battery.first(self.plain)
+        here.fill("none")
+        expected = self.battery.call(here, STORAGE)
+        here.fill("none")
+        if not self.battery.agree(expected, self.battery.call(here, STORAGE, way=ONE_STORAGE), here.inputs):
+            reason = "views of one storage give another result than tensors with a storage of their own"
+            raise RefusedError("one_storage", STORAGE, reason, {})
+
+    def _at_once(self, _: Tally) -> None:
+        """Two threads call it on other operands at the same time: each gets what it gets alone."""
+        placed = self._queues()
+        expected = []
+        for one in placed:
+            one.fill("none", keep=self._streamed)
+            expected.append(self.battery.call(one, AT_ONCE, skip=self._streamed))
+        passes = self._passes(placed)
+        try:
+            self.session.use_threads(served=True)
+            got = self.session.call_at_once(self.battery.name, self.battery.proof, placed, AT_ONCE, passes)
+        finally:
+            if self.session.worker.exit is None:
+                self.session.use_threads()
+        self._compare(placed, expected, got)
+
+    def _queues(self) -> list[Placed]:
+        """Operands of QUEUE calls for each of two threads; the streamed ones are shared."""
+        placed = [self.battery.first(self.large)]
+        for number in range(1, 2 * QUEUE):
+            other = self.large.make(self.battery.seed(f"{AT_ONCE} {number}"))
+            inputs = {n: placed[0].inputs[n] if n in self._streamed else v for n, v in other.items()}
+            one = place(placed[0].arena, self.battery.op, self.large.workload, inputs, share=placed[0])
+            placed.append(one)
+        return placed
+
+    def _passes(self, placed: Sequence[Placed]) -> int:
+        """How often both queues are run: as time and memory for outputs allow."""
+        once_s = max(1e-6, self.session.last_call_ns * 1e-9)
+        outputs = sum(result.nbytes for result in placed[0].results())
+        return max(2, min(int(AT_ONCE_S / (QUEUE * once_s)), AT_ONCE_BYTES // (2 * QUEUE * max(1, outputs)), PASSES))
+
+    @property
+    def _streamed(self) -> list[str]:
+        return [a.name for a in self.battery.op.args if a.role == "streamed"]
+
+    def _compare(
+        self, placed: Sequence[Placed], expected: Sequence[Sequence[Tensor]], got: Sequence[Sequence[Tensor]]
+    ) -> None:
+        wrong = [
+            number
+            for number, one in enumerate(placed)
+            if not self.battery.agree(expected[number], got[number], one.inputs)
+        ]
+        if wrong:
+            reason = f"{len(wrong)} of {len(placed)} calls give another result while another thread calls it"
+            raise RefusedError("at_once", AT_ONCE, reason, {"calls": len(placed), "wrong": len(wrong)})
+
+    def _owned(self, _: Tally) -> None:
+        """A caller fills the results with numbers: inputs and other results stay as they are, and a later call is
+        right."""
+        here = self.battery.first(self.plain)
+        here.fill("none")
+        expected = self.battery.call(here, OWNED, hold=OWNED)
+        now = self.session.overwritten(OWNED, self.battery.proof, here)
+        for number, result in enumerate(now, 1):
+            if not torch.equal(result, torch.full_like(result, number)):
+                raise RefusedError("aliasing", OWNED, "two of its results share memory", {"output": number - 1})
+        damage = here.damage()
+        if damage is not None:
+            raise RefusedError("aliasing", OWNED, f"a result is its input: {damage.reason}", damage.evidence)
+        here.fill("none")
+        if not self.battery.agree(expected, self.battery.call(here, OWNED), here.inputs):
+            reason = "what the caller wrote into an earlier result is in a later one"
+            raise RefusedError("aliasing", OWNED, reason, {})
+
+    def _judged(self, here: Placed, inputs: Inputs, case: str, tally: Tally, way: str = HERE) -> None:
+        here.fill("none")
+        got = self.battery.call(here, case, way=way)
+        tally.add(case, self.battery.judge(case, self.battery.truths.fresh(self.battery.op, inputs), got))
+
+
+def _renamed(refused: RefusedError, check: str, where: str) -> RefusedError:
+    return RefusedError(check, refused.case, f"{where}{refused.reason}", refused.evidence)
+
+
+__all__ = ["Calls"]

@@ -1,0 +1,151 @@
+"""The ways in which a worker calls a candidate, beside the plain one: from other threads, and on views of one storage.
+
+A server calls a kernel from whichever thread has a request. Threads take the modes of the worker's own thread along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosel.native import threads
+from autosel.ops.compare import bits
+from autosel.values import from_json
+from autosel.workers.arena import Arenas, Ref
+
+HERE, OTHER, NEW, ONE_STORAGE = "", "another thread", "a new thread", "one storage"
+START_TOGETHER_S = 60.0
+M_PERTURB, NEW_MEMORY = -6, 0x7F  # malloc.h; each byte of memory that malloc returns: bf16 and fp32 of 3.4e38
+_OTHER: list[ThreadPoolExecutor] = []
+_COUNT = [0]  # torch's threads before they were changed; 0: they were not
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """A call's arguments and outputs."""
+
+    arguments: Sequence[Any]
+    outputs: Sequence[Any]
+
+    def anew(self) -> list[Any]:
+        """The same arguments, with outputs of their own."""
+        return [*self.arguments, *(None if out is None else out.clone() for out in self.outputs)]
+
+
+def called(way: str, call: Call) -> Any:
+    """Return the call's result; it runs in the thread that the way names."""
+    if way == OTHER:
+        if not _OTHER:
+            _OTHER.append(ThreadPoolExecutor(1, initializer=_taking_along()))
+        return _OTHER[0].submit(call).result()
+    if way == NEW:
+        with ThreadPoolExecutor(1, initializer=_taking_along()) as pool:
+            return pool.submit(call).result()
+    return call()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a call returned, and what it was called on."""
+
+    results: list[Any]
+    operands: Sequence[Any]
+
+
+def at_once(function: Call, queues: Sequence[Sequence[Operands]], passes: int) -> list[list[Made]]:
+    """Run each queue's calls in a thread of its own, all at the same time, several times over.
+
+    Each call of each pass gets outputs of its own. Of every call the first result that is not that of the first pass is
+    returned, else the last.
+    """
+    runs = [[[operands.anew() for operands in queue] for _ in range(passes)] for queue in queues]
+    start = threading.Barrier(len(queues))
+
+    def run(calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+        start.wait(START_TOGETHER_S)
+        return [[function(*operands) for operands in one_pass] for one_pass in calls]
+
+    with ThreadPoolExecutor(len(queues), initializer=_taking_along()) as pool:
+        returned = list(pool.map(run, runs))
+    return [
+        [_odd([Made(results=listed(r), operands=o) for r, o in zip(made, passed, strict=True)])
+         for made, passed in zip(zip(*results, strict=True), zip(*calls, strict=True), strict=True)]
+        for results, calls in zip(returned, runs, strict=True)
+    ]  # fmt: skip
+
+
+def _odd(made: Sequence[Made]) -> Made:
+    def same(one: Made) -> bool:
+        return len(one.results) == len(made[0].results) and all(map(_equal, one.results, made[0].results))
+
+    return next((one for one in made if not same(one)), made[-1])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Bitwise, where both are tensors of one form."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+def listed(returned: Any) -> list[Any]:
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def _taking_along() -> Callable[[], None]:
+    """What sets a new thread's modes as they are in this one."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def take() -> None:
+        torch.set_grad_enabled(grad)
+        assert torch.get_default_dtype() == dtype
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    return take
+
+
+def use_threads(count: int, *, served: bool) -> None:
+    """Set the number of PyTorch's threads; 0: as at first. `served`: C++ kernels run on them, as in a server."""
+    _COUNT[0] = _COUNT[0] or torch.get_num_threads()
+    torch.set_num_threads(count or _COUNT[0])
+    threads.use(openmp=served, wake=True)
+
+
+def other_work() -> None:
+    """What a model does between two calls of a kernel: products, a sort, a softmax, a copy to another dtype."""
+    x = torch.linspace(-3.0, 3.0, 96 * 96).view(96, 96)
+    for dtype in (torch.float32, torch.bfloat16):
+        (x.to(dtype) @ x.to(dtype)).softmax(-1).sort(-1)
+
+
+def in_one_storage(reference: Mapping[str, Any], arenas: Arenas) -> torch.Tensor:
+    """The tensor of a reference as a view of the arena's whole storage, at an offset of its own."""
+    ref: Ref = from_json(Ref, reference)
+    arena, dtype = arenas[ref.arena], getattr(torch, ref.dtype)
+    whole = torch.frombuffer(arena.memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(whole, ref.offset // dtype.itemsize, ref.shape, ref.strides)
+
+
+def overwrite(results: Sequence[Any]) -> None:
+    """Fill each result with a number of its own, as a caller may who owns it."""
+    for number, result in enumerate(results, 1):
+        if isinstance(result, torch.Tensor):
+            result.fill_(number)
+
+
+def fill_new_memory() -> None:
+    """From now on new memory holds numbers, as it does in a process that has run for long; a fresh one's is zero."""
+    try:
+        ctypes.CDLL(None).mallopt(M_PERTURB, NEW_MEMORY ^ 0xFF)
+    except AttributeError:  # another C library than glibc
+        return

@@ -1,0 +1,42 @@
+"""The whole of a large result: compared with the baseline's, and judged in float64 where the two differ most.
+
+A float64 reference of all of it would take seconds. The baseline's result is cheap, and differs from a right result by
+no more than both bounds; an element that is further off ranks before all that are right, and the reference decides.
+What differs most is relative to the element and to the result's root mean square: small elements have small bounds,
+and those that cancel do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autosel.ops.contract import Inputs, Op, Rows
+from autosel.values import Workload
+
+JUDGED = 8  # elements that differ most
+MOST_FLOPS = 1 << 36  # of a baseline that runs here on one thread: about two seconds
+
+
+def affordable(op: Op, w: Workload) -> bool:
+    return op.flops(w) <= MOST_FLOPS
+
+
+def worst(op: Op, w: Workload, inputs: Inputs, got: Tensor, base: Tensor) -> Rows | None:
+    """The part of the inputs that decides the elements which differ most; None if none does."""
+    apart = _apart(got, base)
+    values, order = apart.flatten().topk(min(JUDGED, apart.numel()))
+    order = order[values > 0]
+    if not len(order):
+        return None
+    return op.around(w, inputs, torch.stack(torch.unravel_index(order, apart.shape), 1))
+
+
+def _apart(got: Tensor, base: Tensor) -> Tensor:
+    """How far each element is off, relative to its own size plus the root mean square; infinite where only one of the
+    two is a number."""
+    one, other = got.float(), base.float()
+    size = other.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    apart = (one - other).abs() / (other.abs() + size)
+    same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(same, 0.0, apart.nan_to_num(nan=torch.inf, posinf=torch.inf))
