@@ -385,6 +385,7 @@ class Session:
     voided: str = ""
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
     prepared: Mapping[str, Prepared] | None = field(default=None, metadata=LATER)  # by arm: what its layout took
+    checked: tuple[tuple[int, int], ...] = field(default=(), metadata=LATER)  # (compared in full, timed) calls by arm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +447,7 @@ class Verdict:
     roofline: float | None = None  # fraction of what the read rate of this very race allows
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
     prepared: Prepared | None = field(default=None, metadata=LATER)  # what the winner's layout took
+    checked: tuple[int, int] | None = field(default=None, metadata=LATER)  # the winner's calls: (compared, timed)
 
 
 State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]

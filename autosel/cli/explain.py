@@ -121,9 +121,19 @@ def _race_lines(race: Race | None, verdict: Verdict | None) -> list[Line]:
         text += f"; false-promotion bound {verdict.false_promotion_bound:.2g}"
     voided = [s.voided for s in race.sessions if s.voided]
     lines = [("race", text)]
+    if verdict.checked is not None:
+        lines.append(("calls", _checked(*verdict.checked)))
     if voided:
         lines.append(("voided", f"{len(voided)} session{'s' if len(voided) > 1 else ''}: {voided[-1]}"))
     return lines
+
+
+def _checked(checked: int, timed: int) -> str:
+    """What the compared calls show, with 95 % confidence."""
+    from autosel.race.drawn import most_faults
+
+    text = f"{checked:,} of {timed:,} timed calls were compared in full"
+    return f"{text}: no fault, a rate below {most_faults(checked):.2g} (95 %)" if checked else text
 
 
 def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:

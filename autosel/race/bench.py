@@ -11,9 +11,11 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from autosel.ops.contract import Op
 from autosel.ops.stored import mapped
 from autosel.race.contest import Entrant
 from autosel.race.device import Place, Timed, place
+from autosel.race.drawn import draw
 from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
 from autosel.race.waits import Watch, watch
@@ -41,13 +44,35 @@ class LoadedArm:
 
 @dataclass(slots=True, kw_only=True)
 class Seat:
-    """An arm at a workload: its calls, one for each copy of the streamed operands, and its own outputs."""
+    """An arm at a workload: its calls, one for each copy of the streamed operands, and its own sets of outputs."""
 
     arm: LoadedArm
     timed: Timed
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[tuple[Tensor, ...], ...]
     resident: Mapping[str, Tensor]
     prepared: Prepared | None  # the weights of one call, where the arm has a layout for them
+
+    def poison(self) -> None:
+        """What a call leaves unwritten shows."""
+        for output in (tensor for one in self.outputs for tensor in one):
+            output.fill_(math.nan if output.is_floating_point() else -1)
+
+    def written(self, slot: int, result: Any) -> tuple[Tensor, ...]:
+        """The results of a call that was given these outputs and returned this."""
+        if self.arm.writes_out and self.outputs[0]:
+            return self.outputs[slot]
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+class Look(Protocol):
+    """Whoever looks at the results of calls that were drawn."""
+
+    rng: Random
+
+    def wants(self, arm: str) -> bool: ...
+
+    def take(self, arm: str, number: int, results: Sequence[tuple[Tensor, ...]]) -> None:
+        """The drawn calls of the visit's sample of this number, the last call last."""
 
 
 class Bench:
@@ -74,8 +99,11 @@ class Bench:
 
     # --- seating ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int) -> None:
-        """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's.
+    def prepare(
+        self, w: Workload, inputs: Mapping[str, Any], arms: Mapping[str, str], copies: int, slots: int = 1
+    ) -> None:
+        """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's; `slots` is
+        the number of sets of outputs.
 
         The baseline's clone gets operands of its own: placement is part of the luck that A/A sessions calibrate. An arm
         with a layout prepares each copy of its weights here, before anything is timed.
@@ -85,17 +113,20 @@ class Bench:
         shared = _Operands(op, inputs, copies, self.place)
         for name, loaded in arms.items():
             own = _Operands(op, inputs, copies, self.place) if name == CLONE else shared
-            self.seats[name] = self._seat(op, w, self.arms[loaded], own)
+            self.seats[name] = self._seat(op, w, self.arms[loaded], own, slots)
 
-    def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands) -> Seat:
-        outputs = tuple(self.place.output(t) for t in op.allocate(w, fill=0.0) if t is not None)
-        passed: tuple[Any, ...] = outputs if arm.writes_out else (None,) * len(outputs)
-        calls = [(*op.arguments(operands), *passed) for operands in private.copies]
+    def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands, slots: int) -> Seat:
+        outputs = tuple(
+            tuple(self.place.output(t) for t in op.allocate(w, fill=0.0) if t is not None)
+            for _ in range(slots if self.place.draws else 1)
+        )
+        passed = outputs if arm.writes_out else tuple((None,) * len(one) for one in outputs)
+        calls = [op.arguments(operands) for operands in private.copies]
         reader = reader_of(arm.call)
         took = [reader.prepare(call) for call in calls] if reader is not None else []
         return Seat(
             arm=arm,
-            timed=self.place.timed(arm.call, calls),
+            timed=self.place.timed(arm.call, calls, passed),
             outputs=outputs,
             resident=private.resident,
             prepared=took[0] if took else None,
@@ -132,9 +163,11 @@ class Bench:
                 seat.resident[name].copy_(value)
 
     def pair(
-        self, order: Sequence[str], calls: int, samples: int, wake: bool = True
+        self, order: Sequence[str], calls: int, samples: int, wake: bool = True, look: Look | None = None
     ) -> tuple[dict[str, list[float]], str]:
         """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "").
+
+        `look` gets, after each sample and off the clock, the results of the calls that were drawn.
 
         `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code. Samples during which
         a thread waited for a core are taken again; if that happens too often, the pair is dropped as BUSY.
@@ -152,15 +185,32 @@ class Bench:
             if busy:
                 times[name] = [seat.timed.sample(1)]  # its output may be checked
                 continue
-            times[name] = self._visit(seat.timed, calls, samples)
+            times[name] = self._visit(name, calls, samples, look)
             busy = "" if len(times[name]) == samples else BUSY
         return times, busy or before.since()
 
-    def _visit(self, timed: Timed, calls: int, samples: int) -> list[float]:
+    def _visit(self, name: str, calls: int, samples: int, look: Look | None) -> list[float]:
+        timed, taken = self.seats[name].timed, count()
+
+        def sample() -> float:
+            return timed.sample(calls) if look is None else self._looked_at(name, calls, next(taken) % samples, look)
+
         if self.watch is None:
-            return [timed.sample(calls) for _ in range(samples)]
+            return [sample() for _ in range(samples)]
         settle = (lambda: timed.sample(1)) if calls > 1 else (lambda: None)  # a long call has few operands to warm
-        return self.watch.samples(lambda: timed.sample(calls), samples, settle)
+        return self.watch.samples(sample, samples, settle)
+
+    def _looked_at(self, name: str, calls: int, number: int, look: Look) -> float:
+        """One sample, some of whose calls are drawn; `number` counts the visit's samples."""
+        seat = self.seats[name]
+        if not look.wants(name):
+            return seat.timed.sample(calls)
+        drawn = draw(calls, len(seat.outputs), look.rng)
+        seat.poison()
+        taken = seat.timed.sample(calls, drawn)
+        results = zip(drawn.kept[-len(seat.timed.kept) :], seat.timed.kept, strict=True)
+        look.take(name, number, [seat.written(slot, result) for slot, result in results])
+        return taken
 
     @property
     def again(self) -> int:
@@ -186,8 +236,7 @@ class Bench:
         seat.timed.sample(calls)
         for operand, value in resident.items():
             seat.resident[operand].copy_(value)
-        for output in seat.outputs:
-            output.fill_(math.nan if output.is_floating_point() else -1)
+        seat.poison()
         seat.timed.sample(1)
 
     def _hush(self, arm: LoadedArm) -> None:
@@ -203,10 +252,7 @@ class Bench:
     def outputs(self, name: str) -> tuple[Tensor, ...]:
         """What the arm's last call left or returned."""
         seat = self.seats[name]
-        if seat.arm.writes_out and seat.outputs:
-            return seat.outputs
-        result = seat.timed.result
-        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        return seat.written(seat.timed.slot, seat.timed.result)
 
 
 class _Operands:

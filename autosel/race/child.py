@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
+from random import Random
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
         case "prepare":
             torch.set_grad_enabled(False)
             inputs = _resolve(request["inputs"], arenas)
-            bench.prepare(from_json(Workload, request["workload"]), inputs, request["arms"], int(request["copies"]))
+            copies, slots = int(request["copies"]), int(request["slots"])
+            bench.prepare(from_json(Workload, request["workload"]), inputs, request["arms"], copies, slots)
             return {"prepared": to_json(bench.prepared)}
         case "warm":
             return {"ns": bench.warm(int(request["limit_ns"]))}
@@ -64,14 +67,40 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
     if resident:
         bench.refresh(resident)
     before = bench.again
-    times, disturbed = bench.pair(request["order"], calls, int(request["samples"]), bool(request["wake"]))
+    look = Kept(places=request["kept"], arenas=arenas, rng=Random(request["draw"])) if request["kept"] else None
+    times, disturbed = bench.pair(request["order"], calls, int(request["samples"]), bool(request["wake"]), look)
     if foretold:
         for name, places in request["outputs"].items():
             _put(bench, places, name, arenas)
-    return {"ns": times, "disturbed": disturbed, "again": bench.again - before, "watched": bench.watched}
+    taken = {"ns": times, "disturbed": disturbed, "again": bench.again - before, "watched": bench.watched}
+    return taken | {"kept": look.count if look is not None else {}}
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """Copies the results of drawn calls to where the parent compares them. `places`: by arm and number of a sample, one
+    set for each drawn call; `count`: how many calls were copied, by arm."""
+
+    places: Mapping[str, Sequence[Sequence[Any]]]
+    arenas: Arenas
+    rng: Random
+    count: dict[str, int] = field(default_factory=dict)
+
+    def wants(self, arm: str) -> bool:
+        return arm in self.places
+
+    def take(self, arm: str, number: int, results: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        places = self.places[arm][number]
+        for result, place in zip(results, places, strict=True):
+            _copy(result, place, self.arenas)
+        self.count[arm] = max(self.count.get(arm, 0), (number + 1) * len(places))
 
 
 def _put(bench: Bench, places: Sequence[Mapping[str, Any]], name: str, arenas: Arenas) -> None:
     """An arm's outputs, to where they are checked."""
-    for place, tensor in zip(places, bench.outputs(name), strict=True):
+    _copy(bench.outputs(name), places, arenas)
+
+
+def _copy(results: Sequence[torch.Tensor], places: Sequence[Mapping[str, Any]], arenas: Arenas) -> None:
+    for place, tensor in zip(places, results, strict=True):
         arenas.tensor(place).copy_(tensor)

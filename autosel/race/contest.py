@@ -22,6 +22,7 @@ from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
 MAX_COPIES = 256
+KEPT_BYTES, MOST_ARMS = 32 << 20, 16  # of timed calls' results for each arm, and of how many arms
 SLACK_BYTES = 1 << 20
 
 
@@ -84,13 +85,20 @@ class Operands:
         self.inputs = self.op.inputs(w, seed)
         sizes = [tensor.nbytes for tensor in leaves(self.inputs).values()]
         outputs = sum(_bytes(s.shape, s.dtype) for s in self.op.outputs(w))
-        self.arena = Arena(sum(sizes) + 8 * outputs + SLACK_BYTES + 4096 * (len(sizes) + 64))
+        inout = any(a.role == "inout" for a in self.op.args)
+        self.output_bytes = 0 if inout else outputs  # of what an arm writes beside its operands
+        kept = MOST_ARMS * KEPT_BYTES if self.output_bytes else 0
+        self.arena = Arena(
+            sum(sizes) + 8 * outputs + kept + SLACK_BYTES + 4096 * (len(sizes) + 64),
+            touched_bytes=sum(sizes) + 8 * outputs + kept // 4 + SLACK_BYTES,
+        )
         self.refs: dict[str, Any] = {}
         for name, value in self.inputs.items():
             places = {leaf: self.arena.put(tensor) for leaf, tensor in leaves({name: value}).items()}
             self.refs[name] = to_json(sent(name, value, places))
             self.inputs[name] = received(self.refs[name], self._tensor)  # the drawn copy is freed here
         self._places: dict[str, tuple[Ref, ...]] = {}
+        self._kept: dict[str, list[tuple[Ref, ...]]] = {}
         self._judge: tuple[int, Rows, Expected] | None = None  # of the pair at hand: by its seed, for all its arms
         self.streamed_bytes = self._bytes_of("streamed")
         rotated = self.streamed_bytes + self._bytes_of("inout")
@@ -129,21 +137,47 @@ class Operands:
     def places(self, arm: str) -> tuple[Ref, ...]:
         """Where the worker is to put this arm's outputs for checking."""
         if arm not in self._places:
-            specs = self.op.outputs(self.workload)
-            self._places[arm] = tuple(
-                self.arena.empty(s.shape, torch.int64 if s.dtype == "int64" else DTYPE[s.dtype]) for s in specs
-            )
+            self._places[arm] = self._outputs()
         return self._places[arm]
 
-    def check(self, arm: str, seed: int) -> Mismatch | None:
-        """Judge 16 sampled rows of what the arm's last call gave, in float64, here and not in its process."""
+    def _outputs(self) -> tuple[Ref, ...]:
+        specs = self.op.outputs(self.workload)
+        return tuple(self.arena.empty(s.shape, torch.int64 if s.dtype == "int64" else DTYPE[s.dtype]) for s in specs)
+
+    def kept(self, arm: str, count: int) -> list[tuple[Ref, ...]]:
+        """Where the worker is to put the results of `count` timed calls; fewer where there is no room."""
+        if not self.output_bytes:
+            return []
+        places = self._kept.setdefault(arm, [])
+        if len(self._kept) > MOST_ARMS:
+            return []
+        while len(places) < min(count, KEPT_BYTES // (self.output_bytes + 64 * len(self.op.output_names))):
+            places.append(self._outputs())
+        return places[:count]
+
+    def tensors(self, places: Sequence[Ref]) -> tuple[Tensor, ...]:
+        return tuple(self.arena.tensor(place) for place in places)
+
+    def check(self, got: Sequence[Tensor], seed: int) -> Mismatch | None:
+        """Judge 16 sampled rows of a result in float64, here and not in its process."""
         with one_thread():
-            if self._judge is None or self._judge[0] != seed:
-                rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
-                self._judge = seed, rows, Expected(self.op, rows.inputs)
-            _, rows, expected = self._judge
-            found = expected.judge(rows.pick([self.arena.tensor(place) for place in self.places(arm)]))
+            rows, expected = self._expected(seed)
+            found = expected.judge(rows.pick(got))
             return found if isinstance(found, Mismatch) else None
+
+    def largest_bounds(self, seed: int) -> tuple[float, ...]:
+        """The largest bound of each output's elements in 16 sampled rows; none of an op with a judgement of its own."""
+        with one_thread():
+            _, expected = self._expected(seed)
+            if expected.own:
+                return ()
+            return tuple(float(b.max()) if b.numel() else 0.0 for b in expected.bound)
+
+    def _expected(self, seed: int) -> tuple[Rows, Expected]:
+        if self._judge is None or self._judge[0] != seed:
+            rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, seed)
+            self._judge = seed, rows, Expected(self.op, rows.inputs)
+        return self._judge[1:]
 
     def close(self) -> None:
         self.inputs = {}

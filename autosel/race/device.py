@@ -17,10 +17,13 @@ from torch import Tensor
 
 from autosel.native.cuda import DRIVER
 from autosel.race.capture import UncapturableError, captured
+from autosel.race.drawn import Drawn
 from autosel.race.idle import wait_until_idle
 from autosel.workers import pages
 
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each of an arm's calls, one a copy of its operands
+Outputs = Sequence[tuple[Any, ...]]  # sets of outputs, each None where an arm allocates its own
+NO_OUTPUTS: Outputs = ((),)
 PROBE_S = 0.02
 PERSISTING_L2_SIZE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE, cuda.h
 HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two events and a graph
@@ -29,17 +32,21 @@ HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two
 class Timed(Protocol):
     """An arm's calls in the order they are taken, ready to be timed."""
 
-    def sample(self, calls: int) -> float:
-        """Nanoseconds a call over at least `calls` consecutive ones."""
+    def sample(self, calls: int, drawn: Drawn | None = None) -> float:
+        """Nanoseconds a call over at least `calls` consecutive ones. `drawn`: into which outputs each of them writes;
+        without it all write into the first."""
 
     call: Callable[..., Any]
     result: Any  # what the last call returned
+    slot: int  # the outputs that it was given
+    kept: list[Any]  # what the calls returned that were drawn
 
 
 class Place(Protocol):
     """One kind of device."""
 
     timing: str  # how samples are taken, for tables
+    draws: bool  # calls of a sample can be given outputs of their own
 
     def resident(self, value: Tensor) -> Tensor:
         """A private copy of an operand that is warm."""
@@ -49,7 +56,8 @@ class Place(Protocol):
 
     def output(self, value: Tensor) -> Tensor: ...
 
-    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed: ...
+    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+        """`calls` without their outputs; `outputs`: the sets that there are to write into."""
 
     def hush(self) -> None:
         """Let the threads of another runtime go to sleep."""
@@ -70,6 +78,7 @@ class Host:
     """This machine's cores and memory."""
 
     timing = "calls"
+    draws = True
 
     def __init__(self) -> None:
         self.turn = Turn()
@@ -84,8 +93,8 @@ class Host:
     def output(self, value: Tensor) -> Tensor:
         return value
 
-    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
-        return InARow(call, calls, self.turn)
+    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+        return InARow(call, calls, self.turn, outputs)
 
     def hush(self) -> None:
         wait_until_idle()
@@ -110,19 +119,27 @@ class Turn:
 class InARow:
     """Calls on consecutive copies, between two looks at the clock."""
 
-    def __init__(self, call: Callable[..., Any], calls: Calls, turn: Turn) -> None:
-        self.call, self.calls, self.turn = call, calls, turn
+    def __init__(self, call: Callable[..., Any], calls: Calls, turn: Turn, outputs: Outputs = NO_OUTPUTS) -> None:
+        self.call, self.turn = call, turn
+        self.by_slot = [[(*arguments, *own) for arguments in calls] for own in outputs]
+        self.calls = self.by_slot[0]
         self.result: Any = None
+        self.slot = 0
+        self.kept: list[Any] = []
 
-    def sample(self, calls: int) -> float:
-        visits = [self.calls[i % len(self.calls)] for i in self.turn.take(calls)]
+    def sample(self, calls: int, drawn: Drawn | None = None) -> float:
+        slots = drawn.slots if drawn is not None else (0,) * calls
+        copies, turns = len(self.calls), self.turn.take(calls)
+        visits = [(self.by_slot[slot][i % copies], slot) for i, slot in zip(turns, slots, strict=True)]
         call = self.call
-        result = None
+        results: list[Any] = [None] * len(self.by_slot)
         start = clock_ns()
-        for arguments in visits:
-            result = call(*arguments)
+        for arguments, slot in visits:
+            results[slot] = call(*arguments)
         elapsed = clock_ns() - start
-        self.result = result
+        self.slot = slots[-1]
+        self.result = results[self.slot]
+        self.kept = [results[slot] for slot in drawn.kept] if drawn is not None else []
         return elapsed / calls
 
 
@@ -133,6 +150,7 @@ class Gpu:
     """One CUDA device. Everything is enqueued on its current stream."""
 
     timing = "graph"
+    draws = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index or 0)
@@ -148,8 +166,8 @@ class Gpu:
     def output(self, value: Tensor) -> Tensor:
         return value.to(self.device)
 
-    def timed(self, call: Callable[..., Any], calls: Calls) -> Timed:
-        return Replayed(call, calls, self.device)
+    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+        return Replayed(call, [(*arguments, *outputs[0]) for arguments in calls], self.device)
 
     def hush(self) -> None:
         """No thread of the host runs a kernel."""
@@ -172,10 +190,12 @@ class Replayed:
 
     def __init__(self, call: Callable[..., Any], calls: Calls, device: torch.device) -> None:
         self.call, self.calls, self.device, self.result = call, calls, device, None
+        self.slot = 0
+        self.kept: list[Any] = []
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self.results: dict[int, Any] = {}  # what each graph's last call returned: memory of its own, written anew by it
 
-    def sample(self, calls: int) -> float:
+    def sample(self, calls: int, drawn: Drawn | None = None) -> float:
         count = len(self.calls) * math.ceil(calls / len(self.calls))
         if count not in self.graphs:
             self.graphs[count] = self._capture(count)
@@ -191,6 +211,7 @@ class Replayed:
             self.result = self.results[count]
         end.record()
         end.synchronize()
+        self.kept = [self.result] if drawn is not None else []
         return float(begin.elapsed_time(end)) * 1e6 / count
 
     def _queue(self, count: int) -> None:

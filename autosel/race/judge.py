@@ -290,7 +290,14 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
         read_bytes_per_s=max((s.read_bytes_per_s for s in told.all), default=0.0),
         conditions=conditions_of(told.all),
         prepared=next((s.prepared[winner] for s in told.all if s.prepared and winner in s.prepared), None),
+        checked=checked_of(race.sessions, winner),
     )
+
+
+def checked_of(sessions: Sequence[Session], arm: str) -> tuple[int, int] | None:
+    """Return (an arm's timed calls that were compared in full, its timed calls); None where nobody compared."""
+    found = [s.checked[s.arms.index(arm)] for s in sessions if s.checked and arm in s.arms]
+    return (sum(c for c, _ in found), sum(t for _, t in found)) if found else None
 
 
 def conditions_of(sessions: Sequence[Session]) -> Conditions | None:

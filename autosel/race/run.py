@@ -59,6 +59,10 @@ class Seat(Instrument, Protocol):
     def prepared(self) -> Mapping[str, Prepared]:
         """What the weights of one call took, by arm, of the arms that have a layout."""
 
+    @property
+    def checked(self) -> Mapping[str, tuple[int, int]]:
+        """(calls whose results were compared in full, timed calls) by arm."""
+
     def sit(self) -> None:
         """Load the arms and time the baseline."""
 
@@ -339,6 +343,8 @@ def _with_conditions(session: Session, seat: Seat, before: Reading, after: Readi
     )
     busy = session.voided == BUSY and found.text
     voided = f"{BUSY}: {found.text}" if busy else session.voided
+    checked = tuple(seat.checked.get(arm, (0, 0)) for arm in session.arms)
+    session = replace(session, checked=checked if any(timed for _, timed in checked) else ())
     return replace(session, conditions=conditions, prepared=seat.prepared or None, voided=voided)
 
 

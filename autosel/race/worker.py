@@ -12,13 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from torch import Tensor
+
 from autosel.candidates.control import empties
 from autosel.errors import BuildError, WorkerError
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
+from autosel.race.drawn import kept_of, slots_for
 from autosel.race.judge import CLONE
+from autosel.race.kept import Kept
 from autosel.race.plan import Plan, TimeClass, plan
 from autosel.values import Prepared, to_json
+from autosel.workers.arena import Ref
 from autosel.workers.environment import control_fault
 from autosel.workers.process import Worker
 
@@ -53,12 +58,14 @@ class Warmed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """A worker's reply to `pair`: the samples by arm, and why they must be dropped or "". `again`: samples that it has
-    taken again so far; `watched`: the system tells it when a thread waits for a core."""
+    taken again so far; `watched`: the system tells it when a thread waits for a core; `kept`: how many results of timed
+    calls it has copied, by arm."""
 
     ns: Mapping[str, tuple[float, ...]]
     disturbed: str
     again: int = 0
     watched: bool = False
+    kept: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +202,9 @@ class WorkerSeat:
         self.base_ns = 0.0  # a call of the baseline
         self.again, self.watched = 0, False
         self.prepared: Mapping[str, Prepared] = {}
+        self.kept = Kept()
+        self.seed = 0  # of the last pair's contents
+        self.last: dict[str, Sequence[Tensor]] = {}  # the results of the last pair's last calls, by arm
 
     def sit(self) -> None:
         """Load, copy the operands, warm up; plan from the baseline's time."""
@@ -234,6 +244,7 @@ class WorkerSeat:
             "inputs": to_json(operands.refs),
             "arms": names,
             "copies": operands.copies,
+            "slots": self.slots,
         }
         self.prepared = worker.told(Seated, request, PREPARE_S).prepared
 
@@ -244,6 +255,8 @@ class WorkerSeat:
         seed = self.rng.getrandbits(31)
         checked = self.pairs == 0 or self.rng.random() < CHECK_SHARE
         self.pairs += 1
+        self.seed = seed
+        places = self._places(order, calls, samples)
         request = {
             "do": "pair",
             "order": list(order),
@@ -252,6 +265,8 @@ class WorkerSeat:
             "wake": plan.wakes,
             "resident": to_json(operands.refresh(seed)),
             "outputs": {a: to_json(operands.places(a)) for a in order if a != CLONE} if checked else {},
+            "kept": {a: to_json(found) for a, found in places.items()},
+            "draw": self.rng.getrandbits(62),
         }
         started = time.perf_counter_ns()
         allowed_s = PREPARE_S + SLOWER * self.base_ns * 1e-9 * calls * samples * len(order)
@@ -265,7 +280,55 @@ class WorkerSeat:
         self._bound_claims(taken.ns, calls, wall_ns)
         if checked:
             self._check(order, seed)
+        self._compare(places, taken, calls)
         return taken.ns, taken.disturbed
+
+    @property
+    def checked(self) -> Mapping[str, tuple[int, int]]:
+        """(calls whose results were compared in full, timed calls) by arm."""
+        return self.kept.told()
+
+    @property
+    def slots(self) -> int:
+        assert self.operands is not None
+        return slots_for(self.operands.output_bytes) if self.process.device == "cpu" else 1
+
+    def _places(self, order: Sequence[str], calls: int, samples: int) -> dict[str, list[list[tuple[Ref, ...]]]]:
+        """For each arm and sample, where the results of its kept calls go."""
+        assert self.operands is not None
+        found = {}
+        for arm in (a for a in order if a != CLONE):
+            for each in (kept_of(calls, self.slots), 1):
+                places = self.operands.kept(arm, each * samples)
+                if len(places) == each * samples:
+                    found[arm] = [places[i * each : (i + 1) * each] for i in range(samples)]
+                    break
+        return found
+
+    def _compare(self, places: Mapping[str, list[list[tuple[Ref, ...]]]], taken: Taken, calls: int) -> None:
+        """Compare the results of timed calls in full. Raises _WrongOutputError."""
+        assert self.operands is not None
+        base: Sequence[Tensor] | None = None
+        self.last = {}
+        for arm in (a for a in self.arms if a in taken.ns and a != CLONE):
+            kept = [self.operands.tensors(p) for one in places.get(arm, ()) for p in one][: taken.kept.get(arm, 0)]
+            self.kept.add(arm, timed=calls * len(taken.ns[arm]), checked=len(kept))
+            if not kept:
+                continue
+            self.last[arm] = kept[-1]
+            odd = self.kept.odd(arm, kept)
+            if odd is not None:
+                raise _WrongOutputError(arm, odd)
+            if base is None and arm == self.arms[0]:
+                base = kept[0]
+            elif base is not None and self.kept.stray(kept[0], base):
+                self._check_rows(arm, kept[0])
+
+    def _check_rows(self, arm: str, got: Sequence[Tensor]) -> None:
+        assert self.operands is not None
+        mismatch = self.operands.check(got, self.seed)
+        if mismatch is not None:
+            raise _WrongOutputError(arm, mismatch)
 
     def _bound_claims(self, times: Mapping[str, Sequence[float]], calls: int, wall_ns: int) -> None:
         """The claimed times cannot exceed the wall time we saw; a patched clock is caught from the other side by the
@@ -276,12 +339,18 @@ class WorkerSeat:
 
     def _check(self, order: Sequence[str], seed: int) -> None:
         assert self.operands is not None
-        for arm in order:
-            if arm == CLONE:
-                continue
-            mismatch = self.operands.check(arm, seed)
-            if mismatch is not None:
-                raise _WrongOutputError(arm, mismatch)
+        for arm in (a for a in order if a != CLONE):
+            self._check_rows(arm, self.operands.tensors(self.operands.places(arm)))
+            if not self.operands.output_bytes:
+                self.kept.add(arm, timed=0, checked=1)
+        if not self.kept.bound:
+            self.kept.bound = self.operands.largest_bounds(seed)
+
+    def _check_last(self) -> None:
+        """Judge the last timed call of each arm that was kept, before its operands go."""
+        assert self.operands is not None
+        for arm, last in self.last.items():
+            self._check_rows(arm, last)
 
     def probe(self) -> float:
         if self.operands is None or not self.operands.streamed_bytes:
@@ -303,6 +372,7 @@ class WorkerSeat:
         return self.process.find_culprit(self)
 
     def release(self) -> None:
+        self._check_last()
         worker = self.process.get()
         worker.request({"do": "release"}, deadline_s=PREPARE_S)
         if self.operands is not None:

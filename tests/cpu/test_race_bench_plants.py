@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,8 +20,12 @@ from autosel.race import device
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
 from autosel.race.idle import others_run, wait_until_idle
+from autosel.race.judge import CLONE
 from autosel.race.plan import plan
+from autosel.race.worker import Workers, WorkerSeat, _WrongOutputError
+from autosel.tuning.trial import _contest as contest_for
 from autosel.values import Knobs, PythonRecipe
+from tests import drawn
 from tests.cpu.planting import Planted, built
 
 pytestmark = pytest.mark.usefixtures("preforked")
@@ -61,6 +66,53 @@ def test_the_plan_is_the_baselines(slow_starter: Tried) -> None:
     calls = race.sessions[0].calls_per_sample[0]
     assert calls > plan(10e6).calls
     assert len(race.sessions[0].pairs[0].samples_ns[0]) == plan(10e3).samples
+
+
+@pytest.fixture
+def seat(request: pytest.FixtureRequest) -> Iterator[WorkerSeat]:
+    """A planted kernel beside the baseline in a race's worker."""
+    contest = contest_for(Planted("rmsnorm", request.param), NAMED, fingerprint.take("cpu"))
+    workers = Workers(threads=1, rng=Random(drawn.seed))
+    room = workers.room()
+    made = room.seat(contest, [contest.baseline.candidate, f"user:{request.param}"], None)
+    try:
+        made.sit()
+        yield made
+    finally:
+        room.close()
+        workers.close()
+
+
+def take(seat: WorkerSeat, pairs: int) -> None:
+    assert seat.plan is not None
+    for _ in range(pairs):
+        seat.pair(seat.arms, seat.plan.calls, seat.plan.samples)
+
+
+@pytest.mark.parametrize("seat", ["wrong_once_in_300_calls", "leaves_out_one_call_in_50", "tires"], indirect=True)
+def test_a_fault_of_some_timed_calls_is_found(seat: WorkerSeat) -> None:
+    with pytest.raises(_WrongOutputError) as found:
+        take(seat, 200)
+    assert found.value.arm == seat.arms[1]
+
+
+@pytest.mark.parametrize("seat", ["right"], indirect=True)
+def test_calls_are_counted_that_were_compared(seat: WorkerSeat) -> None:
+    take(seat, 20)
+    assert seat.plan is not None
+    kept = 3 * seat.plan.samples * 20
+    arms = [arm for arm in seat.arms if arm != CLONE]
+    assert seat.checked == dict.fromkeys(arms, (kept, seat.plan.calls * seat.plan.samples * 20))
+    seat.release()
+
+
+def test_the_verdict_says_how_many_timed_calls_were_compared(slow_starter: Tried) -> None:
+    verdict = slow_starter.verdict
+    assert verdict is not None and verdict.checked is not None
+    checked, timed = verdict.checked
+    pairs = sum(len(s.pairs) for s in slow_starter.race.sessions)  # type: ignore[union-attr]
+    assert checked >= 24 * pairs
+    assert timed > checked
 
 
 # --- the bench itself -------------------------------------------------------------------------------------------------

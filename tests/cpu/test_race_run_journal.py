@@ -91,6 +91,8 @@ def test_a_continued_race_is_not_journaled() -> None:
         failures=(),
         again=0,
         watched=True,
+        checked={},
+        prepared={},
         sit=lambda: said.append("sit"),
         release=lambda: said.append("release"),
     )

@@ -1,0 +1,83 @@
+"""Judge the results of timed calls that were drawn: in full against one another, and against the baseline's.
+
+All calls of a pair have the same contents, so that an arm's results are one result. Bits decide; where they differ
+(a sum in another order, another alignment), the largest bound of an element does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autosel.ops.compare import bits
+from autosel.ops.contract import Mismatch
+
+SPREAD = 2.0  # of the largest bound: how far two right results of an arm may be apart
+APART = 16.0  # the same of two arms; the bound is that of some rows, and others may have larger ones
+
+Results = Sequence[Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """`timed`: calls in samples; `checked`: those whose results were compared in full."""
+
+    timed: int = 0
+    checked: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """The judgement of one seat. `bound` is the largest bound of each output's elements, once known."""
+
+    bound: tuple[float, ...] = ()
+    counts: dict[str, Counts] = field(default_factory=dict)
+
+    def odd(self, arm: str, results: Sequence[Results]) -> Mismatch | None:
+        """The first of an arm's results in a pair that is not the others'."""
+        for number, other in enumerate(results[1:], 1):
+            apart = _apart(results[0], other)
+            if apart and not self._within(apart, SPREAD):
+                reason = f"one of {len(results)} timed calls on the same inputs gave another result ({_told(apart)})"
+                return Mismatch(check="timed_calls", reason=reason, evidence={"calls": len(results), "call": number})
+        return None
+
+    def stray(self, results: Results, base: Results) -> bool:
+        """Is an arm's result further from the baseline's than both their bounds explain?"""
+        apart = _apart(results, base)
+        return bool(apart) and not self._within(apart, APART)
+
+    def _within(self, apart: Sequence[float], factor: float) -> bool:
+        return len(self.bound) == len(apart) and all(d <= factor * b for d, b in zip(apart, self.bound, strict=True))
+
+    def add(self, arm: str, *, timed: int, checked: int) -> None:
+        count = self.counts.setdefault(arm, Counts())
+        count.timed += timed
+        count.checked += checked
+
+    def told(self) -> Mapping[str, tuple[int, int]]:
+        """(checked, timed) calls by arm."""
+        return {arm: (c.checked, c.timed) for arm, c in self.counts.items()}
+
+
+def _apart(one: Results, other: Results) -> list[float]:
+    """The largest distance of each output's elements; empty where all bits are the same. NaN beside a number is
+    infinitely far."""
+    if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
+        return []
+    return [_distance(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    if not one.numel():
+        return 0.0
+    apart = (one.double() - other.double()).abs()
+    apart[(bits(one) == bits(other)) | (one.isnan() & other.isnan())] = 0.0
+    return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
+def _told(apart: Sequence[float]) -> str:
+    return f"an element is {max(apart):.3g} away"
