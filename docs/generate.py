@@ -705,8 +705,10 @@ def mutants_source() -> str:
     rows.append(("**all**", *totals, ""))
     reasons = dict.fromkeys((name, why) for k in found["kernels"] for name, why in k["equivalent"].items())
     same, refused = (sum(k[what] for k in found["kernels"]) for what in ("same", "refused"))
+    from autosel.testing.mutants.source import KERNELS
+
     told = (
-        f"Seed {found['seed']}, on {found['isa']}. Not counted: {refused} changes that do not compile, {same} that "
+        f"Seed {found['seed']}, on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: {refused} changes that do not compile, {same} that "
         "compile to the same machine code. Equivalent:"
     )
     head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")

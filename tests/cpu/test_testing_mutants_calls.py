@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("preforked")
 SOME = ("by_shape", "by_row_prefixes", "by_checksum", "kept_last_row", "once_7", "once_1000", "from_500")
 
 
-@pytest.mark.parametrize("op", ["rmsnorm", "kv_append", "sample"])
+@pytest.mark.parametrize("op", ["rmsnorm", "kv_append", "linear"])
 def test_caches_kept_state_and_faults_in_one_call_of_a_thousand_are_killed(op: str) -> None:
     found = killers(OPS[op], 26, some=SOME)
     assert list(found) == list(SOME)

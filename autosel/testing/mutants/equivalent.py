@@ -31,6 +31,12 @@ SOURCE_REASONS: Mapping[str, str] = {
     "cpu/dot.h: bool whole = n + blocks.rows <= to; | relation: <= to <": (
         "the last whole block goes row by row, as a rest does: slower, the same sums"
     ),
+    "cpu/dot.h: if constexpr (M * 3 <= A && L * 4 > A) if (rows == 3) return dot_block<T, M, 3>; "
+    "| branch left out: rows == 3 to false": "fewer rows of weights go together: slower, the same sums",
+    "cpu/dot.h: if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>; "
+    "| branch left out: rows == 4 to false": "fewer rows of weights go together: slower, the same sums",
+    "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
+    "| constant: 8 to (8 - 1)": "how many sums run beside each other decides the speed alone",
     "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { "
     "| loop left out: i <= (at + count - 1) / page to false": "the loop checks arguments, and copies nothing",
     "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { | relation: <= to <": (
