@@ -708,8 +708,8 @@ def mutants_source() -> str:
     from autosel.testing.mutants.source import KERNELS
 
     told = (
-        f"Seed {found['seed']}, on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: {refused} changes that do not compile, {same} that "
-        "compile to the same machine code. Equivalent:"
+        f"Seed {found['seed']}, on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: "
+        f"{refused} changes that do not compile, {same} that compile to the same machine code. Equivalent:"
     )
     head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")
     lines = [f"- `{name.partition(' | ')[0]}`, {name.partition(' | ')[2]}: {why}" for name, why in reasons]
