@@ -37,6 +37,10 @@ SOURCE_REASONS: Mapping[str, str] = {
     "| branch left out: rows == 4 to false": "fewer rows of weights go together: slower, the same sums",
     "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
     "| constant: 8 to (8 - 1)": "how many sums run beside each other decides the speed alone",
+    "cpu/dot.h: if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>; "
+    "| branch left out: rows == 8 && one_by_one to false": "short rows go together too: slower, the same sums",
+    "cpu/attention.h: threads = threads < total ? threads : total; "
+    "| deleted: threads = threads < total ? threads :... to (void)0": "threads beyond the work have an empty share",
     "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { "
     "| loop left out: i <= (at + count - 1) / page to false": "the loop checks arguments, and copies nothing",
     "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { | relation: <= to <": (
@@ -55,7 +59,12 @@ SOURCE_REASONS: Mapping[str, str] = {
     "const Activation& activation) { | narrowed: int64_t to int16_t": "no machine has 2^15 threads",
 }
 
-REDUNDANT: Mapping[tuple[str, str], str] = {}  # domains without which every mutant dies, by op and name
+# Domains without which every mutant dies, by op and name.
+REDUNDANT: Mapping[tuple[str, str], str] = {
+    ("kv_append", "positions"): "ordinary positions are random; it stays for the ends of the cache and of a page",
+    ("kv_append", "block_table"): "ordinary tables are shuffled; it stays for entries that are no page",
+    ("linear", "w.codes"): "ordinary codes are random; it stays for the least and the largest code",
+}
 
 
 def reason(op: str, name: str) -> str:
