@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from autosel.ledger.key import threads_of
 from tests import verbs
 from tests.homes import furnish
 
@@ -76,34 +75,6 @@ def test_a_second_tune_measures_nothing(home: Path, tuned: dict[str, Any]) -> No
     settled = {d["decision_id"] for d in settled_in(tuned)}
     assert settled <= {d["decision_id"] for d in again["decisions"]}
     assert again["measured"] <= len(again["decisions"]) - len(settled)
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_one_command_decides_for_several_numbers_of_threads(home: Path, tuned: dict[str, Any]) -> None:
-    from autosel.ledger import open_ledger
-
-    arguments = (
-        "tune",
-        "--model",
-        str(home / "model"),
-        "--seq",
-        "200",
-        "--op",
-        "rmsnorm",
-        "--threads",
-        "1,2",
-        "--json",
-    )
-    made = verb(home, *arguments)
-    with open_ledger(home=home) as ledger:
-        known = {d.id: d for d in ledger.history()}
-    found = [known[d["decision_id"]] for d in made["decisions"]]
-    assert {threads_of(d.mode) for d in found} == {1, 2}
-    assert len({d.hw_id for d in found}) == 1
-    assert all(d.arm.knobs.get("threads", 1) <= threads_of(d.mode) for d in found)
-    again = verb(home, *arguments)
-    assert again["measured"] <= len(made["decisions"]) - len(settled_in(made))
-    assert {d["decision_id"] for d in settled_in(made)} <= {d["decision_id"] for d in again["decisions"]}
 
 
 def settled_in(tuned: dict[str, Any]) -> list[dict[str, Any]]:
