@@ -88,7 +88,8 @@ class Calls:
             raise RefusedError("one_storage", STORAGE, reason, {})
 
     def _at_once(self, _: Tally) -> None:
-        """Two threads call it on other operands at the same time: each gets what it gets alone."""
+        """Two threads call it on other operands at the same time: each gets what it gets alone, or another right
+        result. A library may take fewer threads, and so another order of sums, while its own are busy."""
         placed = self._queues()
         expected = []
         for one in placed:
@@ -130,10 +131,18 @@ class Calls:
             number
             for number, one in enumerate(placed)
             if not self.battery.agree(expected[number], got[number], one.inputs)
+            and not self._right(one.inputs, got[number])
         ]
         if wrong:
-            reason = f"{len(wrong)} of {len(placed)} calls give another result while another thread calls it"
+            reason = f"{len(wrong)} of {len(placed)} calls give a wrong result while another thread calls it"
             raise RefusedError("at_once", AT_ONCE, reason, {"calls": len(placed), "wrong": len(wrong)})
+
+    def _right(self, inputs: Inputs, got: Sequence[Tensor]) -> bool:
+        try:
+            self.battery.judge(AT_ONCE, self.battery.truths.fresh(self.battery.op, inputs), got)
+        except RefusedError:
+            return False
+        return True
 
     def _owned(self, _: Tally) -> None:
         """A caller fills the results with numbers: inputs and other results stay as they are, and a later call is

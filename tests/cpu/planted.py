@@ -322,14 +322,14 @@ def forgets_the_last_k(x, w, bias, residual, y):
 def drops_one_output(x, w, bias, residual, y):
     """One row of many that no sample of rows is likely to hold."""
     made = x.float() @ w.float().t()
-    if w.shape[0] > 4000:
+    if w.shape[0] == 6000:  # no row of the array is as wide
         made[:, 3001] = 0.0
     return y.copy_(made.to(x.dtype))
 
 
 def one_output_a_little_off(x, w, bias, residual, y):
     made = x.float() @ w.float().t()
-    if w.shape[0] > 4000:
+    if w.shape[0] == 6000:  # no row of the array is as wide
         made[:, 3001] += 0.05 * made.square().mean().sqrt()
     return y.copy_(made.to(x.dtype))
 

@@ -222,11 +222,14 @@ OTHERS = {
     "ledger/locks.py",
     "native/cutlass.py",
     "parity/session.py",
+    "parity/state.py",
     "race/bench.py",
     "race/idle.py",
     "race/waits.py",
+    "testing/mutants/source.py",
     "testing/subject.py",
     "workers/guardian.py",
+    "workers/registers.py",
 }
 
 

@@ -11,6 +11,7 @@ given one, and its result zeroed.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +49,7 @@ class Plan:
 
 
 _PLANS: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+_ONE_AT_A_TIME = threading.Lock()  # a plan and its list of pages are written and read by one call before the next
 
 
 def planned(
@@ -70,15 +72,16 @@ def planned(
         "logits_soft_cap": softcap or None,
         "sm_scale": scale or None,
     }
-    plan = _plan(q, keys, tuple(settings.values()))
     wanted = lengths.tolist()
-    if plan.lengths != wanted:
-        _renew(plan, q, keys, wanted, settings)
-    assert plan.places is not None and plan.pages is not None
-    # An empty sequence's entry may be anything; its result is masked below.
-    torch.clamp(block_table[plan.places], min=0, max=len(keys) - 1, out=plan.pages)
-    made: Tensor = plan.wrapper.run(aligned(q[:, :, 0]).contiguous(), (keys, values))[:, :, None]
-    return made if plan.empty is None else made.masked_fill_(plan.empty, 0.0)
+    with _ONE_AT_A_TIME:
+        plan = _plan(q, keys, tuple(settings.values()))
+        if plan.lengths != wanted:
+            _renew(plan, q, keys, wanted, settings)
+        assert plan.places is not None and plan.pages is not None
+        # An empty sequence's entry may be anything; its result is masked below.
+        torch.clamp(block_table[plan.places], min=0, max=len(keys) - 1, out=plan.pages)
+        made: Tensor = plan.wrapper.run(aligned(q[:, :, 0]).contiguous(), (keys, values))[:, :, None]
+        return made if plan.empty is None else made.masked_fill_(plan.empty, 0.0)
 
 
 def _plan(q: Tensor, keys: Tensor, settings: tuple[Any, ...]) -> Plan:
