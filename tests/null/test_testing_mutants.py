@@ -13,7 +13,8 @@ from autosel.testing.mutants.score import score
 from autosel.testing.mutants.trial import Trial
 
 SEED = 26
-SHARE = 0.5
+SHARE = 0.5  # of the mutants, drawn; all of them in tests/soak/test_mutants.py
+SHARE_OF_ATTENTION = 0.15  # whose references take long
 POINTS = 100
 
 by_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -21,9 +22,10 @@ by_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 
 @by_op
 def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
-    found = score(op, SEED, share=SHARE, points=POINTS, calls=False)
+    share = SHARE_OF_ATTENTION if op.name in ("attn", "paged_attn", "prefill_attn") else SHARE
+    found = score(op, SEED, share=share, points=POINTS, calls=False)
     assert found.survived == []
-    assert found.mutants >= 50
+    assert found.mutants >= 30
     assert len(found.equivalent) <= 0.05 * found.mutants
     assert sum(found.killed.values()) + len(found.equivalent) == found.mutants
 
