@@ -25,6 +25,7 @@ from autosel.ops.array import Array
 from autosel.ops.contract import Case, Op
 from autosel.ops.one_thread import one_thread
 from autosel.parity.battery import HABITS, STATE, Battery, Tally
+from autosel.parity.calls import INTERPRETED
 from autosel.parity.control import require_control, unanswered
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
@@ -182,7 +183,8 @@ class Prover:
         left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
         steps = [_hostile(c) for c in cases]
         if cases:
-            steps += [left, *_habits(proof, cases)]
+            interpreted = self.terms.device == "cpu" and proof.candidate.backend in INTERPRETED
+            steps += [left, *_habits(proof, cases, interpreted=interpreted)]
         full = FullSize(op, w, self.terms.seed)
         covers = "the workload itself: sampled rows, fresh inputs, a needle"
         size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
@@ -286,12 +288,13 @@ def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list
     return array.cases(accepts)
 
 
-def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
-    """What shows over many calls of one case, with one of another shape in between."""
-    plain = ordinary(cases)
+def _habits(proof: Proof, cases: Sequence[Case], *, interpreted: bool = False) -> list[Step]:
+    """What shows over many calls of one case, with one of another shape in between. A call of an interpreter takes
+    seconds at any but the smallest size."""
+    plain = smallest_case(cases) if interpreted else ordinary(cases)
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
     apart = None if proof.candidate.static_shapes else far_case(cases)
-    large = large_case(OPS[proof.candidate.op], cases)
+    large = plain if interpreted else large_case(OPS[proof.candidate.op], cases)
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
@@ -304,16 +307,23 @@ def _habits(proof: Proof, cases: Sequence[Case]) -> list[Step]:
     return [step(name) for name in HABITS if name != STATE]
 
 
+def smallest_case(cases: Sequence[Case]) -> Case:
+    return min(_random(cases), key=lambda c: OPS[c.workload.op].bytes_moved(c.workload))
+
+
+def _random(cases: Sequence[Case]) -> Sequence[Case]:
+    return [c for c in cases if c.name.startswith("random ")] or cases[:1]
+
+
 def ordinary(cases: Sequence[Case]) -> Case:
     """Random inputs of a middling size: calls are short, and no operand is a single number."""
-    random = [c for c in cases if c.name.startswith("random ")] or [cases[0]]
+    random = _random(cases)
     return min(random, key=lambda c: abs(math.log2(OPS[c.workload.op].bytes_moved(c.workload) / ORDINARY_BYTES)))
 
 
 def large_case(op: Op, cases: Sequence[Case]) -> Case:
     """The random one that moves most bytes: its calls take long enough to overlap."""
-    random = [c for c in cases if c.name.startswith("random ")] or [cases[0]]
-    return max(random, key=lambda c: op.bytes_moved(c.workload))
+    return max(_random(cases), key=lambda c: op.bytes_moved(c.workload))
 
 
 def far_case(cases: Sequence[Case]) -> Case | None:

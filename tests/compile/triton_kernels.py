@@ -178,11 +178,12 @@ class Plan:
         words = [f"{n}={v}" for n, v in (*self.traits.items(), *self.knobs.items())]
         return " ".join([self.kernel, *(f"{n}{v}" for n, v in self.dims.items()), *words])
 
-    def prove(self, dtype: DTypeName) -> Parity:
-        """The whole proof, in a worker, as for every candidate."""
+    def prove(self, dtype: DTypeName, pairs: range = range(0)) -> Parity:
+        """The whole proof, in a worker, as for every candidate. `pairs`: rows of the op's array, some of which have
+        sizes at which the interpreter takes minutes."""
         proof, fp = self.proof(dtype), known.load(self.device)
         # The interpreter takes some 20 us an operation: a call a GPU does in microseconds takes a second.
-        (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0))
+        (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0, pairs=pairs))
         return found
 
     def proof(self, dtype: DTypeName) -> Proof:
