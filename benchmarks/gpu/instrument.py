@@ -78,7 +78,7 @@ class Timer:
         self.inputs = {**self.inputs, **new}
         self.bench.refresh(new)
         for seat in self.bench.seats.values():
-            for output in seat.outputs:
+            for output in (output for one in seat.outputs for output in one):
                 output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def wrong(self, arm: str) -> str:

@@ -45,6 +45,7 @@ class Cuda(Host):
     """Take samples as on a GPU."""
 
     timing = "graph"
+    draws = device.Gpu.draws
 
     def __init__(self, patch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Cuda(Host):
         finally:
             self.into = None
 
-    def timed(self, call: Callable[..., Any], calls: Any) -> Replayed:
+    def timed(self, call: Callable[..., Any], calls: Any, outputs: Any = device.NO_OUTPUTS) -> Replayed:
         def recorded(*arguments: Any) -> Any:
             if self.into is None:
                 return call(*arguments)
@@ -94,7 +95,7 @@ class Cuda(Host):
             self.into.calls.append((call, arguments, made))
             return made
 
-        return Replayed(recorded, calls, torch.device("cuda", 0))
+        return Replayed(recorded, [(*arguments, *outputs[0]) for arguments in calls], torch.device("cuda", 0))
 
 
 def outcome(
