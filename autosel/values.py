@@ -371,6 +371,15 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """Single calls in a situation of a program (`race.deployed`): the time of one call in nanoseconds, by turn and arm
+    of the session."""
+
+    situation: str
+    turns_ns: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """One fresh process. `arms[0]` is the baseline. `voided` says why its pairs do not count, or is empty."""
 
@@ -386,6 +395,7 @@ class Session:
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
     prepared: Mapping[str, Prepared] | None = field(default=None, metadata=LATER)  # by arm: what its layout took
     checked: tuple[tuple[int, int], ...] = field(default=(), metadata=LATER)  # (compared in full, timed) calls by arm
+    deployed: tuple[Deployed, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +436,16 @@ class Timing:
     samples: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployedTiming:
+    """The median time of a single call in a situation of a program, of the winner and of the baseline."""
+
+    situation: str
+    calls: int
+    winner_us: float
+    baseline_us: float
+
+
 Outcome = Literal["promote", "tie", "lose", "undecided"]
 
 
@@ -448,6 +468,7 @@ class Verdict:
     conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
     prepared: Prepared | None = field(default=None, metadata=LATER)  # what the winner's layout took
     checked: tuple[int, int] | None = field(default=None, metadata=LATER)  # the winner's calls: (compared, timed)
+    deployed: tuple[DeployedTiming, ...] = field(default=(), metadata=LATER)
 
 
 State = Literal["promoted", "kept", "demoted", "quarantined", "pinned"]

@@ -1,14 +1,16 @@
 """Measure what other work on the machine does to decisions: a model's workloads tuned beside competing processes.
 
-    python benchmarks/bench_busy.py --load reference            a quiet machine, with which the others are compared
+    python benchmarks/bench_busy.py --load reference            a quiet machine, with which the others are compared;
+                                                                each further run is averaged with those before
     python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
     python benchmarks/bench_busy.py --load 20 --resume --slice-s 200        the workloads that load 20 still lacks
 
 Every load is tuned in a home of its own, with the proofs of the reference and none of its decisions, beside so many
 processes that this script starts, each in a session of its own: endless loops, or with --copy copies of 64 MiB. They
 end with this script. Each workload is kept in --home as soon as it is decided; all that is kept is printed together. A
-decision misses if the interval of its effect does not hold the reference's median; it misses by more than 10 % if the
-nearer end does. Decisions are compared where memory was read at the reference's rate.
+decision misses if the interval of its effect does not hold the quiet ratio, which is the geometric mean of the
+reference's runs; it misses by more than 10 % if the nearer end does. Decisions are compared where memory was read at
+the reference's rate.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import shutil
 import sqlite3
+import statistics
 import subprocess
 import sys
 import time
@@ -210,8 +213,15 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """With the workloads that were tuned beside this load before."""
-    return {**found, "rows": {**before["rows"], **found["rows"]}, "seconds": before["seconds"] + found["seconds"]}
+    """With the workloads that were tuned beside this load before; a decided one stays if it is undecided now."""
+    rows = dict(before["rows"])
+    for key, row in found["rows"].items():
+        former = rows.get(key, {})
+        if row["outcome"] == "undecided" and former:
+            continue
+        effects = [*former.get("medians", ()), *([row["effect"][0]] if row["effect"] else [])]
+        rows[key] = {**row, "medians": effects}
+    return {**found, "rows": rows, "seconds": before["seconds"] + found["seconds"]}
 
 
 def _kept(home: Path) -> dict[str, Any]:
@@ -258,11 +268,11 @@ def alike(row: Row, reference: Row) -> bool:
 
 
 def miss(row: Row, reference: Row) -> float:
-    """The factor between the reference's median and the nearer end of the interval; 1 where the interval holds it."""
+    """Return the factor between the quiet ratio and the nearer end of the interval; 1 where the interval holds it."""
     if row["effect"] is None or reference["effect"] is None:
         return 1.0
     _, lo, hi = row["effect"]
-    quiet = reference["effect"][0]
+    quiet = statistics.geometric_mean(reference.get("medians") or reference["effect"][:1])
     return max(1.0, quiet / hi, lo / quiet)
 
 

@@ -157,7 +157,8 @@ def _packed(times: dict[str, list[float]], saved: int) -> dict[str, Any]:
 
 
 def waiting_share(step: TeamStep) -> float:
-    """Of the last step's time, what a thread spends at barriers, averaged over the threads."""
+    """Of one more step's time, what a thread spends at barriers, averaged over the threads."""
+    step.through()  # the guard may have run the last one in parts, which no clock follows
     done, left = step.times.unbind(-1)
     whole = int(left[0, -1] - left[0, 0])
     return float((left - done)[:, 1:].sum()) / step.threads / whole

@@ -151,6 +151,14 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
     other = base if base is not None and base is not own else None
     yield "median", f"{microseconds(own.median_us)} us" + (f" against {microseconds(other.median_us)}" if other else "")
     yield "tail", f"p95 {microseconds(own.p95_us)} us" + (f" against {microseconds(other.p95_us)}" if other else "")
+    if v.deployed and other:
+        yield (
+            "deployed",
+            "; ".join(
+                f"{d.situation} {microseconds(d.winner_us)} us against {microseconds(d.baseline_us)}"
+                for d in v.deployed
+            ),
+        )
     if v.prepared is not None:
         yield "layout", f"{v.prepared.told}; in service at the second call with a weight"
     if v.roofline is not None:

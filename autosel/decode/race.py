@@ -35,7 +35,7 @@ from autosel.race.run import Disqualified, Terms, Tick, run
 from autosel.race.session import BUSY
 from autosel.race.waits import Watch, watch
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
-from autosel.values import WHOLE_STEP, Arm, Prepared, Race
+from autosel.values import WHOLE_STEP, Arm, Deployed, Prepared, Race
 
 # The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
 # a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
@@ -197,6 +197,10 @@ class StepSeat:
     def probe(self) -> float:
         self.runs = OPS
         return max(read_windows(self.steps.scene.plan.device))
+
+    def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
+        """None: a step is the program."""
+        return ()
 
     def moved_bytes(self, arm: str) -> int:
         """0 where the weights may be found in a cache."""

@@ -25,6 +25,7 @@ from autosel.ops import find
 from autosel.ops.contract import Op
 from autosel.ops.stored import mapped
 from autosel.race.contest import Entrant
+from autosel.race.deployed import SITUATIONS
 from autosel.race.device import Place, Timed, place
 from autosel.race.drawn import draw
 from autosel.race.judge import CLONE
@@ -238,6 +239,28 @@ class Bench:
             seat.resident[operand].copy_(value)
         seat.poison()
         seat.timed.sample(1)
+
+    def deployed(self, situation: str, order: Sequence[str]) -> dict[str, float]:
+        """One call of each arm in this order and situation (`race.deployed`), in nanoseconds; without an arm whose
+        threads waited for a core each time."""
+        ahead = SITUATIONS[situation].ahead
+        times: dict[str, float] = {}
+        if self.watch is not None:
+            self.watch.begin()
+        for name in order:
+            seat = self.seats[name]
+            self._hush(seat.arm)
+            taken = self._called(seat.timed, ahead)
+            if taken is not None:
+                times[name] = taken
+        return times
+
+    def _called(self, timed: Timed, ahead: Callable[[], Any]) -> float | None:
+        def sample() -> float:
+            ahead()
+            return timed.sample(1)
+
+        return sample() if self.watch is None else next(iter(self.watch.samples(sample, 1, lambda: None)), None)
 
     def _hush(self, arm: LoadedArm) -> None:
         """Let the threads of another runtime go to sleep before this arm is called."""

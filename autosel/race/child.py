@@ -21,7 +21,7 @@ _FORETOLD = cycle((False, True))  # what is checked: a call that nothing foretol
 
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Answer one request: `do` is load, prepare, warm, pair, probe or release."""
+    """Answer one request: `do` is load, prepare, warm, pair, deployed, probe or release."""
     bench = _bench(request)
     match request["do"]:
         case "load":
@@ -36,6 +36,8 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
             return {"ns": bench.warm(int(request["limit_ns"]))}
         case "pair":
             return _pair(bench, request, arenas)
+        case "deployed":
+            return {"ns": [bench.deployed(situation, order) for situation, order in request["turns"]]}
         case "probe":
             return {"bytes_per_s": bench.read_bytes_per_s()}
         case "release":

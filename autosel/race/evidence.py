@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import comb
+from math import comb, exp, fsum, log, sqrt
 
 ALPHA_SESSION = 0.05
 E_PAIRS = 20  # 1 / ALPHA_SESSION
@@ -116,3 +116,20 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
         rank += 1
     low = max(rank - 1, 0)
     return ordered[low], ordered[n - 1 - low]
+
+
+STUDENT_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantiles of Student's t, by degrees of freedom
+
+
+def ratio_interval(medians: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of Student's t for the mean of the logarithms; the value itself for a single one.
+
+    `medians`: up to five ratios, each of a process of its own.
+    """
+    logs = [log(value) for value in medians]
+    mean, n = fsum(logs) / len(logs), len(logs)
+    if n == 1:
+        return medians[0], medians[0]
+    deviation = sqrt(fsum((x - mean) ** 2 for x in logs) / (n - 1))
+    half = STUDENT_975[n - 1] * deviation / sqrt(n)
+    return exp(mean - half), exp(mean + half)

@@ -1,7 +1,8 @@
 """What the samples of a race justify. Pure: the same Race always gives the same Verdict.
 
 Promote iff, in each of the three confirming sessions, E >= 1/alpha against the baseline *and* against the incumbent,
-the session medians agree, and the tail is no heavier than the baseline's. The effect is reported from the confirming
+the session medians agree, the tail is no heavier than the baseline's, and neither rival is faster beyond doubt in a
+situation of a program. The effect is reported from the confirming
 sessions only, so that having been selected as the fastest cannot flatter it.
 """
 
@@ -20,11 +21,12 @@ from autosel.race.evidence import (
     median_interval,
     quantile,
     quantile_lower,
+    ratio_interval,
     tail_crossed,
     tail_futile,
 )
 from autosel.race.plan import SESSIONS
-from autosel.values import Conditions, Effect, Outcome, Race, Session, Timing, Verdict
+from autosel.values import Conditions, DeployedTiming, Effect, Outcome, Race, Session, Timing, Verdict
 
 CLONE = "~baseline"  # the arm name of the baseline's clone in an A/A comparison
 ROLLING = 15  # baseline samples in the rolling median that detrends the tail
@@ -161,7 +163,7 @@ def _unchallenged(race: Race, screening: Session) -> Verdict:
     if not rivals:
         return _settle(race, "lose", race.incumbent, "no other candidate passed parity", told)
     best = min(rivals, key=lambda arm: median(pair_medians(screening, arm)))
-    ratio = _effect([screening], best, race.incumbent)
+    ratio = _seen([screening], best, race.incumbent)
     span = f"{100 * (ratio.lo - 1):+.1f} .. {100 * (ratio.hi - 1):+.1f} %"
     if has_lost(screening, best, [race.incumbent], race.delta):
         outcome: Outcome = "lose" if ratio.hi < 1 else "tie"
@@ -189,7 +191,7 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
     for number, session in enumerate(confirming, 1):
         if has_won(session, finalist, rivals, race.delta):
             continue
-        effect = _effect(confirming, finalist, rivals[-1])
+        effect = _seen(confirming, finalist, rivals[-1])
         span = f"{100 * (effect.lo - 1):+.1f} .. {100 * (effect.hi - 1):+.1f} %"
         if effect.lo < 1 + race.delta:
             return "tie", f"{finalist} did not hold its lead in session {number} ({span})"
@@ -203,12 +205,37 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
         return "tie", f"{finalist} has the heavier tail ({slow} of {n} samples beyond the baseline's p95)"
     if not tail_crossed(n, slow):
         return "undecided", f"{finalist}: {slow} of {n} samples beyond the baseline's p95 do not clear its tail"
+    for rival in rivals:
+        if slower := _slower_deployed(confirming, finalist, rival, race.delta):
+            return "tie", slower
     counts = [wins(s, finalist, race.baseline, race.delta) for s in confirming]
     won = f"{sum(k for k, _ in counts)} of {sum(n for _, n in counts)}"
     return (
         "promote",
         f"{finalist} won {won} confirming pairs by at least {race.delta:.0%} in {len(confirming)} processes",
     )
+
+
+def _slower_deployed(sessions: Sequence[Session], candidate: str, rival: str, delta: float) -> str:
+    """Say in which situation of a program the rival is the faster one beyond doubt; "" if in none."""
+    for situation, calls in _deployed(sessions, candidate, rival).items():
+        lost = sum(beats(theirs, own, delta) for own, theirs in calls)
+        if crossed(len(calls), lost):
+            return (
+                f"{candidate} is faster call after call, and slower than {rival} {situation} ({lost} of {len(calls)})"
+            )
+    return ""
+
+
+def _deployed(sessions: Sequence[Session], arm: str, rival: str) -> dict[str, list[tuple[float, float]]]:
+    """Return (the arm's time, the rival's) of each turn that both took, by situation."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for session in sessions:
+        if arm in session.arms and rival in session.arms:
+            own, other = session.arms.index(arm), session.arms.index(rival)
+            for one in session.deployed:
+                found.setdefault(one.situation, []).extend((turn[own], turn[other]) for turn in one.turns_ns)
+    return found
 
 
 def _session_spread(sessions: Sequence[Session], candidate: str, rival: str) -> float:
@@ -230,11 +257,34 @@ def _pair_ratios(sessions: Sequence[Session], candidate: str, rival: str) -> Ite
 
 
 def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
-    """Median of pair ratios; its interval is widened to the session medians, which differ by more than pairs do."""
+    """Return the median of the pair ratios with an interval for sessions to come.
+
+    Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
+    sessions is widened to that of their medians, each taken as one observation.
+    """
+    seen = _seen(sessions, candidate, rival)
+    low, high = ratio_interval([_ratio(s, candidate, rival) for s in sessions])
+    return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
+
+
+def _seen(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
+    """Return the median of the pair ratios; the interval is that of the pairs, widened to the session medians."""
     ratios = list(_pair_ratios(sessions, candidate, rival))
     low, high = median_interval(ratios)
     per_session = [_ratio(s, candidate, rival) for s in sessions]
     return Effect(median=median(ratios), lo=min(low, *per_session), hi=max(high, *per_session))
+
+
+def _deployed_timings(sessions: Sequence[Session], winner: str, baseline: str) -> tuple[DeployedTiming, ...]:
+    return tuple(
+        DeployedTiming(
+            situation=situation,
+            calls=len(calls),
+            winner_us=median([own / 1e3 for own, _ in calls]),
+            baseline_us=median([theirs / 1e3 for _, theirs in calls]),
+        )
+        for situation, calls in _deployed(sessions, winner, baseline).items()
+    )
 
 
 def _timing(sessions: Sequence[Session], arm: str) -> Timing:
@@ -291,6 +341,7 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
         conditions=conditions_of(told.all),
         prepared=next((s.prepared[winner] for s in told.all if s.prepared and winner in s.prepared), None),
         checked=checked_of(race.sessions, winner),
+        deployed=_deployed_timings(quoted, winner, race.baseline),
     )
 
 
@@ -328,6 +379,6 @@ def _next_best(winner: str, told: _Told) -> tuple[str, float] | None:
     """The fastest other candidate and its time over the winner's: as for the effect, from the confirming sessions where
     it ran in them, so that two candidates have one ratio."""
     others = {arm for s in told.all for arm in s.arms} - {winner, CLONE}
-    ratios = {a: _effect(sessions, winner, a).median for a in sorted(others) if (sessions := told.of(winner, a))}
+    ratios = {a: _seen(sessions, winner, a).median for a in sorted(others) if (sessions := told.of(winner, a))}
     best = min(ratios, key=lambda a: ratios[a], default=None)
     return (best, ratios[best]) if best is not None else None

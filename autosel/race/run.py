@@ -24,7 +24,7 @@ from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan
 from autosel.race.session import BUSY, Duel, Instrument, Kind, Trial, confirm, screen
-from autosel.values import Conditions, Prepared, Race, Session
+from autosel.values import Conditions, Deployed, Prepared, Race, Session
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,9 @@ class Seat(Instrument, Protocol):
 
     def sit(self) -> None:
         """Load the arms and time the baseline."""
+
+    def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
+        """Time single calls of these arms in the situations of a program; none where that says nothing."""
 
     def moved_bytes(self, arm: str) -> int:
         """Bytes that one call must read from memory; 0 where it may find them in a cache."""
@@ -295,7 +298,8 @@ def _confirm(attempt: _Attempt, seat: Seat, terms: Terms) -> Session:
     assert attempt.screening is not None
     duel = Duel(arms=tuple(seat.arms), finalist=attempt.finalist, rivals=tuple(attempt.rivals()))
     trial = _trial(attempt, seat, terms, f"confirming {len(attempt.confirming) + 1}")
-    return confirm(seat, duel, trial, attempt.screening, attempt.confirming)
+    session = confirm(seat, duel, trial, attempt.screening, attempt.confirming)
+    return session if session.voided else replace(session, deployed=seat.deployed(session.arms))
 
 
 def _trial(attempt: _Attempt, seat: Seat, terms: Terms, stage: str) -> Trial:

@@ -18,11 +18,12 @@ from autosel.candidates.control import empties
 from autosel.errors import BuildError, WorkerError
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
+from autosel.race.deployed import turns
 from autosel.race.drawn import kept_of, slots_for
 from autosel.race.judge import CLONE
 from autosel.race.kept import Kept
 from autosel.race.plan import Plan, TimeClass, plan
-from autosel.values import Prepared, to_json
+from autosel.values import Deployed, Prepared, to_json
 from autosel.workers.arena import Ref
 from autosel.workers.environment import control_fault
 from autosel.workers.process import Worker
@@ -66,6 +67,13 @@ class Taken:
     again: int = 0
     watched: bool = False
     kept: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A worker's reply to `deployed`: nanoseconds of one call by arm, for each turn."""
+
+    ns: tuple[Mapping[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +359,20 @@ class WorkerSeat:
         assert self.operands is not None
         for arm, last in self.last.items():
             self._check_rows(arm, last)
+
+    def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
+        """Time single calls in the situations of a program; none of long calls or on a GPU."""
+        if self.process.device != "cpu" or self.plan is None or self.plan.time_class == "long":
+            return ()
+        asked = turns(arms, self.rng)
+        calls = self.process.get().told(Called, {"do": "deployed", "turns": asked}, PREPARE_S).ns
+        if len(calls) != len(asked) or any(ns <= 0 for one in calls for ns in one.values()):
+            raise WorkerError("other calls came than were asked for", cause="protocol")
+        found: dict[str, list[tuple[float, ...]]] = {situation: [] for situation, _ in asked}
+        for (situation, _), ns in zip(asked, calls, strict=True):
+            if set(ns) == set(arms):
+                found[situation].append(tuple(ns[arm] for arm in arms))
+        return tuple(Deployed(situation=s, turns_ns=tuple(of)) for s, of in found.items() if of)
 
     def probe(self) -> float:
         if self.operands is None or not self.operands.streamed_bytes:

@@ -19,6 +19,7 @@ from autosel.pipeline import Tried, try_candidate
 from autosel.race import device
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
+from autosel.race.deployed import SITUATIONS
 from autosel.race.idle import others_run, wait_until_idle
 from autosel.race.judge import CLONE
 from autosel.race.plan import plan
@@ -104,6 +105,16 @@ def test_calls_are_counted_that_were_compared(seat: WorkerSeat) -> None:
     arms = [arm for arm in seat.arms if arm != CLONE]
     assert seat.checked == dict.fromkeys(arms, (kept, seat.plan.calls * seat.plan.samples * 20))
     seat.release()
+
+
+@pytest.mark.parametrize("seat", ["right"], indirect=True)
+def test_single_calls_are_timed_in_each_situation_of_a_program(seat: WorkerSeat) -> None:
+    take(seat, 1)
+    arms = [arm for arm in seat.arms if arm != CLONE]
+    found = seat.deployed(arms)
+    assert [one.situation for one in found] == list(SITUATIONS)
+    for one in found:  # a turn in which a thread had to wait for a core is left out
+        assert all(len(turn) == len(arms) and min(turn) > 0 for turn in one.turns_ns)
 
 
 def test_the_verdict_says_how_many_timed_calls_were_compared(slow_starter: Tried) -> None:

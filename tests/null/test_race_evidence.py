@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from fractions import Fraction
 from math import comb
 
@@ -16,6 +18,7 @@ from autosel.race.evidence import (
     futile,
     median_interval,
     quantile,
+    ratio_interval,
     tail_crossed,
     tail_futile,
 )
@@ -83,6 +86,20 @@ def test_the_median_interval_has_its_confidence() -> None:
     covered = sum(comb(20, j) for j in range(int(low) + 1, int(high) + 1))
     assert covered >= 0.95 * 2**20
     assert covered - comb(20, int(low) + 1) - comb(20, int(high)) < 0.95 * 2**20  # and no wider than needed
+
+
+@pytest.mark.parametrize("sessions", [2, 3, 4])
+def test_the_interval_of_sessions_holds_the_true_ratio_in_nineteen_of_twenty_races(sessions: int) -> None:
+    draw = random.Random(sessions)
+    held = 0
+    for _ in range(races := 20_000):
+        low, high = ratio_interval([4.0 * math.exp(draw.gauss(0, 0.02)) for _ in range(sessions)])
+        held += low <= 4.0 <= high
+    assert held / races == pytest.approx(0.95, abs=0.006)  # four standard errors
+
+
+def test_the_interval_of_a_single_session_is_its_ratio() -> None:
+    assert ratio_interval([3.5]) == (3.5, 3.5)
 
 
 def test_59_quiet_aa_sessions_buy_the_two_percent_margin() -> None:

@@ -11,7 +11,7 @@ import pytest
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, Trial, confirm, screen
-from autosel.values import Conditions, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
+from autosel.values import Conditions, Deployed, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
 from tests.null.synthetic import NOISES, Bench, Noise, iid
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
@@ -175,6 +175,64 @@ def test_a_race_and_its_verdict_survive_json() -> None:
     assert from_json(Race, to_json(race)) == race
     assert from_json(Verdict, to_json(found)) == found
     assert judge(from_json(Race, to_json(race))) == found
+
+
+# --- as a program calls it -------------------------------------------------------------------------------------------
+
+
+def in_a_program(race: Race, *, finalist_ns: float, base_ns: float, turns: int = 8) -> Race:
+    """The race with so many calls after an op of PyTorch in each confirming session."""
+
+    def measured(session: Session) -> Session:
+        times = {"base": base_ns, "fast": finalist_ns}
+        called = Deployed(situation="after an op of PyTorch", turns_ns=(tuple(times[a] for a in session.arms),) * turns)
+        return replace(session, deployed=(called,)) if session.kind == "confirming" else session
+
+    return replace(race, sessions=tuple(map(measured, race.sessions)))
+
+
+def test_a_kernel_that_is_slower_after_an_op_of_pytorch_is_not_promoted() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    assert judge(race).outcome == "promote"
+    found = judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6))
+    assert (found.outcome, found.winner) == ("tie", "base")
+    assert "slower than base after an op of PyTorch (24 of 24)" in found.reason
+
+
+def test_a_kernel_that_keeps_its_lead_in_a_program_is_promoted_with_both_times() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    found = judge(in_a_program(race, finalist_ns=2e6, base_ns=2.5e6))
+    assert found.outcome == "promote"
+    (timing,) = found.deployed
+    assert (timing.calls, timing.winner_us, timing.baseline_us) == (24, 2e3, 2.5e3)
+    assert from_json(Verdict, to_json(found)) == found
+
+
+def test_too_few_calls_in_a_program_refuse_nobody() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    assert judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6, turns=2)).outcome == "promote"
+
+
+def slowed(session: Session, factor: float) -> Session:
+    """The session with its baseline so much slower."""
+    base = session.arms.index("base")
+
+    def changed(pair: Pair) -> Pair:
+        times = [tuple(ns * (factor if at == base else 1) for ns in of) for at, of in enumerate(pair.samples_ns)]
+        return replace(pair, samples_ns=tuple(times))
+
+    return replace(session, pairs=tuple(map(changed, session.pairs)))
+
+
+def test_the_interval_of_an_effect_is_wider_than_the_sessions_differ() -> None:
+    """Three sessions at 2.00, 2.04 and 2.08: Student's t with 2 degrees of freedom gives 1.94 .. 2.14."""
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    first, *confirming = race.sessions
+    apart = [slowed(s, factor) for s, factor in zip(confirming, (1.0, 1.02, 1.04), strict=True)]
+    found = judge(replace(race, sessions=(first, *apart))).effect
+    assert found is not None
+    assert found.lo == pytest.approx(1.94, abs=0.02)
+    assert found.hi == pytest.approx(2.14, abs=0.02)
 
 
 # --- a busy machine ---------------------------------------------------------------------------------------------------

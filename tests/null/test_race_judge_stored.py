@@ -34,9 +34,15 @@ def test_each_race_gives_the_recorded_verdict_again(raced: list[Evidence]) -> No
         for former, now in BASELINES.items():  # a sentence that was stored keeps the name of its day
             said = said.replace(former, now)
         found = judge(race)
-        # The ratio of the next best is of the same sessions as the effect now.
+        # The ratio of the next best is of the same sessions as the effect now; intervals count sessions, and are wider.
         recorded = replace(verdict, roofline=None, reason=said, next_best=found.next_best)
-        assert found == recorded, evidence.decision.id
+        wider = {"effect": found.effect, "over_incumbent": found.over_incumbent}
+        assert found == replace(recorded, **wider), evidence.decision.id
+        for effect, former in ((found.effect, verdict.effect), (found.over_incumbent, verdict.over_incumbent)):
+            assert (effect is None) == (former is None)
+            if effect is not None and former is not None:
+                assert effect.median == former.median
+                assert effect.lo <= former.lo and former.hi <= effect.hi
         assert (found.next_best is None) == (verdict.next_best is None)
 
 
