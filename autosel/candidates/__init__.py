@@ -1,4 +1,5 @@
-"""Ways to run an op: what exists (`registry`), how each is written, named, loaded and told apart.
+"""Candidates, the ways to run an op: the list of all (`registry`), and how each is written, named, loaded and
+identified.
 
-Importing this package loads no torch; `load` and running a candidate do.
+Importing this package does not import torch; `load` and running a candidate do.
 """

@@ -1,4 +1,4 @@
-"""What exactly an arm of a race is: enough to load it again, and a digest that changes when it becomes another."""
+"""Arms of a race: everything needed to load one again, and a digest that changes when it becomes another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autosel.candidates.torch import EAGER, EAGER_STORED
 from autosel.fingerprint import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
-# Of the whole step, op by op and as a graph of that (decode.question).
+# Modules of the whole step, op by op and as a graph (decode.question).
 STEPS = ("autosel.decode.step", "autosel.decode.graph")
 
 
 def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, knobs: Knobs) -> Arm:
-    """The arm a candidate is for this workload. `built_digest` is the artefact's (native) or unused (Python)."""
+    """Return a candidate's arm for this workload. `built_digest` is the artefact's (native) or unused (Python)."""
     recipe = candidate.recipe(w, fp, knobs)
     build = "" if isinstance(recipe, PythonRecipe) else built_digest
     source = python_digest(recipe) if isinstance(recipe, PythonRecipe) else built_digest
@@ -36,16 +36,17 @@ def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, k
 
 
 def digest_of(source: str, knobs: Mapping[str, Scalar]) -> str:
-    """An arm's digest: what runs (`source`: a native arm's build, a Python arm's `python_digest`), and with which
-    knobs."""
+    """Return an arm's digest from its code and knobs. `source` is a native arm's build, or a Python arm's
+    `python_digest`.
+    """
     return digest({"source": source, "knobs": knobs})
 
 
 def python_digest(recipe: PythonRecipe) -> str:
-    """Digest of a Python arm: PyTorch and the libraries it brings, and the source behind the function.
+    """Return the digest of a Python arm: PyTorch, its libraries, and the source of the function.
 
-    Of autosel's own functions, the code each reaches; of a user's, the module and those it imports from beside it.
-    Raises BuildError if the module is gone.
+    For autosel's functions, the source is the code that each reaches; for a user's, the module and the modules that it
+    imports from its own folder. Raises BuildError if the module no longer exists.
     """
     module, _, name = recipe.target.partition(":")
     if module == inductor.__name__:
@@ -65,7 +66,7 @@ def python_digest(recipe: PythonRecipe) -> str:
 
 
 def _library(module: str) -> dict[str, str]:
-    """Name and version of the installed library behind a wrapper of ours."""
+    """Return name and version of the installed library behind one of autosel's wrappers."""
     if not module.startswith(f"{LIBRARIES}."):
         return {}
     found = {
@@ -76,7 +77,7 @@ def _library(module: str) -> dict[str, str]:
 
 @cache
 def triton_version() -> str:
-    """Of the compiler that makes our Triton kernels; "" where it is gone."""
+    """Return the version of the compiler of the Triton kernels; "" if it is not installed."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -85,10 +86,9 @@ def triton_version() -> str:
 
 @cache
 def torch_identity() -> dict[str, Any]:
-    """PyTorch as built: version, commit, its BLAS and oneDNN, the instruction set it dispatches to, CUDA and cuDNN; and
-    the GPU's driver beneath it.
+    """Identify PyTorch: version, commit, BLAS and oneDNN, instruction set, CUDA and cuDNN, and the GPU's driver.
 
-    The number of threads and the numeric flags are not here: they are the decision's mode.
+    The number of threads and the numeric flags are not included: they are part of the decision's mode.
     """
     import torch
 

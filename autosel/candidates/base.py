@@ -1,4 +1,4 @@
-"""One way to run an op. `candidates.registry` knows them all; workers and `dispatch` load them, nobody else."""
+"""One way to run an op. `candidates.registry` lists them; only workers and `dispatch` load them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from autosel.values import Accepted, Backend, Fingerprint, Knobs, Layout, Recipe
 
 
 class Candidate(ABC):
-    """Subclass or instantiate once per way; stateless. `name` is unique: `<backend>:<what>`, lower case."""
+    """Base class of candidates; a subclass or an instance for each way. Stateless. `name` is unique:
+    `<backend>:<what>`.
+    """
 
     name: str
     op: str
     backend: Backend
     deterministic: bool = True  # the same inputs give the same bits on every call
-    static_shapes: bool = False  # compiled anew for each shape it meets: seconds each
-    writes_out: bool = True  # False: it allocates its result, and is timed doing so
-    first_call_s: float = 0.0  # what the first call in a process may take, where something is compiled at it
+    static_shapes: bool = False  # compiled again for each shape: seconds each
+    writes_out: bool = True  # False: it allocates its result, which its time includes
+    first_call_s: float = 0.0  # time limit of a process's first call, if that call compiles
     effort: Literal["quick", "full"] = "quick"  # raced always, or only with `--effort full`
-    formats: frozenset[str] = frozenset({PLAIN})  # of weights that it reads
-    cache_formats: frozenset[str] = frozenset({PLAIN})  # of keys and values
-    layout: Layout | None = None  # that it reads weights in; its recipe names it too (candidates/layouts.py)
+    formats: frozenset[str] = frozenset({PLAIN})  # formats of weights that it reads
+    cache_formats: frozenset[str] = frozenset({PLAIN})  # formats of keys and values
+    layout: Layout | None = None  # layout of the weights that it reads; its recipe names it too (candidates/layouts.py)
 
     @abstractmethod
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        """May it run this workload on this device? A rejection's reason is shown to the user. Asked by `support_of`,
-        never about a format that it does not name."""
+        """Return whether it can run this workload on this device; a rejection's reason is shown to the user.
+
+        `support_of` calls it, never for a format that the candidate does not name.
+        """
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
-        """Its settings, in closed form."""
+        """Return its settings, in closed form."""
         return Knobs()
 
     @abstractmethod
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        """How a worker obtains the callable."""
+        """Return how a worker obtains the callable."""
 
 
 def support_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
-    """May the candidate run this workload on this device? Its formats are checked here, the rest is its own answer."""
+    """Return whether the candidate can run this workload on this device. Only formats are checked here."""
     for trait, format_, known in (
         ("weights", w.weight_format.name, candidate.formats),
         ("a cache", w.cache_format.name, candidate.cache_formats),

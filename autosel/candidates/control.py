@@ -17,7 +17,7 @@ CONTROL, WORKED = "control", "the baseline and an empty candidate worked afterwa
 
 
 class Empty(Candidate):
-    """Does nothing. It is built and loaded as `like` is: compiled for the same device, or imported."""
+    """Candidate that does nothing. It is built and loaded as `like` is: compiled for the same device, or imported."""
 
     backend: Backend = "USER"
 

@@ -1,7 +1,7 @@
-"""How a user's function may be written, and what it takes to call it as `f(*arguments, *outputs)`.
+"""Signatures of users' functions, and adapters to call them as `f(*arguments, *outputs)`.
 
-It takes the op's arguments in order and returns the result; or it takes the outputs too (each a tensor to write into,
-or None: allocate) and returns them.
+A function takes the op's arguments in order and returns the result; or it also takes the outputs (each a tensor to
+write into, or None: allocate) and returns them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Default = Literal["required", "none", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """What can be passed to a function by position."""
+    """Parameters that can be passed to a function by position."""
 
     names: tuple[str, ...]
     defaults: tuple[Default, ...]
-    starred: bool  # takes any number more
+    starred: bool  # has *args
     keyword_required: tuple[str, ...] = ()
 
     def take(self, count: int) -> bool:
@@ -35,7 +35,7 @@ class Parameters:
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters | None:
-    """None for a callable that does not say (a builtin)."""
+    """Return the parameters; None for a callable without a signature (a builtin)."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -52,7 +52,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters | None:
 
 
 def parameters_in_source(node: ast.FunctionDef) -> Parameters:
-    """The same, read from the source without running it."""
+    """Return the parameters read from the source, without running it."""
     arguments = [*node.args.posonlyargs, *node.args.args]
     told: list[Default] = [
         "none" if isinstance(d, ast.Constant) and d.value is None else "other" for d in node.args.defaults
@@ -68,10 +68,11 @@ def parameters_in_source(node: ast.FunctionDef) -> Parameters:
 
 
 def takes_outputs(op: Op, parameters: Parameters | None, who: str, operands: Sequence[str] = ()) -> bool:
-    """Does it take the outputs? Raises UsageError, with the signature to use, if it cannot be called at all.
+    """Return True if the function takes the outputs. Raises UsageError, with the signature to use, if it fits neither
+    way.
 
-    A parameter in an output's place that has a default other than None is an option of the function's own. `operands`:
-    what it takes in place of the op's arguments.
+    A parameter in an output's position with a default other than None is the function's own option. `operands` replace
+    the op's arguments.
     """
     if parameters is None:
         return True
@@ -93,14 +94,14 @@ def takes_outputs(op: Op, parameters: Parameters | None, who: str, operands: Seq
 
 
 def pure_outputs(op: Op) -> tuple[str, ...]:
-    """Parameter names for the outputs that are not arguments already: out, or out0, out1, ..."""
+    """Return parameter names of the outputs that are not arguments: out, or out0, out1, ..."""
     inout = {a.name for a in op.args if a.role == "inout"}
     count = sum(name not in inout for name in op.output_names)
     return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
 
 
 def checked_operands(op: Op, operands: Sequence[str]) -> list[str]:
-    """Names of arguments, or of their parts (`w.codes`): what may stand in generated text. Raises BadArguments."""
+    """Return names of arguments or of their parts (`w.codes`) that generated code may use. Raises BadArguments."""
     known, parts = {a.name for a in op.args}, ("codes", "scales", "zeros", "packed")
     for name in operands:
         argument, dot, part = name.partition(".")
@@ -110,7 +111,9 @@ def checked_operands(op: Op, operands: Sequence[str]) -> list[str]:
 
 
 def _passed(operand: str) -> str:
-    """An operand as an expression; a prepared weight is looked up by the function `packed` (candidates/layouts.py)."""
+    """Return an operand as an expression; a prepared weight is looked up by the function `packed`
+    (candidates/layouts.py).
+    """
     argument, _, part = operand.partition(".")
     return f"packed({argument})" if part == "packed" else operand
 
@@ -123,8 +126,10 @@ def with_operands(
     fills: bool,
     packed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A function of the op's arguments for one of `operands`; `fills`: both take the outputs too. `packed` looks up a
-    prepared weight."""
+    """Wrap a function of `operands` as one of the op's arguments; with `fills`, both also take the outputs.
+
+    `packed` looks up a prepared weight.
+    """
     outputs = list(pure_outputs(op)) if fills else []
     arguments = ", ".join([*(a.name for a in op.args), *(f"{o}=None" for o in outputs)])
     passed = ", ".join([*checked_operands(op, operands), *outputs])
@@ -136,9 +141,9 @@ def with_operands(
 
 
 def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[..., Any]:
-    """A function that returns its result, made to copy it into outputs where they are given.
+    """Wrap a function that returns its result so that it copies it into given outputs.
 
-    Raises BadArguments, when called with outputs, if the result has not their shape and dtype.
+    A call with outputs raises BadArguments if the result has another shape or dtype.
     """
     arguments, outputs = ", ".join(a.name for a in op.args), pure_outputs(op)
     results = ("result",) if len(outputs) == 1 else tuple(f"result{i}" for i in range(len(outputs)))
@@ -155,7 +160,8 @@ def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[...
 
 def _keeper(op: Op, who: str) -> Callable[[Any, Any, int], None]:
     def keep(result: Any, out: Any, index: int) -> None:
-        # Without this, copy_ would broadcast a wrong shape and convert a wrong dtype, and parity would not see it.
+        # Without this check, copy_ would broadcast a wrong shape and convert a wrong dtype, and parity would not detect
+        # it.
         if getattr(result, "shape", None) != out.shape or result.dtype != out.dtype:
             raise BadArguments(
                 f"{who} returned {_told(result)} as {op.name}'s {_result_names(op)[index]}",

@@ -1,12 +1,13 @@
-"""The eager composition, fused by torch.compile: raced with `--effort full` only, for a first compile takes seconds.
+"""The eager composition, fused by torch.compile: raced only with `--effort full`, because a first compile takes
+seconds.
 
-Only where every dimension of a bucket is exact (M or B up to 8) and none grows with the context: compiled for static
-shapes, attention would compile again at every token. Loading `autosel.candidates.inductor:<op>` makes a function that
-compiles at its first call with a shape. Dynamo stops at 8 compilations a code object, fewer than parity brings shapes:
-then the function starts afresh with a new code object.
+It accepts only buckets with exact dimensions (M or B up to 8) that do not grow with the context: compiled for static
+shapes, attention would compile again for every token. Loading `autosel.candidates.inductor:<op>` makes a function that
+compiles at its first call with a shape. Dynamo stops after 8 compilations per code object, fewer than the shapes of
+parity: then the function continues with a new code object.
 
-A small function is compiled and called once first, in a child process with a deadline: a compiler or a Triton that does
-not fit this PyTorch keeps every op out, with the reason.
+First, a child process with a time limit compiles and calls a small function: a compiler or a Triton that does not fit
+this PyTorch excludes every op, with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FIRST_CALL_S = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
 
 
 class Inductor(Candidate):
-    """`inductor:<op>`."""
+    """`inductor:<op>`: the op's eager code, compiled."""
 
     backend: Backend = "INDUCTOR"
     effort: Literal["quick", "full"] = "full"
@@ -66,7 +67,7 @@ class Inductor(Candidate):
 
 
 def unusable(fp: Fingerprint) -> str:
-    """Why a small function, compiled, does not come back right on this device, or ""."""
+    """Return why a small compiled function does not give the right result on this device, or ""."""
     compiler = find_compiler() if fp.kind == "cpu" else None
     about = (fp.hw_id, nvml.driver() if fp.kind == "cuda" else compiler.version if compiler else "")
     why = fault(f"{__name__}:called", fp.kind, str(fp.identity.get("cc", "")), about=about, deadline_s=FIRST_CALL_S)
@@ -74,7 +75,7 @@ def unusable(fp: Fingerprint) -> str:
 
 
 def called(kind: str, cc: str) -> None:
-    """In the child: raises what the compilation raises, or ValueError where the result is not eager's."""
+    """Run in the child: raise the error of a compilation, or ValueError if the result differs from eager."""
     _keep_artefacts()
     import torch
 
@@ -91,14 +92,14 @@ INDUCTOR = tuple(Inductor(op) for op in COMPILED_OPS)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The op `name`, to be compiled at its first call. A new function each time it is asked for."""
+    """Return a new function for the op `name` that compiles at its first call."""
     if name in COMPILED_OPS:
         return _lazy(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _lazy(name: str) -> Callable[..., Any]:
-    _keep_artefacts()  # before Dynamo is imported: it settles the folder then
+    _keep_artefacts()  # Dynamo fixes the folder when it is imported
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     scope: dict[str, Any] = {"Full": FailOnRecompileLimitHit, "compiled": [_compiled(name)]}
@@ -112,7 +113,7 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 
 def _compiled(name: str) -> Callable[..., Any]:
-    """Eager, then the copy into the outputs, which Inductor folds into the last kernel where it can."""
+    """Compile eager and the copy into the outputs, which Inductor folds into the last kernel if it can."""
     import torch
 
     from autosel.ops import eager
@@ -135,12 +136,12 @@ def _signature(name: str) -> tuple[list[str], list[str]]:
 
 
 def _defined(name: str, lines: list[str], scope: dict[str, Any]) -> FunctionType:
-    """Each time with a code object of its own: Dynamo keeps its compilations by code object."""
+    """Define a function with its own code object: Dynamo keeps compilations by code object."""
     exec("\n".join(lines), scope)  # noqa: S102  (text from our own op table)
     made: FunctionType = scope[name]
     return made
 
 
 def _keep_artefacts() -> None:
-    """Inductor's own default is a folder below /tmp, which every user may write to and a reboot empties."""
+    """Set Inductor's cache folder; its default is below /tmp, where every user may write and a reboot deletes it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.home() / "inductor"))

@@ -1,16 +1,16 @@
-"""Weights in the layout of a candidate: made once for each weight, found again by its identity, freed with it.
+"""Weights in the layout of a candidate: made once per weight, found again by its identity, freed with it.
 
     prepare = Prepare(recipe, digest, threads)
     packed = prepare(w)                    # Packed: what the candidate reads, with bytes, seconds and version
     STORE.of(prepare, w)                   # Packed, or None: the candidate reads the weight itself
 
-A candidate declares a `Layout`. `candidates.load` gives its function a `Reader`, which looks a weight up at each call.
-Serving prepares a weight at its second call: a weight that is made for one call costs nothing. Races, proofs and decode
-steps prepare their weights before, by `Reader.prepare`.
+A candidate declares a `Layout`. `candidates.load` gives its function a `Reader`, which looks up a weight at each call.
+Serving prepares a weight at its second call, so that a weight used for one call costs nothing. Races, proofs and decode
+steps prepare their weights beforehand, by `Reader.prepare`.
 
-A prepared weight stands for a weight only while that is the same memory with the same version counter (PyTorch counts
-what it writes in place). What PyTorch does not count (a write through `.data`, or by another process), a native
-candidate finds by itself: it compares some units of the weight with the prepared ones before each call.
+A prepared weight is valid only while the weight is the same memory with the same version counter (PyTorch counts
+in-place writes). A native candidate detects writes that PyTorch does not count (through `.data`, or by another
+process): before each call it compares some units of the weight with the prepared ones.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from autosel.workers import pages
 
 log = logging.getLogger(__name__)
 
-RESERVE_BYTES = 1 << 30  # of memory that stay free
-MOST_CHANGES = 3  # of a weight in place; then it is read as it is: it is being trained
+RESERVE_BYTES = 1 << 30  # memory that stays free
+MOST_CHANGES = 3  # in-place changes of a weight, after which it is read plain: it is being trained
 UNCOUNTED = "PyTorch counts no writes to tensors of its inference mode"
 MOST_KNOWN = 4096  # weights that a reader remembers by their Python object
 
@@ -52,7 +52,7 @@ Allocate = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packed:
-    """One weight as a candidate reads it. `operand`: bytes for a native candidate, else what its function returned."""
+    """A weight as a candidate reads it. `operand` is bytes for a native candidate, else its function's result."""
 
     operand: Any
     layout: Layout
@@ -74,7 +74,7 @@ class Packed:
 
 
 def total(packed: Sequence[Packed]) -> Prepared | None:
-    """Return what several weights took together; None for none."""
+    """Return the sums over several weights; None for none."""
     if not packed:
         return None
     return Prepared(
@@ -87,21 +87,21 @@ def total(packed: Sequence[Packed]) -> Prepared | None:
 
 
 class Prepare:
-    """Makes weights of one candidate's layout, by the functions that its layout names."""
+    """Function object that makes weights of one candidate's layout, by the functions that its layout names."""
 
     def __init__(self, layout: Layout, form: Key, threads: int, make: Any, compare: Any, *, native: bool) -> None:
-        """`form`: what else decides how the bytes lie, besides the layout: the flags of the build."""
+        """Set the functions. `form` is what else determines the bytes besides the layout: the flags of the build."""
         self.layout, self.threads, self.make, self.compare, self.native = layout, threads, make, compare, native
         self.name: Key = (layout.name, layout.version, *form)
 
     @classmethod
     def of_artefact(cls, layout: Layout, flags: Sequence[str], digest: str, threads: int) -> Prepare:
-        """Raises BuildError."""
+        """Load the functions of a native layout. Raises BuildError."""
         make, compare = (load_entry(digest, name) for name in (layout.prepare, layout.compare))
         return cls(layout, tuple(flags), min(threads, 255), make, compare, native=True)
 
     def size(self, w: Any) -> int:
-        """Bytes that the prepared weight takes; of a Python candidate as its layout says."""
+        """Return the bytes of the prepared weight; for a Python candidate, by its layout's share."""
         if not self.native:
             return round(self.layout.share * _nbytes(w))
         size = torch.zeros(1, dtype=torch.int64)
@@ -109,8 +109,9 @@ class Prepare:
         return int(size)
 
     def __call__(self, w: Any, size: int = 0, allocate: Allocate | None = None) -> Packed:
-        """Prepare a weight and compare the result with it. `size`: that of the result, where it is known. Raises
-        ParityError if they differ."""
+        """Prepare a weight and compare the result with it. `size` is the result's, if known. Raises ParityError on a
+        difference.
+        """
         began = time.monotonic()
         operand = self._native(w, size, allocate or _on_large_pages) if self.native else self.make(w)
         if not self.native and self.compare is not None and not self.compare(operand, w):
@@ -134,7 +135,7 @@ class Prepare:
 
 def _other_weights(layout: Layout, what: str, w: Any) -> ParityError:
     return ParityError(
-        "prepared weights are not the weights",
+        "prepared weights differ from the weights",
         why=f"{what}of a matrix {tuple(w.shape)} differ in {layout.name}, version {layout.version}",
         todo="report this; until then serve another candidate: autosel demote N",
     )
@@ -153,7 +154,7 @@ def _on_large_pages(size: int) -> Tensor:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is known of one weight. `why`: it is read as it is, and why."""
+    """State of one weight. `why` is the reason if it is read plain."""
 
     memory: tuple[StorageWeakRef, ...]
     versions: Versions
@@ -167,21 +168,24 @@ class _Kept:
 
 
 class Store:
-    """All prepared weights of this process. Threads share it.
+    """All prepared weights of this process, shared by its threads.
 
-    It never replaces one weight by another: a decode step reads all weights in turn, and each would be gone before its
-    next call. Once memory or the limit is used up, further weights are read as they are.
+    It never evicts one weight for another: a decode step reads all weights in turn, so each would be gone before its
+    next call. Once memory or the limit is used up, further weights are read plain.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Key, _Kept] = {}
-        self.epoch = 0  # changes when something was taken away
+        self.epoch = 0  # changes when something was removed
         self._paused = False
         self._lock = threading.RLock()
 
     def of(self, prepare: Prepare, w: Any, *, now: bool = False) -> Packed | None:
-        """Return the prepared weight; None at the first call with it, and for one that does not pay. `now`: not only at
-        the second call; and who asks vouches that it is not written to where PyTorch does not count that."""
+        """Return the prepared weight; None at its first call, and for one that does not pay.
+
+        `now` prepares at the first call; the caller then guarantees that there are no writes that PyTorch does not
+        count.
+        """
         versions = _versions(w)
         with self._lock:
             kept = self._found(prepare, w)
@@ -202,7 +206,7 @@ class Store:
             return kept.packed if pays else None
 
     def prepare(self, prepare: Prepare, w: Any, size: int = 0, allocate: Allocate | None = None) -> Packed:
-        """Prepare a weight now, whether that pays or not; the caller sees to memory. Raises ParityError."""
+        """Prepare a weight now, also if it does not pay; the caller checks memory. Raises ParityError."""
         versions = _versions(w)
         with self._lock:
             self.sweep()
@@ -222,7 +226,7 @@ class Store:
 
     @contextmanager
     def paused(self, on: bool = True) -> Iterator[None]:
-        """While it lasts, every candidate reads weights as they are, but for those that `prepare` was asked for."""
+        """Make every candidate read plain weights in this context, except those that `prepare` has prepared."""
         before, self._paused = self._paused, on or self._paused
         self.epoch += 1
         try:
@@ -232,13 +236,13 @@ class Store:
             self.epoch += 1
 
     def forget(self, weights: Sequence[Any]) -> None:
-        """Drop these weights in every layout; who reads one now keeps its bytes until then."""
+        """Drop these weights in every layout; a call that reads one keeps its bytes until it ends."""
         own = {_identity(w) for w in weights}
         with self._lock:
             self._drop([key for key in self.kept if key[1] in own])
 
     def sweep(self) -> None:
-        """Drop what weights that are gone have left."""
+        """Drop entries of weights that no longer exist."""
         with self._lock:
             self._drop([key for key, kept in self.kept.items() if kept.dead])
 
@@ -248,7 +252,7 @@ class Store:
             return sum(k.packed.bytes for k in self.kept.values() if k.packed is not None)
 
     def told(self, prepare: Prepare) -> str:
-        """Say what is prepared in this layout, and why the rest is not."""
+        """Describe what is prepared in this layout, and why the rest is not."""
         with self._lock:
             mine = [kept for key, kept in self.kept.items() if key[0] == prepare.name]
         made = total([k.packed for k in mine if k.packed is not None and k.packed.pays])
@@ -258,7 +262,7 @@ class Store:
                 left[why] = left.get(why, 0) + 1
         layout = f"{prepare.layout.name}, version {prepare.layout.version}"
         text = made.told if made else f"{layout}: made at the second call with a weight; none yet"
-        return "; ".join([text, *(f"{count} as they are: {why}" for why, count in left.items())])
+        return "; ".join([text, *(f"{count} read plain: {why}" for why, count in left.items())])
 
     def _found(self, prepare: Prepare, w: Any) -> _Kept | None:
         kept = self.kept.get((prepare.name, _identity(w)))
@@ -268,7 +272,7 @@ class Store:
         self.kept[prepare.name, _identity(w)] = kept
 
     def _changed(self, kept: _Kept, versions: Versions) -> None:
-        """It was written to: what is prepared is not the weight any more."""
+        """Drop the prepared copy of a weight that was written to."""
         kept.packed, kept.versions, kept.changes = None, versions, kept.changes + 1
         self.epoch += 1
         if kept.changes >= MOST_CHANGES:
@@ -286,10 +290,10 @@ class Store:
 
     def _refusal(self, layout: Layout, size: int, plain: int) -> str:
         if size > layout.worth * plain:
-            return f"{layout.name} would take {size / plain:.0%} of the weight, of at most {layout.worth:.0%}"
+            return f"{layout.name} would take {size / plain:.0%} of the weight; at most {layout.worth:.0%} pays"
         limit = settings.get("layout_gb")
         if limit is not None and self.bytes + size > limit * 1e9:
-            return f"AUTOSEL_LAYOUT_GB is {limit:g}, and is used up"
+            return f"AUTOSEL_LAYOUT_GB is {limit:g}, which is used up"
         free = machine.free_memory() - RESERVE_BYTES
         return "" if size <= free else f"{size / 2**30:.2f} GiB more would leave less than 1 GiB of memory"
 
@@ -303,7 +307,7 @@ STORE = Store()
 
 
 def _fresh_lock() -> None:
-    """Replace the lock after a fork: it may be held by a thread that the child does not have."""
+    """Replace the lock after a fork: a thread that the child does not have may hold it."""
     STORE._lock = threading.RLock()
 
 
@@ -311,14 +315,14 @@ os.register_at_fork(after_in_child=_fresh_lock)
 
 
 def _identity(w: Any) -> Key:
-    """The memory of a weight and how it lies there."""
+    """Return the memory of a weight and its arrangement there."""
     return tuple(
         (t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for t in tensors(w)
     )  # fmt: skip
 
 
 def _memory(w: Any) -> tuple[StorageWeakRef, ...]:
-    """While these are held, no other memory has the same identity."""
+    """Return weak references: while they are held, no other memory has the same identity."""
     return tuple(StorageWeakRef(t.untyped_storage()) for t in tensors(w))
 
 
@@ -336,11 +340,11 @@ def _nbytes(w: Any) -> int:
 
 @dataclass(slots=True)
 class Reader:
-    """Looks up prepared weights for one loaded candidate. `of` is called at each call of it."""
+    """Lookup of prepared weights for one loaded candidate, which calls `of` at each call."""
 
     op: Op
     prepare_one: Prepare
-    store: Store = field(default_factory=lambda: STORE)  # looked up when it is made
+    store: Store = field(default_factory=lambda: STORE)  # evaluated when it is made
     _known: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
@@ -348,7 +352,7 @@ class Reader:
         return self.prepare_one.layout
 
     def of(self, w: Any) -> Any:
-        """Return what the candidate reads in place of a weight, or None."""
+        """Return what the candidate reads instead of a weight, or None."""
         known = self._known.get(id(w))
         if known is not None:
             ref, version, pointer, epoch, operand = known
@@ -362,7 +366,7 @@ class Reader:
         return packed.operand
 
     def prepare(self, arguments: Sequence[Any]) -> Prepared | None:
-        """Prepare the weights of a call now, whether that pays or not."""
+        """Prepare the weights of a call now, also if it does not pay."""
         named = {a.name: value for a, value in zip(self.op.args, arguments, strict=False)}
         packed = [self.store.prepare(self.prepare_one, named[name]) for name in self.layout.weights]
         for name, made in zip(self.layout.weights, packed, strict=True):
@@ -370,13 +374,13 @@ class Reader:
         return total(packed)
 
     def ready(self, arguments: Sequence[Any]) -> None:
-        """Prepare the weights of a call now, where that pays, instead of at its second call."""
+        """Prepare the weights of a call now if it pays, instead of at its second call."""
         for a, value in zip(self.op.args, arguments, strict=False):
             if a.name in self.layout.weights:
                 self.store.of(self.prepare_one, value, now=True)
 
     def saved_bytes(self, arguments: Mapping[str, Any]) -> int:
-        """Return what a call with these arguments reads less than the weights themselves."""
+        """Return how many bytes less than the weights a call with these arguments reads."""
         found = [self.store.peek(self.prepare_one, arguments[name]) for name in self.layout.weights]
         return sum(p.saved_bytes for p in found if p is not None) if all(found) else 0
 
@@ -403,7 +407,7 @@ def reader(
         return None
     unknown = set(layout.weights) - {a.name for a in op.args if a.kind == "weight"}
     if unknown or not layout.weights:
-        raise BuildError(f"layout {layout.name} is of {', '.join(layout.weights)}", why=f"{op.name} has other weights")
+        raise BuildError(f"layout {layout.name} is for {', '.join(layout.weights)}", why=f"{op.name} has other weights")
     if isinstance(recipe, NativeRecipe):
         return Reader(op, Prepare.of_artefact(layout, recipe.flags, digest, threads))
     make = load_python(replace(recipe, target=layout.prepare))

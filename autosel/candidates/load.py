@@ -1,11 +1,11 @@
-"""From a recipe to the callable `f(*arguments, *outputs)`; only workers and `dispatch` call this.
+"""Load a recipe as the callable `f(*arguments, *outputs)`; only workers and `dispatch` call this.
 
-A native kernel takes the op's arguments, the outputs, then its knobs; the closure made here hides the knobs and, when
-an output is None, allocates it. A Python function takes its knobs, if it has any, by keyword.
+A native kernel takes the op's arguments, the outputs, then its knobs. The closure made here hides the knobs and
+allocates an output that is None. A Python function takes its knobs, if any, by keyword.
 
-A kernel with the knob `pdl` has a second closure, the first one's attribute `chained`: for a chain of calls whose
-weights nobody writes meanwhile (decode.graph). It takes all arguments and outputs, and launches as a programmatic
-dependent of the kernel ahead.
+A kernel with the knob `pdl` has a second closure, the attribute `chained` of the first: for a chain of calls whose
+weights stay unchanged (decode.graph). It takes all arguments and outputs, and launches as a programmatic dependent of
+the previous kernel.
 
 A candidate with a layout has the attribute `reader`, which looks up its prepared weights (candidates/layouts.py).
 """
@@ -35,11 +35,11 @@ from autosel.native.load import load_entry
 from autosel.ops.contract import Op
 from autosel.values import NativeRecipe, PythonRecipe, Recipe, Scalar
 
-CHAINED = "pdl"  # of a CUDA kernel: 1 where it may be launched before the one ahead of it has ended
+CHAINED = "pdl"  # of a CUDA kernel: 1 if it may start before the previous one has ended
 
 
 def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
-    """The loaded candidate. Raises BuildError or whatever the candidate's own module raises at import."""
+    """Return the loaded candidate. Raises BuildError, or any error of the candidate's module at import."""
     threads = int(knobs.get("threads", 0)) or torch.get_num_threads()
     found = reader(op, recipe, digest, threads, load_python)
     function = _load(op, recipe, digest, knobs, found.of if found else None)
@@ -49,7 +49,7 @@ def load(op: Op, recipe: Recipe, digest: str, knobs: Mapping[str, Scalar]) -> Ca
 
 
 def reader_of(function: Callable[..., Any]) -> Reader | None:
-    """Return what looks up the prepared weights of a loaded candidate; None if it reads weights as they are."""
+    """Return the reader of a loaded candidate's prepared weights; None if it reads plain weights."""
     return getattr(function, "reader", None)
 
 
@@ -73,8 +73,10 @@ def _load(
 
 
 def _where_operands_are(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with the GPU of its operands as the current one: Triton and most libraries launch on whichever
-    is current. Native kernels and PyTorch's own see to it themselves."""
+    """Make the operands' GPU current for the call: Triton and most libraries launch on the current one.
+
+    Native kernels and PyTorch's own select the device themselves.
+    """
     position = next(i for i, a in enumerate(op.args) if a.kind == "tensor")
 
     def there(*arguments: Any) -> Any:
@@ -109,7 +111,7 @@ def load_python(recipe: PythonRecipe) -> Callable[..., Any]:
 
 
 def _with_knobs(function: Callable[..., Any], knobs: Mapping[str, Scalar]) -> Callable[..., Any]:
-    """Bound to the knobs it has keyword-only parameters for; the rest of them record how these were derived."""
+    """Bind the function to knobs with keyword-only parameters; the others record how these were derived."""
     if not knobs:
         return function
     parameters = inspect.signature(function).parameters.values()
@@ -118,7 +120,7 @@ def _with_knobs(function: Callable[..., Any], knobs: Mapping[str, Scalar]) -> Ca
 
 
 def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:
-    """Another module of that name, imported earlier or found first, is not what was raced."""
+    """Refuse another module of the same name, imported earlier or found first: it is not the one that raced."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if recipe.path and file is not None and Path(recipe.path).resolve() not in Path(file).resolve().parents:
         raise BuildError(
@@ -135,7 +137,9 @@ def _native(
     knob_values: tuple[Scalar, ...],
     packed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Generated with a fixed number of arguments: a starred call costs several times the lookup it follows."""
+    """Generate a wrapper with a fixed number of arguments: a starred call costs several times as much as the lookup
+    before it.
+    """
     arguments = [a.name for a in op.args]
     inout = {a.name for a in op.args if a.role == "inout"}
     outputs = [f"out{i}" for i, name in enumerate(op.output_names) if name not in inout]
@@ -161,13 +165,13 @@ MOST_SHAPES = 4096
 
 
 def _shapes(op: Op) -> str:
-    """Text of a key that determines the outputs' shapes: checking the arguments anew takes 40 us, looking up one."""
+    """Return the text of a key for the outputs' shapes: checking the arguments takes 40 us, a lookup one."""
     tensors = [f"{a.name}.shape, {a.name}.dtype" for a in op.args if a.kind in ("tensor", "weight", "cache")]
     return f"({', '.join([*tensors, *(a.name for a in op.args if a.name in op.trait_defaults)])},)"
 
 
 def _describer(op: Op, known: dict[Any, _Specs]) -> Callable[..., _Specs]:
-    """Shapes and dtypes of the pure outputs for these arguments; remembered. Raises BadArguments."""
+    """Return a function that finds and remembers the outputs' shapes and dtypes. It raises BadArguments."""
     arguments = [a.name for a in op.args]
     scope: dict[str, Any] = {}
     exec(f"def key({', '.join(arguments)}): return {_shapes(op)}", scope)  # noqa: S102  (as above)

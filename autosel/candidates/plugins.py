@@ -3,8 +3,9 @@
     [project.entry-points."autosel.candidates"]
     fastnorm = "fastnorm.autosel_candidates"
 
-Listing reads metadata only. The module named is imported once the user has allowed it (AUTOSEL_ALLOW=fastnorm); it
-registers by the decorator, or its value is a Candidate or several. One that fails is reported, and stops nobody.
+Listing reads metadata only. The module is imported only if the user allows it (AUTOSEL_ALLOW=fastnorm). It registers
+candidates with the decorator, or its value is one or several Candidates. A module that fails is reported; others still
+load.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Plugin:
 
 
 def discover() -> tuple[Plugin, ...]:
-    """Every entry point of the group, by name; imports nothing."""
+    """Return every entry point of the group, by name; import nothing."""
     allowed = _allowed()
     return tuple(
         _plugin(point, allowed) for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
@@ -47,7 +48,7 @@ def discover() -> tuple[Plugin, ...]:
 
 @cache
 def load_allowed() -> tuple[Plugin, ...]:
-    """Import the allowed ones, once per process, and say what each gave."""
+    """Import the allowed ones, once per process, and return what each gave."""
     allowed = _allowed()
     points = sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
     return tuple(_load(point, _plugin(point, allowed)) for point in points)
@@ -60,7 +61,7 @@ def _allowed() -> frozenset[str]:
 def _plugin(point: EntryPoint, allowed: frozenset[str]) -> Plugin:
     distribution = point.dist.name if point.dist is not None else ""
     version = point.dist.version if point.dist is not None else ""
-    # `name`, or `distribution:name` to tell two of one name apart.
+    # `name`, or `distribution:name` if two have the same name.
     may = point.name in allowed or f"{distribution}:{point.name}" in allowed
     return Plugin(name=point.name, value=point.value, distribution=distribution, version=version, allowed=may)
 
@@ -74,14 +75,14 @@ def _load(point: EntryPoint, plugin: Plugin) -> Plugin:
             register(found)
     except AutoselError as error:
         return replace(plugin, problem=str(error))
-    except (Exception, SystemExit) as error:  # any module of anybody's: it may raise anything
+    except (Exception, SystemExit) as error:  # a plug-in's module may raise anything
         return replace(plugin, problem=f"{type(error).__name__}: {error}")
     names = tuple(c.name for c in all_registered() if id(c) not in before)
     return replace(plugin, candidates=names, problem="" if names else "it registered no candidate")
 
 
 def _candidates(value: Any) -> Iterable[Candidate]:
-    """The candidates an entry point's value is; none for a module or function, whose import registered them."""
+    """Return the candidates of an entry point's value; none for a module or function, whose import registered them."""
     if isinstance(value, Candidate):
         return (value,)
     if isinstance(value, ModuleType) or callable(value):
@@ -89,5 +90,5 @@ def _candidates(value: Any) -> Iterable[Candidate]:
     found = tuple(value)
     for item in found:
         if not isinstance(item, Candidate):
-            raise TypeError(f"{item!r:.60} is no Candidate")
+            raise TypeError(f"{item!r:.60} is not a Candidate")
     return found

@@ -1,9 +1,8 @@
-"""Does a way to run an op work here at all? Tried once a version, in a child process with a deadline, before it races.
+"""Test once per version, in a child process with a time limit, that a way to run an op works here, before it races.
 
-Somebody's package may compile for minutes, print, crash, or find that it was built for another torch; a kernel behind
-one of PyTorch's switches may hang, or end the process it is tried in. A worker takes it, as it takes candidates. What
-came of it is kept below the home, unless it was nobody's fault (no memory, a busy device, an environment in which no
-worker can import PyTorch).
+An installed package may compile for minutes, print, crash, or have been built for another torch; a kernel behind one of
+PyTorch's switches may hang or end its process. A worker runs it, as it runs candidates. The result is kept in the home,
+unless the cause was external (no memory, a busy device, an environment in which no worker can import PyTorch).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _KNOWN: dict[str, str] = {}
 
 
 def fault(target: str, *arguments: Any, about: Sequence[str] = (), deadline_s: float = PROBE_S) -> str:
-    """Why `target` ("module:function") with these arguments does not return in a process of its own, or "".
+    """Return why `target` ("module:function") with these arguments fails in a child process, or "".
 
-    `about`: what the answer depends on beside these, this torch and this Python (a version, a device).
+    `about` lists what else the result depends on besides torch and Python (a version, a device).
     """
     asked: dict[str, Any] = {"of": [target, *map(str, arguments), *about], "torch": _torch(), "python": sys.version}
-    asked["controlled"] = True  # earlier versions kept answers of environments without PyTorch too
+    asked["controlled"] = True  # earlier versions also kept results of environments without PyTorch
     name = digest(asked)[:24]
     path = settings.home() / "cache" / "libraries" / f"{name}.json"
     if str(path) not in _KNOWN:
@@ -52,19 +51,19 @@ def _torch() -> str:
 
 
 def forget() -> None:
-    """What this process has asked so far: the next question goes to the home."""
+    """Forget this process's results: the next query reads the home."""
     _KNOWN.clear()
 
 
 def serve(request: dict[str, Any], _: Any) -> dict[str, Any]:
-    """The worker's side."""
+    """Run the target in the worker."""
     module, _, name = request["target"].partition(":")
     getattr(import_module(module), name)(*request["arguments"])
     return {}
 
 
 def device(kind: str, cc: str) -> str:
-    """PyTorch's first device of this compute capability, or its CPU. Raises RuntimeError where it sees none."""
+    """Return PyTorch's first device of this compute capability, or its CPU. Raises RuntimeError if there is none."""
     import torch
 
     if kind == "cpu":
@@ -76,7 +75,7 @@ def device(kind: str, cc: str) -> str:
 
 
 def _tried(target: str, arguments: Sequence[Any], deadline_s: float) -> tuple[str, bool]:
-    """Why not, or ""; and whether another try would find the same."""
+    """Return the reason of a failure or "", and whether another try would give the same result."""
     try:
         worker = Worker(f"{__name__}:serve")
         try:
@@ -95,9 +94,9 @@ def _tried(target: str, arguments: Sequence[Any], deadline_s: float) -> tuple[st
 
 
 def _torch_works() -> bool:
-    """The control of a failure: a worker that imports nothing but PyTorch starts."""
+    """Return True if a worker that only imports PyTorch starts: the control of a failure."""
     try:
-        with Worker(f"{__name__}:serve", threads=1) as worker:  # a number of threads is set in PyTorch
+        with Worker(f"{__name__}:serve", threads=1) as worker:  # setting a number of threads imports PyTorch
             worker.wait_ready()
     except EnvironmentFault:
         return False
@@ -115,5 +114,5 @@ def _keep(path: Path, why: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(json.dumps({"why": why}))
-    except OSError:  # a read-only home: probed again by the next process
+    except OSError:  # a read-only home: the next process probes again
         return

@@ -1,4 +1,6 @@
-"""All candidates of this process, by op: PyTorch's, Inductor's, our C++, CUDA, CUTLASS, Triton kernels, the user's."""
+"""All candidates of this process by op: PyTorch's, Inductor's, autosel's C++, CUDA, CUTLASS and Triton kernels, the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,25 @@ from autosel.errors import UnknownName
 from autosel.formats import FORMER_OPS
 from autosel.values import WHOLE_STEP, Fingerprint, Rejected, Support, Workload
 
-# as in autosel.ops, which would load torch
+# same as in autosel.ops, which imports torch
 ALIASES = {"gemv": "linear", "gemm": "linear", **{name: former.op for name, former in FORMER_OPS.items()}}
 _BASELINE = {c.op: c for c in BASELINES}
 
 
 def all_candidates(op: str) -> tuple[Candidate, ...]:
-    """Every candidate for an op, the baseline first. Raises UnknownName."""
+    """Return every candidate for an op, the baseline first. Raises UnknownName."""
     name = op_name(op)
     load_allowed()
     return (*(c for c in own_candidates() if c.op == name), *registered(name))
 
 
 def baseline(op: str) -> Candidate:
-    """What must be beaten: PyTorch's eager way. Raises UnknownName."""
+    """Return the candidate to beat: PyTorch's eager code. Raises UnknownName."""
     return _BASELINE[op_name(op)]
 
 
 def find(op: str, name: str) -> Candidate:
-    """A candidate by its name, in either case. Raises UnknownName with the nearest."""
+    """Return a candidate by its name, ignoring case. Raises UnknownName with the nearest name."""
     known = all_candidates(op)
     for candidate in known:
         if candidate.name.lower() == name.lower():
@@ -45,8 +47,9 @@ def find(op: str, name: str) -> Candidate:
 
 
 def named(op: str, target: str) -> Candidate:
-    """Return a registered candidate by its name, in either case, else a user's: `module:function`, `file.py:function`,
-    or a C++ or CUDA file. Raises UnknownName, UsageError, BadConfig.
+    """Return a registered candidate by its name, ignoring case, else a user's.
+
+    A user's is `module:function`, `file.py:function`, or a C++ or CUDA file. Raises UnknownName, UsageError, BadConfig.
     """
     if is_source(target):
         return from_source(target, op_name(op))
@@ -62,18 +65,18 @@ def named(op: str, target: str) -> Candidate:
 
 
 def eligible(w: Workload, fp: Fingerprint, effort: str = "quick") -> tuple[tuple[Candidate, Support], ...]:
-    """Each candidate of the op with its answer, the baseline first. `quick` leaves out those that ask for `full`."""
+    """Return each candidate of the op with its support, the baseline first. `quick` leaves out effort `full`."""
     wanted = [c for c in all_candidates(w.op) if effort == "full" or c.effort == "quick"]
     return tuple((c, _supports(c, w, fp)) for c in wanted)
 
 
 def ledger_name(op: str) -> str:
-    """`op_name`, or the whole step's: an op of the ledger that no candidate here is for. Raises UnknownName."""
+    """Return `op_name`, or the whole step's name, which has no candidates. Raises UnknownName."""
     return op if op == WHOLE_STEP else op_name(op)
 
 
 def op_name(op: str) -> str:
-    """The op's own name for it or an alias (gemv, gemm). Raises UnknownName."""
+    """Return an op's own name for it or an alias (gemv, gemm). Raises UnknownName."""
     name = ALIASES.get(op, op)
     if name not in _BASELINE:
         raise UnknownName("op", op, (*_BASELINE, *ALIASES))
@@ -82,7 +85,7 @@ def op_name(op: str) -> str:
 
 @cache
 def own_candidates() -> tuple[Candidate, ...]:
-    """Those that come with autosel; kernels of every module below candidates/{cpp,cuda,cutlass,triton,libraries}."""
+    """Return autosel's candidates, from every module below candidates/{cpp,cuda,cutlass,triton,libraries}."""
     kernels: list[Candidate] = []
     for package in (cpp, cuda, cutlass, triton, libraries):
         for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
@@ -99,7 +102,7 @@ def own_candidates() -> tuple[Candidate, ...]:
 def _supports(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     try:
         return support_of(candidate, w, fp)
-    except Exception as error:  # a package's own Candidate may be wrong; it loses its place, not the run
+    except Exception as error:  # an error in a package's Candidate excludes it, but does not stop the run
         if candidate.backend in ("TORCH", "INDUCTOR", "CPP", "CUDA_EXT", "CUTLASS", "TRITON"):
             raise
         return Rejected(reason=f"its supports() raised {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Where a Python candidate's source lies, and a digest of what it depends on, all without importing it."""
+"""The source of a Python candidate, and a digest of what it depends on, without importing it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autosel import files, resources
 from autosel.errors import BuildError
 
 MOST_SOURCE_BYTES = 16 << 20
-MOST_MODULE_BYTES = 4 << 30  # compiled modules hold kernels for many GPUs
-TRITON_KERNELS = "autosel.triton_kernels"  # a package whose modules lie in kernels/triton/
+MOST_MODULE_BYTES = 4 << 30  # compiled modules contain kernels for many GPUs
+TRITON_KERNELS = "autosel.triton_kernels"  # a package whose modules are in kernels/triton/
 
 
 def find_source(module: str, path: str = "") -> Path | None:
-    """The file `import module` would load with the folder `path` first; None if there is none."""
+    """Return the file that `import module` would load with the folder `path` first; None if there is none."""
     if module.startswith(f"{TRITON_KERNELS}."):
         file = resources.kernels() / "triton" / f"{module.removeprefix(f'{TRITON_KERNELS}.')}.py"
         return file if file.is_file() else None
@@ -32,7 +32,8 @@ def find_source(module: str, path: str = "") -> Path | None:
     for part in inner:
         if found is None or found.submodule_search_locations is None:
             return None
-        # By its last name: under the whole one a folder without __init__.py asks for its parent, which is not imported.
+        # Search by the last name: for the full name, a folder without __init__.py needs its parent, which is not
+        # imported.
         found = PathFinder.find_spec(part, list(found.submodule_search_locations))
     if found is None or not found.has_location or found.origin is None:
         return None
@@ -45,15 +46,16 @@ def _top_level(name: str, path: str) -> ModuleSpec | None:
         if found is not None:
             return found
     try:
-        return find_spec(name)  # of a name without dots: imports nothing
-    except (ValueError, ModuleNotFoundError):  # __main__, or a module somebody put into sys.modules by hand
+        return find_spec(name)  # for a name without dots this imports nothing
+    except (ValueError, ModuleNotFoundError):  # __main__, or a module that a user put into sys.modules
         return PathFinder.find_spec(name, sys.path)
 
 
 def module_digest(module: str, path: str = "") -> str:
-    """sha256 over the module's file and, transitively, the modules of its own that it imports: those below the folder
-    `path`, or, of an installed module, those of its distribution. Other installed distributions that these import count
-    by name and version; PyTorch is left to `arms.torch_identity`.
+    """Return a sha256 over the module's file and, transitively, the modules of its own that it imports.
+
+    Its own modules are below the folder `path` or, for an installed module, in its distribution. Other installed
+    distributions count by name and version; PyTorch is left to `arms.torch_identity`.
 
     Raises BuildError if there is no such module. A compiled module counts by its bytes.
     """
@@ -79,8 +81,11 @@ def module_digest(module: str, path: str = "") -> str:
 
 
 def _is_own(file: Path, root: Path, first: Path) -> bool:
-    """Return True for an imported file that belongs to what `first` belongs to. An environment below the root does not;
-    in an environment it is `first`'s package and distribution, and what was put there without a distribution."""
+    """Return True for an imported file that belongs to the same code as `first`.
+
+    An environment below the root does not. In an environment, `first`'s package and distribution do, and files without
+    a distribution.
+    """
     if root not in file.parents:
         return False
     folder = _installed_folder(file)
@@ -93,7 +98,7 @@ def _is_own(file: Path, root: Path, first: Path) -> bool:
 
 
 def _distributions(file: Path) -> set[str]:
-    """Return the names of the installed distributions that a file may be part of; none for the standard library."""
+    """Return the names of the installed distributions that may own a file; none for the standard library."""
     folder = _installed_folder(file)
     if folder is None or folder in _standard_library():
         return set()
@@ -102,7 +107,7 @@ def _distributions(file: Path) -> set[str]:
 
 
 def _top(file: Path, folder: Path) -> str:
-    """Return the name of the top-level module that a file below `folder` is in."""
+    """Return the name of the top-level module of a file below `folder`."""
     return file.relative_to(folder).parts[0].partition(".")[0]
 
 
@@ -112,7 +117,7 @@ def _distributions_by_module() -> Mapping[str, list[str]]:
 
 
 def _installed_folder(file: Path) -> Path | None:
-    """Return the innermost folder of installed modules that a file is in."""
+    """Return the innermost folder of installed modules that contains a file."""
     return max((f for f in installed() if f in file.parents), key=lambda f: len(f.parts), default=None)
 
 
@@ -129,14 +134,15 @@ def _standard_library() -> frozenset[Path]:
 
 
 def _as_named_and_resolved(*folders: str) -> frozenset[Path]:
-    """A module's file is named as the path that found it is: through a link, if that is one."""
+    """Return folders as named and resolved: a module's file keeps the path that found it, links included."""
     return frozenset(p for f in folders for p in (Path(f), Path(f).resolve()))
 
 
 @cache
 def function_digest(module: str, name: str) -> str:
-    """sha256 over a function and all definitions of its package that it reaches by name: editing one op's code leaves
-    the digests of the others as they are. Comments, docstrings and layout do not count.
+    """Return a sha256 over a function and all definitions of its package that it reaches by name.
+
+    Editing one op's code does not change the digests of the others. Comments, docstrings and layout do not count.
     Raises BuildError if there is no such function.
     """
     todo, seen = [(module, name)], dict[tuple[str, str], str]()
@@ -167,7 +173,7 @@ def _file(module: str, path: str) -> Path:
 
 
 def _package_root(module: str, file: Path) -> Path:
-    """The folder that holds the module's top-level package or file; of a Triton kernel, its own."""
+    """Return the folder of the module's top-level package or file; for a Triton kernel, its own."""
     if module.startswith(f"{TRITON_KERNELS}."):
         return file.parent
     depth = module.count(".") + (1 if file.stem == "__init__" else 0)
@@ -179,7 +185,7 @@ def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:
         return []
     try:
         tree = ast.parse(files.read(file, MOST_SOURCE_BYTES))
-    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):  # no Python, or nested too deeply
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):  # not Python, or nested too deeply
         return []
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
     names: list[str] = []
@@ -193,7 +199,7 @@ def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:
 
 
 def _imported_from(node: ast.ImportFrom, package: str) -> list[str]:
-    """`from a import b` may name the module a.b or an attribute of a: both are tried."""
+    """Return both meanings of `from a import b`: the module a.b, or an attribute of a."""
     try:
         base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
     except ImportError:
@@ -203,7 +209,7 @@ def _imported_from(node: ast.ImportFrom, package: str) -> list[str]:
 
 @cache
 def _definitions(module: str) -> tuple[dict[str, list[ast.stmt]], dict[str, tuple[str, str]]]:
-    """The module's top-level definitions by name, and the names it takes from other modules of its package."""
+    """Return the module's top-level definitions by name, and the names that it imports from its package."""
     package = module.partition(".")[0]
     tree = _WithoutDocstrings().visit(ast.parse(files.read(_file(module, ""), MOST_SOURCE_BYTES)))
     defined: dict[str, list[ast.stmt]] = {}
@@ -218,7 +224,7 @@ def _definitions(module: str) -> tuple[dict[str, list[ast.stmt]], dict[str, tupl
 
 
 def _bound(node: ast.stmt) -> set[str]:
-    """Names a top-level statement binds (`import x` and `X[k] = v` included)."""
+    """Return the names that a top-level statement binds (including `import x` and `X[k] = v`)."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):

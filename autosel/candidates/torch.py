@@ -1,9 +1,9 @@
-"""PyTorch's way to run each op: the baseline every promotion must beat, and other formulations of its own.
+"""PyTorch's code for each op: the baseline that every promotion must beat, and other formulations.
 
-The functions are in autosel/ops/eager.py and eager_stored.py; this module loads no torch. Tried on CPU and left out,
-since none beats the baseline by more than noise at M = 1 (4096 x 4096 and 4096 x 14336; median of 15 interleaved
-rounds, 2 cores, AVX-512-BF16, torch 2.13): `mv` (bf16 0.57x, others 1.0x), `mm(w, x.T)` (1.0x), `bmm` over row blocks
-(0.54x in bf16).
+The functions are in autosel/ops/eager.py and eager_stored.py; this module does not import torch. Tried on a CPU and
+left out, because none beats the baseline by more than noise at M = 1 (4096 x 4096 and 4096 x 14336; median of 15
+interleaved rounds, 2 cores, AVX-512-BF16, torch 2.13): `mv` (bf16 0.57x, others 1.0x), `mm(w, x.T)` (1.0x), `bmm` over
+row blocks (0.54x in bf16).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
 EAGER, EAGER_STORED = "autosel.ops.eager", "autosel.ops.eager_stored"
-WEIGHTS = ("linear", "norm_qkv", "gate_up", "lm_head")  # ops that eager_stored.py has for weights in any format
+WEIGHTS = ("linear", "norm_qkv", "gate_up", "lm_head")  # ops of eager_stored.py for weights in any format
 CACHES = ("attn",)  # and for keys and values
 OPS = (
     "linear", "attn", "paged_attn", "prefill_attn", "kv_append", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu",
@@ -27,8 +27,10 @@ Limits = Callable[[Workload], str]
 
 
 class TorchWay(Candidate):
-    """`torch:<what>`: one function of autosel/ops/eager.py, or of eager_stored.py where an operand is in a format.
-    `limits(w)` returns why it cannot run w, or ""."""
+    """`torch:<what>`: a function of autosel/ops/eager.py, or of eager_stored.py for an operand in a format.
+
+    `limits(w)` returns why it cannot run w, or "".
+    """
 
     backend: Backend = "TORCH"
 
@@ -55,8 +57,8 @@ def _no_limits(_: Workload) -> str:
 
 
 def _one_position(w: Workload) -> str:
-    """Packed, the query heads of a KV head are the rows of one product: several positions would share one mask."""
-    return "" if w["S"] == 1 else f"packs query heads where positions go; the workload has S = {w['S']}"
+    """Refuse several positions: packed query heads are rows of one product, so the positions would share a mask."""
+    return "" if w["S"] == 1 else f"packs query heads in place of positions; the workload has S = {w['S']}"
 
 
 BASELINES = tuple(TorchWay(op, {"attn": "sdpa"}.get(op, op), op) for op in OPS)

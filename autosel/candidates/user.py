@@ -3,9 +3,9 @@
     @autosel.candidate("rmsnorm", name="mine", dtypes=("bf16",))
     def fast_rmsnorm(x, weight, eps, offset): ...
 
-The function takes the op's arguments by position (autosel/ops/<op>.py lists them) and returns the result, or takes the
-outputs too and fills them. It runs in worker processes, which import its module by name: it has to
-be a top-level function of a file, and a script that defines one needs `if __name__ == "__main__":` around its work.
+The function takes the op's arguments by position (autosel/ops/<op>.py lists them) and returns the result, or also takes
+the outputs and fills them. It runs in worker processes, which import its module by name. So it must be a top-level
+function of a file, and a script that defines one needs `if __name__ == "__main__":` around its work.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _REGISTERED: dict[tuple[str, str], Candidate] = {}  # (op, name)
 
 
 class UserCandidate(Candidate):
-    """`user:<name>`: `target` is `module:function`, `path` the folder to import it from ("" where it is installed).
-    The function takes the op's arguments, or `operands` (`w.codes`, ...) in their place; of an op that became a format
-    (formats.FORMER_OPS) those that it had.
+    """`user:<name>`: `target` is `module:function`, `path` the folder to import it from ("" if it is installed).
 
-    `allows(w, fp)` may narrow what it runs: True or None to accept, False or a reason (text) to refuse.
+    The function takes the op's arguments, or `operands` (`w.codes`, ...) instead; for an op that became a format
+    (formats.FORMER_OPS), the arguments of that op. `allows(w, fp)` may restrict what it runs: True or None to accept,
+    False or a reason (text) to refuse.
     """
 
     backend: Backend = "USER"
@@ -103,7 +103,7 @@ def _answer(allows: Supports, w: Workload, fp: Fingerprint) -> Support:
         return said
     if isinstance(said, str):
         return Rejected(reason=said) if said else Accepted()
-    return Rejected(reason="its supports() said no") if said is not None and not said else Accepted()
+    return Rejected(reason="its supports() refused it") if said is not None and not said else Accepted()
 
 
 # --- the decorator ---------------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ def candidate(
     supports: Supports | None = None,
     deterministic: bool = True,
 ) -> Callable[[Function], Function]:
-    """Register the decorated function as a candidate for `op`; it is returned as it is.
+    """Register the decorated function as a candidate for `op`; the function is returned unchanged.
 
-    `name` (default: the function's) makes `user:<name>`; `formats` names those of weights that it reads: in any but
-    plain it gets a `Weight`; `supports(workload, fingerprint)` returns False, or a reason
-    as text, to refuse a workload; `deterministic=False` where the same inputs may give other bits. Raises UnknownName
-    or UsageError where the function stands.
+    `name` (default: the function's) makes `user:<name>`. `formats` names the formats of weights that it reads; in any
+    but plain it gets a `Weight`. `supports(workload, fingerprint)` returns False, or a reason as text, to refuse a
+    workload. `deterministic=False` means that the same inputs may give other bits. Raises UnknownName or UsageError at
+    the decoration.
     """
     contract = _op(op)
     known, read = _dtypes(dtypes), _formats(formats)
@@ -164,7 +164,7 @@ def register(candidate: Candidate) -> None:
 
 
 def registered(op: str) -> tuple[Candidate, ...]:
-    """In the order they were registered."""
+    """Return the candidates of an op in the order of registration."""
     return tuple(c for (name, _), c in _REGISTERED.items() if name == op)
 
 
@@ -183,7 +183,7 @@ def _op(name: str) -> Op:
 
 
 def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(dtypes, Iterable):  # a decoration may be read from source, where nothing has checked it
+    if not isinstance(dtypes, Iterable):  # a decorator read from source has not been checked
         raise UsageError(f"dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"some of {', '.join(DTYPES)}")
     found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     for dtype in found:
@@ -207,7 +207,7 @@ def _checked_name(name: str) -> str:
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str]:
-    """(module, folder to import it from or ""): how a worker will find this function."""
+    """Return module and import folder (or ""), by which a worker finds this function."""
     qualname = getattr(function, "__qualname__", None)
     if qualname is None or "<" in qualname:
         raise UsageError(
@@ -219,7 +219,7 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         raise UsageError(
-            f"{qualname} lies in no file (module {module})",
+            f"{qualname} is not in a file (module {module})",
             why="a candidate runs in a process of its own, which imports it by name",
             todo="move it from the prompt or notebook into a .py file and import that",
         )
@@ -230,14 +230,14 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _script(file: Path) -> tuple[str, str]:
-    """A script's functions are importable by its file name; of `python -m a.b`, by the module's."""
+    """Return a script's import name, which is its file's name, or the module's for `python -m a.b`."""
     spec = sys.modules["__main__"].__spec__
     if spec is not None and not spec.name.endswith("__main__"):
         return spec.name, _folder(file.parents[spec.name.count(".")])
     if not file.stem.isidentifier():
         raise UsageError(
             f"{file} cannot be imported by a worker",
-            why=f"{file.stem!r} is no module name",
+            why=f"{file.stem!r} is not a module name",
             todo="rename the file: letters, digits and _",
         )
     return file.stem, _folder(file.parent)
@@ -251,16 +251,16 @@ def _folder(root: Path) -> str:
 
 
 def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCandidate:
-    """The candidate `module:function` for `op`, found in `folder` (default: the current one) or on the path.
+    """Return the candidate `module:function` for `op`, found in `folder` (default: the current one) or on the path.
 
-    Nothing is imported: file, function, parameters and the settings its decorator states as constants are read from
-    the source. Raises UsageError, BadConfig, UnknownName.
+    Nothing is imported: file, function, parameters and the decorator's constant settings are read from the source.
+    Raises UsageError, BadConfig, UnknownName.
     """
     module, colon, name = target.partition(":")
     if not colon or not re.fullmatch(r"\w+(\.\w+)*", module) or module.endswith(".py") or not name.isidentifier():
         raise UsageError(
             f"--candidate {target}",
-            why="it is named module:function, as Python imports it",
+            why="module:function, as Python imports it, is expected",
             todo="for fast_rmsnorm in ./mykernels.py write mykernels:fast_rmsnorm",
         )
     here = str((folder or Path.cwd()).resolve())
@@ -285,7 +285,7 @@ def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCand
 
 
 def _in_source(file: Path, name: str) -> tuple[Parameters | None, dict[str, Any]]:
-    """A top-level function's parameters (None if only assigned there) and its decorator's constant settings."""
+    """Return a top-level function's parameters (None if it is only assigned) and its decorator's constant settings."""
     if file.suffix != ".py":
         return None, {}
     try:

@@ -6,8 +6,9 @@
     static void mine(TensorView x, TensorView weight, double eps, double offset, TensorView y) { ... }
     TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
 
-It takes the op's arguments, then its outputs (autosel/ops/<op>.py lists both). What lies in kernels/cpu/ and
-kernels/cuda/ can be included by name: tensor.h, simd.h, launch.cuh. AUTOSEL_BF16, _FP16 or _FP32 says the dtype.
+It takes the op's arguments, then its outputs (autosel/ops/<op>.py lists both). Headers of kernels/cpu/ and
+kernels/cuda/ can be included by name: tensor.h, simd.h, launch.cuh. AUTOSEL_BF16, _FP16 or _FP32 is defined for the
+dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _EXPORT = re.compile(r"^\s*(?:TVM_FFI_DLL_EXPORT_TYPED_FUNC|AUTOSEL_EXPORT)\(\s*
 
 
 class UserSource(Candidate):
-    """`user:<file>`: the kernel `entry` of a source file. The file is read anew at every build."""
+    """`user:<file>`: the kernel `entry` of a source file. Every build reads the file again."""
 
     backend: Backend = "USER"
 
@@ -62,12 +63,12 @@ def own_flags(file: Path, dtype: str) -> tuple[str, ...]:
 
 
 def is_source(target: str) -> bool:
-    """Does a --candidate name a C++ or CUDA file (`kernel.cpp`, `kernel.cu:entry`)?"""
+    """Return True if a --candidate names a C++ or CUDA file (`kernel.cpp`, `kernel.cu:entry`)."""
     return Path(target.partition(":")[0]).suffix in SUFFIXES
 
 
 def from_source(target: str, op: str) -> UserSource:
-    """The candidate `FILE` or `FILE:entry`. Raises BadConfig, UsageError."""
+    """Return the candidate `FILE` or `FILE:entry`. Raises BadConfig, UsageError."""
     path, _, entry = target.partition(":")
     file = Path(path).expanduser().resolve()
     text = read_named(file, MOST_BYTES).decode(errors="replace")
@@ -75,7 +76,7 @@ def from_source(target: str, op: str) -> UserSource:
     if not exported:
         raise UsageError(
             f"{path} exports no function",
-            why="a kernel is called through tvm-ffi, by the name it is exported under",
+            why="a kernel is called through tvm-ffi, by its exported name",
             todo=f"end it with TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, {op});",
         )
     if entry and entry not in exported:
@@ -87,7 +88,7 @@ def from_source(target: str, op: str) -> UserSource:
     return UserSource(op, file, entry or exported[0])
 
 
-# --- what the compiler said -------------------------------------------------------------------------------------------
+# --- the compiler's log -----------------------------------------------------------------------------------------------
 
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -95,10 +96,10 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources_in(log: str) -> str:
-    """Registers, spills and shared memory of the kernels that ptxas -v told of: the largest of each; "" if none."""
+    """Return the largest registers, spills and shared memory in the log of ptxas -v; "" if it has none."""
     registers = [int(n) for n in _USED.findall(log)]
     if not registers:
         return ""
     spilled = max((int(a) + int(b) for a, b in _SPILLED.findall(log)), default=0)
     shared = max((int(n) for n in _SHARED.findall(log)), default=0)
-    return f"{max(registers)} registers a thread, {spilled} bytes spilled, {shared} bytes of static shared memory"
+    return f"{max(registers)} registers per thread, {spilled} bytes spilled, {shared} bytes of static shared memory"

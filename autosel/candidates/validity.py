@@ -1,4 +1,4 @@
-"""Does a decision still hold: are its two arms the things that were measured? And what is an arm as it is now?"""
+"""Validity of decisions: are the two arms still those that were measured? Also an arm's current version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from autosel.values import Arm, Decision, NativeRecipe, PythonRecipe
 
 
 def staleness(decision: Decision) -> str:
-    """Why a decision no longer holds: one of its two arms is not the thing that was measured. Empty if both are.
+    """Return why a decision is no longer valid, because one of its arms has changed; "" if neither has.
 
-    Of one that was proven again after a change (`decision.stale`), the build that was: its source is another already.
+    For a decision that was proven again after a change (`decision.stale`), only the build counts: its source has
+    changed.
     """
     for arm in (decision.baseline, decision.arm):
         why = _stale(arm, any_source=bool(decision.stale))
@@ -27,23 +28,23 @@ def staleness(decision: Decision) -> str:
 def _stale(arm: Arm, *, any_source: bool) -> str:
     recipe = arm.recipe
     if isinstance(recipe, NativeRecipe):
-        if not re.fullmatch("[0-9a-f]{64}", arm.build):  # a path would lead out of the folder of artefacts
+        if not re.fullmatch("[0-9a-f]{64}", arm.build):  # a path would leave the folder of artefacts
             return f"{arm.candidate}'s build is not named by a digest"
         if arms.digest_of(arm.build, arm.knobs) != arm.digest:
-            return f"{arm.candidate}'s build and knobs are not those of its digest"
+            return f"{arm.candidate}'s build and knobs do not match its digest"
         return _edited(arm.build, "" if any_source else recipe.source, arm.candidate)
     try:
         now = _python_digest(recipe)
     except (AutoselError, OSError, AssertionError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     if arms.digest_of(now, arm.knobs) != arm.digest:
-        return f"{arm.candidate}'s code or its libraries (torch {_torch()}) are not those that were measured"
+        return f"{arm.candidate}'s code or its libraries (torch {_torch()}) have changed since they were measured"
     return ""
 
 
 @lru_cache(maxsize=1024)
 def _edited(build: str, source: str, candidate: str) -> str:
-    """Once a process: a serving process keeps what it loaded, whatever becomes of the files. No `source`: any."""
+    """Check a build once per process: a serving process keeps what it loaded. Without `source`, any is accepted."""
     artefact = find_artefact(build)
     if artefact is None:
         return f"the compiled {candidate} ({build[:12]}) is missing or damaged; run tune again"
@@ -53,7 +54,7 @@ def _edited(build: str, source: str, candidate: str) -> str:
         current = sources_digest(source)
     except AutoselError as error:
         return error.what
-    return "" if artefact.sources == current else f"{candidate}'s source was edited since"
+    return "" if artefact.sources == current else f"{candidate}'s source has been edited"
 
 
 @lru_cache(maxsize=1024)
@@ -68,14 +69,17 @@ def _torch() -> str:
 
 
 def forget() -> None:
-    """Look at files and libraries anew: for a process that outlives their change."""
+    """Forget files and libraries, for a process that outlives a change of them."""
     _edited.cache_clear()
     _python_digest.cache_clear()
 
 
 def as_now(arm: Arm) -> Arm:
-    """What would be loaded by this arm's recipe now: a build by its digest, as it was raced, whatever became of its
-    source; Python with the code and libraries that are there. Raises BuildError where nothing would."""
+    """Return the arm as its recipe would be loaded now.
+
+    A native arm is its build, by digest, whatever has happened to its source; a Python arm has its current code and
+    libraries. Raises BuildError if it cannot be loaded.
+    """
     if isinstance(arm.recipe, PythonRecipe):
         try:
             return replace(arm, digest=arms.digest_of(_python_digest(arm.recipe), arm.knobs))

@@ -1,8 +1,7 @@
-"""Where a step's time goes: each op's share, how close it comes to what the device allows, and what limits it.
+"""Where a step's time goes: each op's share, its part of the device's limit, and what limits it.
 
-floor     max(bytes / median read rate beside the run, FLOPs / arithmetic rate)      of all calls of one step
-roofline  floor / time
-limit     memory or compute, whichever floor is higher; overhead where neither explains a quarter of the time
+floor max(bytes / median read rate in the run, FLOPs / arithmetic rate) of all calls of one step roofline floor / time
+limit memory or compute, whichever floor is higher; overhead where neither explains a quarter of the time
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EXPLAINED = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One op of the step: all its calls together, microseconds. `share` is of the sum of all timed ops and the rest."""
+    """One op of the step: all its calls together, in microseconds. `share` is of all timed ops and the rest."""
 
     label: str
     calls: int
@@ -54,10 +53,12 @@ INSTEAD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """A fused op left out, or put in: what the whole step takes with another form of its half of each layer, over what
-    it takes with the one that was taken. Below 1 by less than noise only."""
+    """Effect of one form of half a layer: time of the whole step with it, over the time with the form that was taken.
 
-    op: str  # the fused op that this is about
+    A ratio below 1 occurs only within noise.
+    """
+
+    op: str  # the fused op in question
     taken: str  # the form that serves
     other: str
     step_over_taken: float
@@ -65,8 +66,11 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """`rest_us`: of the median step, what no op accounts for (our Python, norms inside fused ops, gaps); where ops by
-    themselves add up to more than the step, it is 0."""
+    """Times of a step's ops.
+
+    `rest_us` is the part of the median step that belongs to no op (autosel's Python, norms inside fused ops, gaps); it
+    is 0 if the ops timed alone add up to more than the step.
+    """
 
     model: str
     step_us: float
@@ -75,7 +79,7 @@ class Audit:
     read_bytes_per_s: float
     peak_flops: float
     untimed: tuple[str, ...]
-    untimed_because: str = ""  # where no op was timed
+    untimed_because: str = ""  # why no op was timed
     attribution: tuple[Attribution, ...] = ()
 
     @property
@@ -88,7 +92,7 @@ class Audit:
 
 
 def proof_of_use(made: Certificate) -> str:
-    """How many calls the timed steps made by the counters, and whether others than the named candidates took part."""
+    """Return how many calls the timed steps made, and if candidates other than the named ones served some."""
     counts = [(o.candidate, name, n) for o in made.per_op.values() for name, n in o.served.items()]
     total, others = sum(n for *_, n in counts), sum(n for named, name, n in counts if name != named)
     if not total:
@@ -98,7 +102,7 @@ def proof_of_use(made: Certificate) -> str:
 
 
 def audit(made: Certificate) -> Audit:
-    """From the certificate alone, slowest op first."""
+    """Compute the audit from the certificate, slowest op first."""
     step_us = made.latency_ms.med * 1e3
     timed = {label: o for label, o in made.per_op.items() if o.median_us}
     spent = sum(_time_us(o) for o in timed.values())
@@ -119,12 +123,12 @@ def audit(made: Certificate) -> Audit:
 
 def _untimed(made: Certificate) -> str:
     if made.mode.startswith("torch."):
-        return "no op was timed by itself: PyTorch takes the step"
+        return "no op was timed separately: PyTorch runs the step"
     return untimed(prealloc=made.options.get("prealloc") is not False, drafts=bool(made.options.get("speculate")))
 
 
 def attribution(made: Certificate) -> tuple[Attribution, ...]:
-    """Every form that was not taken."""
+    """Return an attribution for every form that was not taken."""
     taken = {w.half: w for w in made.ways if w.taken}
     return tuple(
         Attribution(
@@ -139,7 +143,7 @@ def attribution(made: Certificate) -> tuple[Attribution, ...]:
 
 
 def document(found: Audit) -> dict[str, Any]:
-    """The audit as JSON, with its shares worked out."""
+    """Return the audit as JSON, with computed shares."""
     return {**to_json(found), "rest_share": found.rest_share}
 
 
@@ -171,7 +175,7 @@ def _row(label: str, o: OpFigures, made: Certificate, whole_us: float) -> Row:
 
 
 def _limits(time_us: float, moved: int, flops: int, made: Certificate) -> tuple[float, Limit]:
-    """Fraction of the roofline, and which part of the device that is. Above 1.1 the bytes came from a cache."""
+    """Return the fraction of the roofline and its limit. Above 1.1 the bytes came from a cache."""
     memory = moved / made.read_median_bytes_per_s * 1e6 if made.read_median_bytes_per_s else 0.0
     compute = flops / made.peak_flops * 1e6 if made.peak_flops else 0.0
     fraction = max(memory, compute) / time_us

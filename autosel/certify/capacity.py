@@ -1,9 +1,9 @@
-"""What fits: weights, key-value bytes a token, the largest batch at each context, and the most memory could deliver.
+"""Capacity: weights, key-value bytes per token, and at each context the largest batch and a limit of its speed.
 
     ceiling  batch / max(bytes of a step / read rate, FLOPs of a step / arithmetic rate)        tokens per second
 
-where a step's bytes are the weights once, and each sequence's keys and values in reach; so that a user sees where the
-batch collapses before measuring it.
+A step's bytes are the weights once, and each sequence's keys and values in reach. A user sees where the batch collapses
+before measuring it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ SHORTEST = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """At one context. `batch` 0: not even one sequence fits."""
+    """The largest batch at one context; `batch` is 0 if not even one sequence fits."""
 
     context: int
-    kv_bytes: int  # one sequence's
+    kv_bytes: int  # of one sequence
     batch: int
-    need_bytes: int  # of that batch, or of one sequence where none fits
+    need_bytes: int  # of that batch; of one sequence if none fits
     ceiling_tokens_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """One model on one device. `memory_bytes`: what can be had now without driving anyone out."""
+    """Capacity of one device for one model. `memory_bytes` is free now, without other processes' memory."""
 
     model: str
     device: str
@@ -39,12 +39,12 @@ class Capacity:
     weights_bytes: int
     kv_bytes_per_token: int
     read_bytes_per_s: float | None
-    packs: bool  # its steps may read weights packed without loss, so more tokens than `at most`
+    packs: bool  # its steps may read lossless packed weights, so more tokens than the ceiling
     fits: tuple[Fit, ...]
 
 
 def contexts(longest: int) -> tuple[int, ...]:
-    """128, 256, ... and the model's own limit."""
+    """Return 128, 256, ... and the model's own limit."""
     found = []
     length = SHORTEST
     while length < longest:
@@ -54,7 +54,7 @@ def contexts(longest: int) -> tuple[int, ...]:
 
 
 def largest_batch(need: Callable[[int], int], memory_bytes: int) -> int:
-    """The largest batch whose need fits; 0 if none does. `need` never falls as the batch grows."""
+    """Return the largest batch whose need fits, 0 if none does. `need` must not fall as the batch grows."""
     if need(1) > memory_bytes:
         return 0
     low, high = 1, LARGEST["batch"]
@@ -76,8 +76,10 @@ def capacity(
     peak_flops: float,
     packs: bool = False,
 ) -> Capacity:
-    """`need` says what a plan takes (decode.weights.memory_need), `flops` what a step of it computes; a rate of None or
-    0 was not measured."""
+    """Return the capacity for a plan's model. A rate of None or 0 was not measured.
+
+    `need` returns the memory of a plan (decode.weights.memory_need), `flops` the FLOPs of one of its steps.
+    """
     shape = plan.shape
     fits = []
     for context in contexts(plan.model.max_context):

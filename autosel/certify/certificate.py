@@ -1,8 +1,8 @@
-"""The certificate: one decode run as a document whose every figure can be recomputed from the rest of it.
+"""The certificate: one decode run as a document whose derived figures can all be recomputed from the rest of it.
 
 A line of a JSONL file is the RFC 8785 spelling of a `Certificate`: one document, one sequence of bytes. `checksum` is
-the sha256 over that spelling of everything but itself and `signature`; `field_digests` holds eight hex digits for each
-field, so that a reader who finds the checksum broken can be told which field was touched.
+the sha256 over that spelling of everything except itself and `signature`. `field_digests` has eight hex digits for each
+field: if the checksum is wrong, they show which field was edited.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from autosel.values import Scalar, canonical_json, from_json, parse_json, to_jso
 
 FORMAT = "autosel.certificate"
 VERSION = 6
-# 3: tokens that differ were counted, not judged. Before 5: nothing tells which prompt was run. Before 6: nothing tells
-# what a model that is no preset is made of, nor what hardware `hw_id` stands for; a speculative run's speedup counts
-# steps instead of tokens; the host timed GPUs.
+# 3: tokens that differ were counted, not judged. Before 5: no digest of the prompt. Before 6: no description of a model
+# other than a preset, nor of the hardware behind `hw_id`; a speculative run's speedup counts steps instead of tokens;
+# the host timed GPUs.
 READ = (3, 4, 5, VERSION)
-# Fields that came later, and the version they came with.
+# Later fields, and the version that added them.
 SINCE = {"prompt": 5, **dict.fromkeys(("identity", "architecture", "timed_by", "host_ms", "baseline_host_ms"), 6)}
 SINCE["baseline_tokens_per_sec"] = 6
 MOST_BYTES = 2 << 20  # of a line
-MOST_STEPS = 20_000  # whose times fit into a line
+MOST_STEPS = 20_000  # the most whose times fit into a line
 UNSEALED = ("field_digests", "checksum", "signature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Of a step, milliseconds: the middle of the sorted times, and the time that 95 % of the steps do not exceed."""
+    """Step time in milliseconds: the median, and the time that 95 % of the steps do not exceed."""
 
     med: float
     p95: float
@@ -42,7 +42,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """Between two tokens of a sequence, milliseconds."""
+    """Time between two tokens of a sequence, milliseconds."""
 
     p50: float
     p90: float
@@ -51,7 +51,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """How many layers ran, and how many the model has."""
+    """Number of layers that ran, and of the model."""
 
     run: int
     of: int
@@ -59,7 +59,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """`seq`: tokens a timed step attends to, its own included. The capitals are those of the workloads."""
+    """Sizes of a run. `seq` is the tokens that a timed step attends to, its own included; capitals as in workloads."""
 
     batch: int
     seq: int
@@ -74,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Which prompt was run: digests (sha256) that whoever has it can compute again."""
+    """Digests (sha256) of the prompt, which an owner of the prompt can compute again."""
 
     tokens_sha256: str  # of the token ids that ran, a list a sequence, as JSON without spaces: `[[1,2],[3,4]]`
     file_sha256: str  # of the bytes of the file that was named; empty: the tokens were drawn from the seed
@@ -82,7 +82,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The parity an arm passed before it could serve."""
+    """The parity that an arm passed before it could serve."""
 
     cases: int
     worst: float
@@ -91,7 +91,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Who came second when this op was decided, and its time over the winner's."""
+    """The second fastest candidate when this op was decided, and its time over the winner's."""
 
     candidate: str
     ratio: float
@@ -99,30 +99,30 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFigures:
-    """One op of the step. `median_us`, `bytes` and `flops` are those of one of its `calls`; None: it was not timed.
+    """One op of the step. `median_us`, `bytes` and `flops` are for one of its `calls`; None if it was not timed.
 
-    `served`: candidate -> calls over the timed steps, counted by the callables themselves.
+    `served` maps candidates to calls in the timed steps, counted by the callables themselves.
     """
 
     op: str
-    workload: str  # its key
-    calls: int  # a step
+    workload: str  # workload key
+    calls: int  # per step
     median_us: float | None
     bytes: int | None
     flops: int | None
-    candidate: str  # that served when the run ended
-    baseline: str  # the candidate that must be beaten; empty: nothing is decided, so it runs
+    candidate: str  # the one that served when the run ended
+    baseline: str  # the candidate to beat; empty: nothing is decided, so it runs
     state: str  # promoted, kept, pinned, or baseline
     decision_id: int | None
     parity: Proof | None  # None: no proof of this arm is known here
     runner_up: RunnerUp | None
-    served: Mapping[str, int]  # proof of use; empty: a mode whose calls nobody counts one by one
-    reason: str = ""  # why the baseline serves, where no decision does; empty before version 6
+    served: Mapping[str, int]  # counted calls by candidate; empty: the mode does not count single calls
+    reason: str = ""  # why the baseline serves without a decision; empty before version 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What the whole step took with one half of each layer made in one form; see decode.run.Way."""
+    """Time of the whole step with one half of each layer in one form; see decode.run.Way."""
 
     half: str
     form: str
@@ -132,10 +132,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Every timed step, nanoseconds. Step i of both arms is the same step; `first[i]` 1: optimised first.
+    """Every timed step in nanoseconds. Step i of both arms is the same step; `first[i]` is 1 if the optimised one ran
+    first.
 
-    `optimised_host_ns`, `baseline_host_ns`: until the step's tokens were on the host; empty where `timed_by` is the
-    host. `kept`: tokens of a sequence that each optimised step gave; empty: one.
+    `optimised_host_ns` and `baseline_host_ns` end when the step's tokens are on the host; empty if `timed_by` is the
+    host. `kept` counts the tokens of a sequence from each optimised step; empty means one.
     """
 
     optimised_ns: tuple[int, ...]
@@ -148,20 +149,23 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Both arms from the same state: how many tokens agreed, and how far the logits were from the reference."""
+    """Comparison of both arms from the same state: tokens that agreed, and the logits' distance from the reference."""
 
     tokens_checked: int
     tokens_equal: int
-    max_logit_error: float  # or half of what a token that differs lies below the largest
+    max_logit_error: float  # or half of the distance of a differing token's logit below the largest
     logit_bound: float
-    # that differ, were judged, and may: the bound leaves open which is the larger; None: version 3, not judged
+    # tokens that differ but may, because the bound does not decide which is larger; None in version 3, which did not
+    # judge
     tokens_open: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paid:
-    """None: the energy could not be read (the notes say why), or no price was given. Energy is that of whole CPU
-    packages, or of the GPU's board, over the optimised steps, neighbours on them included."""
+    """Energy and price; None if the energy could not be read (the notes give the reason) or no price was given.
+
+    The energy is that of whole CPU packages or of the GPU's board over the optimised steps, neighbours included.
+    """
 
     price_per_hour: float | None
     energy_joules: float | None
@@ -169,7 +173,7 @@ class Paid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Paid):
-    """What the tokens cost."""
+    """Cost of the tokens."""
 
     tokens_per_watt_hour: float | None
     tokens_per_dollar: float | None
@@ -177,7 +181,7 @@ class Cost(Paid):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """Ed25519 over the checksum, by the key whose public half is the certificate's `signer`."""
+    """Ed25519 signature of the checksum, by the key whose public half is the certificate's `signer`."""
 
     algorithm: str
     value: str
@@ -185,8 +189,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one decode run states and measured: all that follows from nothing else. Times in milliseconds, rates in
-    bytes and FLOPs per second."""
+    """Measured and stated facts of one decode run, which follow from nothing else.
+
+    Times in milliseconds, rates in bytes and FLOPs per second.
+    """
 
     # which run
     format: str  # always `autosel.certificate`
@@ -200,59 +206,60 @@ class Measured:
     hw_id: str  # digest of the hardware's identity: decisions are looked up under it
     env_id: str  # digest of the software's
     environment: Mapping[str, Any]  # versions of Python, torch, compiler, driver, libraries
-    identity: Mapping[str, Any] | None = None  # of the hardware: what `hw_id` is the digest of; None: before version 6
+    identity: Mapping[str, Any] | None = None  # the hardware's identity, whose digest is `hw_id`; None before version 6
     contended: bool  # other work ran, or it was slowed, when the device's rates were measured
-    model: str  # with the layers in its name where not all of them ran
-    layers: Layers  # how many ran, and of how many
+    model: str  # includes the layers in its name if not all ran
+    layers: Layers  # how many ran, and how many there are
     architecture: Mapping[str, Any] | None = None  # of the whole model (see ModelShape); None: before version 6
     dtype: str  # of weights, activations and cache
     weights: str  # `random`, or the checkpoint's folder
     shape: Shape  # batch, context, prompt, and the model's dimensions
-    mode: str  # what decisions were looked up under: execution, threads, numeric flags
-    options: Mapping[str, Scalar]  # how the run was asked for
-    prompt: Prompt | None = None  # digests of its tokens and its file; None: none was run, or it is before version 5
+    mode: str  # the key of decisions: execution, threads, numeric flags
+    options: Mapping[str, Scalar]  # options of the run
+    prompt: Prompt | None = None  # digests of its tokens and file; None: no prompt ran, or before version 5
     # how it was timed
     warmup: int  # untimed steps before the timed ones
-    timed_by: str = "host"  # or `CUDA events`: from ahead of a step's first kernel to the choice of its tokens
+    timed_by: str = "host"  # or `CUDA events`: from before a step's first kernel until its tokens are chosen
     samples: Samples  # every timed step: all times below follow from them
     ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
     baseline_ttft_ms: float | None  # the baseline's
     cost: Paid
     slo: tuple[Asked, ...]
     # against the limits of the device
-    bytes_per_step: int  # that must cross the memory bus: weights and keys and values in reach, once
-    flops_per_step: int  # a multiply-add counts two
+    bytes_per_step: int  # bytes that must cross the memory bus: weights, and keys and values in reach, once
+    flops_per_step: int  # a multiply-add counts as two
     read_bytes_per_s: float  # the best window of all probes: the ceiling
-    read_probes: tuple[float, ...]  # what memory gave just before each pair of steps
+    read_probes: tuple[float, ...]  # read rate of memory just before each pair of steps
     peak_flops: float  # measured arithmetic rate of the dtype, all cores; 0: not measured
-    cache_bytes: int  # last-level cache: what may be read without memory
+    cache_bytes: int  # last-level cache: bytes that a step may read without memory
     weights_bytes: int  # of all weights that ran
     kv_cache_bytes: int  # allocated
-    peak_memory_bytes: int  # of the process so far (of a suite: since the run began), or of the GPU
-    python_overhead: float | None  # share of a step; None: not told apart
+    peak_memory_bytes: int  # of the process so far (in a suite: since the run began), or of the GPU
+    python_overhead: float | None  # share of a step; None: not measured separately
     # with which decisions
     autosel: Mapping[str, str]  # op -> backend
     knobs: Mapping[str, Mapping[str, Scalar]]  # op -> the settings of the kernel that served it
-    per_op: Mapping[str, OpFigures]  # op -> what served it, how often, how long, proven how
-    ways: tuple[Way, ...]  # leave one out: each half of a layer in each form, and the whole step with it
+    per_op: Mapping[str, OpFigures]  # op -> what served it, how often, its time and proof
+    ways: tuple[Way, ...]  # each half of a layer in each form, and the time of the whole step with it
     # how right
     verification: Verification  # tokens and logits of both arms, from the same states
-    quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: none was given
-    notes: tuple[str, ...]  # what a reader should know
+    quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: no text was given
+    notes: tuple[str, ...]  # notes for the reader
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a class can have those of one base alone
+@dataclass(frozen=True, kw_only=True)  # without slots: a class can inherit slots from only one base
 class Derived:
-    """What follows from what was measured: `derive` computes it. Times in milliseconds, rates in tokens and bytes per
-    second."""
+    """Figures that `derive` computes from the measured ones. Times in milliseconds, rates in tokens and bytes per
+    second.
+    """
 
-    # how fast: what follows from the samples
+    # how fast: computed from the samples
     iters: int  # timed steps of each arm
     latency_ms: Latency  # of an optimised step
     latency_interval_ms: Interval  # 95 % interval of its median
     baseline_ms: float  # median step of eager PyTorch with SDPA, interleaved in the same run
-    baseline_p95_ms: float  # what 95 % of its steps do not exceed
-    host_ms: float | None = None  # median until an optimised step's tokens are on the host; None: latency_ms is that
+    baseline_p95_ms: float  # the time that 95 % of its steps do not exceed
+    host_ms: float | None = None  # median until an optimised step's tokens are on the host; None: equals latency_ms
     baseline_host_ms: float | None = None  # the baseline's
     speedup: float  # tokens_per_sec / baseline_tokens_per_sec
     speedup_interval: Interval  # 95 % interval
@@ -262,35 +269,35 @@ class Derived:
     sustained_tokens_per_sec: float  # all tokens over the sum of all steps
     tokens_per_step: float  # of a sequence; above 1 only with speculation
     itl_ms: Gaps  # between two tokens of a sequence
-    cost: Cost  # of tokens, where power or a price is known
-    slo: tuple[Judged, ...]  # objectives asked for, what was measured, and whether it is met
+    cost: Cost  # of tokens, if power or a price is known
+    slo: tuple[Judged, ...]  # requested objectives, the measured values, and if they are met
     # what else follows
     bytes_per_token: float  # bytes_per_step over the tokens of a step
     read_median_bytes_per_s: float  # median of read_probes
-    roofline: float  # the share of a step that reading its bytes at the rate just before it takes
+    roofline: float  # share of a step that reading its bytes takes at the rate just before it
     decision_ids: tuple[int, ...]  # of the ledger, all that served
-    verification_ok: bool  # logits and tokens within their bound, and every arm but the baseline proven
+    verification_ok: bool  # logits and tokens are within their bound, and every arm except the baseline is proven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate(Derived, Measured):
-    """One decode run: what was measured, what follows from it, and the seal.
+    """One decode run: measured fields, derived fields, and the seal.
 
-    The comment after each field documents it: docs/decode.md is made of these.
+    The comments after the fields are their documentation: docs/decode.md is generated from them.
     """
 
     # which line of its file
     sequence: int  # its line in the file, from 1
-    previous: str  # the checksum of the line before; empty on the first
-    # how to tell that nobody touched it
+    previous: str  # the checksum of the previous line; empty on the first
+    # the seal, which reveals edits
     signer: str  # public key (hex); empty: unsigned
-    field_digests: Mapping[str, str]  # eight hex digits a field: which one was touched
-    checksum: str  # sha256 of the RFC 8785 bytes of all but itself and the signature
+    field_digests: Mapping[str, str]  # eight hex digits a field: they show which one was edited
+    checksum: str  # sha256 of the RFC 8785 bytes of everything except itself and the signature
     signature: Signature | None  # Ed25519 over the checksum; None: unsigned
 
     @staticmethod
     def of(measured: Measured, derived: Derived) -> Certificate:
-        """The first line of a file, not sealed yet."""
+        """Return an unsealed certificate for the first line of a file."""
         fields = values(measured) | values(derived)
         return Certificate(
             **fields, sequence=1, previous="", signer="", field_digests={}, checksum="", signature=None
@@ -298,7 +305,7 @@ class Certificate(Derived, Measured):
 
 
 def values(made: Measured | Derived) -> dict[str, Any]:
-    """Return its fields as they are."""
+    """Return all fields by name."""
     return {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
 
 
@@ -306,12 +313,12 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Certificate))
 
 
 def model_name(name: str, layers: Layers) -> str:
-    """`llama-8b`, or `llama-8b[4/32 layers]`: a part is never spelt like the whole."""
+    """Return `llama-8b`, or `llama-8b[4/32 layers]`: a part never has the name of the whole."""
     return name if layers.run == layers.of else f"{name}[{layers.run}/{layers.of} layers]"
 
 
 def another_prompt(one: Prompt | None, other: Prompt | None) -> bool:
-    """Did they run different tokens, as far as both tell?"""
+    """Return True if both have digests, and the digests show different tokens."""
     return one is not None and other is not None and one.tokens_sha256 != other.tokens_sha256
 
 
@@ -319,14 +326,14 @@ def another_prompt(one: Prompt | None, other: Prompt | None) -> bool:
 
 
 def seal(made: Certificate) -> Certificate:
-    """With its field digests and checksum, whatever stood there before; the signature is gone."""
+    """Return the certificate with new field digests and checksum, without signature."""
     digests = field_digests(to_json(made))
     bare = dataclasses.replace(made, field_digests=digests, checksum="", signature=None)
     return dataclasses.replace(bare, checksum=checksum(to_json(bare)))
 
 
 def field_digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Eight hex digits for each field: they point at an edit; the checksum is what proves that there was none."""
+    """Return eight hex digits for each field. They locate an edit; the checksum proves that there was none."""
     return {name: _short(value) for name, value in document.items() if name not in UNSEALED}
 
 
@@ -335,13 +342,13 @@ def _short(value: Any) -> str:
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """sha256 (hex) over the RFC 8785 bytes of everything but the checksum and the signature."""
+    """Return the sha256 (hex) of the RFC 8785 bytes of everything except the checksum and the signature."""
     rest = {name: value for name, value in document.items() if name not in ("checksum", "signature")}
     return sha256(canonical_json(rest)).hexdigest()
 
 
 def encode(made: Certificate) -> bytes:
-    """Its line, without the newline."""
+    """Return the certificate's line, without the newline."""
     return canonical_json(made)
 
 
@@ -349,12 +356,14 @@ def encode(made: Certificate) -> bytes:
 
 
 def decode(line: bytes) -> Certificate:
-    """The certificate on a line, bytes and seal checked, its figures not yet. Raises ValueError saying which field."""
+    """Return the certificate on a line; bytes and seal are checked, figures are not. Raises ValueError that names the
+    field.
+    """
     if len(line) > MOST_BYTES:
         raise ValueError(f"longer than {MOST_BYTES} bytes")
     document = parse_json(line, what="the line")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f'no certificate: its "format" is not "{FORMAT}"')
+        raise ValueError(f'not a certificate: its "format" is not "{FORMAT}"')
     if document.get("version") not in READ:
         raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {READ[0]} to {READ[-1]}")
     _refuse_broken_seal(document)
@@ -368,11 +377,11 @@ def decode(line: bytes) -> Certificate:
 
 
 def _refuse_broken_seal(document: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the field that does not match its digest."""
+    """Raise ValueError that names the field that does not match its digest."""
     try:
         found, digests = checksum(document), field_digests(document)
-    except (TypeError, ValueError, RecursionError) as error:  # integers past 2^53, lone surrogates
-        raise ValueError(f"no RFC 8785 document: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:  # integers above 2^53, lone surrogates
+        raise ValueError(f"not an RFC 8785 document: {error}") from error
     if document.get("checksum") == found:
         return
     stated = document.get("field_digests")

@@ -1,4 +1,4 @@
-"""The command of a run: spell a plan as one, and an earlier version's as one of today."""
+"""The command of a run: write a plan as a command, and translate commands of earlier versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EARLIER = ("--no-persistent", "--no-packed", "--graph", "--no-graph")
 
 
 def command(name: str, plan: Plan) -> str:
-    """Return the command of a run whose stream goes on, of the model of this name."""
+    """Return the command of a run with an advancing stream, for the model of this name."""
     s = plan.sampling
     words: list[object] = ["--model", name, "--dtype", plan.dtype, "--seq", plan.seq, "--iters", plan.iters]
     words += ["--warmup", 0, "--advance"]
@@ -36,8 +36,8 @@ def command(name: str, plan: Plan) -> str:
 def translated(words: Sequence[str], ran: str) -> list[str]:
     """Return the words of a command with today's options for the form of the step.
 
-    Without --persistent a GPU replayed a graph where it could, and without --graph it could take the step whole: `ran`,
-    the first word of the certificate's mode, says what it did.
+    Earlier, without --persistent a GPU replayed a graph where it could, and without --graph it could run the whole
+    step: `ran`, the first word of the certificate's mode, is what it did.
     """
     given = {word for word in words if word in (*EARLIER, "--persistent")}
     found = [word for word in words if word not in EARLIER]
@@ -48,7 +48,7 @@ def translated(words: Sequence[str], ran: str) -> list[str]:
 
 def _step(given: set[str], ran: str, *, on_gpu: bool) -> str:
     if "--persistent" in given:
-        return ""  # as it is spelt today
+        return ""  # the same option today
     if "--graph" in given:
         return "graph"
     if "--no-persistent" in given:

@@ -1,4 +1,4 @@
-"""Speedups against an earlier report: a suite's, a run's, or a certificate file. Like is compared with like."""
+"""Speedups against an earlier report: a suite's, a run's, or a certificate file. Only equal workloads are compared."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from autosel.files import read_named
 from autosel.values import canonical_json, parse_json, to_json
 
 MOST_BYTES = 64 << 20
-SLOWEST, FASTEST = 1e-9, 1e15  # tokens a second: beyond them no ratio means anything
+SLOWEST, FASTEST = 1e-9, 1e15  # tokens per second; outside these limits no ratio is meaningful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Tokens per second of one thing that was run; `what` tells whether another ran the same, `prompt` (where it is
-    known) whether on the same tokens."""
+    """Tokens per second of one run.
+
+    Two figures are comparable if `what` is equal; `prompt`, if known, tells if they had the same tokens.
+    """
 
     what: str
     tokens_per_s: float
     device: str
     env_id: str
     prompt: Prompt | None = None
-    samples: Sequence[float] = ()  # of what the figure is the median: tokens per second of each step, or of each trial
+    samples: Sequence[float] = ()  # tokens per second of each step or trial; the figure is their median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`speedup` above 1: faster than before. `note` says what else changed; `interval` is None where one of the two has
-    fewer than eight steps, or trials."""
+    """Change between two reports; `speedup` above 1 is faster than before.
+
+    `note` says what else changed. `interval` is None if either has fewer than eight steps or trials.
+    """
 
     what: str
     before: float
@@ -77,11 +81,11 @@ def of_suite(found: Suite) -> list[Figure]:
     ]
 
 
-FASTER = ("seed", "mode", "cache", "page", "prealloc", "saved_bytes")  # options that make it no other workload
+FASTER = ("seed", "mode", "cache", "page", "prealloc", "saved_bytes")  # options that do not make another workload
 
 
 def name(made: Certificate) -> str:
-    """Everything that makes it another workload, and nothing that is only faster or slower."""
+    """Return the text that identifies a workload: everything except what only changes its speed."""
     asked = {k: v for k, v in made.options.items() if k not in FASTER}
     plain = {"advance": False, "speculate": 0, "small_batch": False, "temperature": 0, "prompt": "random"}
     sampled = asked.get("temperature", 0) != 0
@@ -91,15 +95,13 @@ def name(made: Certificate) -> str:
 
 
 def read(path: Path) -> list[Figure]:
-    """The figures of an earlier report. Raises BadConfig, or BadCertificate for a file that was touched."""
+    """Return the figures of an earlier report. Raises BadConfig; BadCertificate for an edited certificate."""
     found = _figures(path)
     if not found:
-        raise BadConfig(f"{path} holds no run to compare with")
+        raise BadConfig(f"{path} contains no run to compare with")
     for one in found:
         if not SLOWEST <= one.tokens_per_s <= FASTEST:
-            raise BadConfig(
-                f"{path} is not to be believed", why=f"{one.what[:200]}: {one.tokens_per_s:g} tokens a second"
-            )
+            raise BadConfig(f"{path} cannot be trusted", why=f"{one.what[:200]}: {one.tokens_per_s:g} tokens a second")
     return found
 
 
@@ -114,35 +116,35 @@ def _figures(path: Path) -> list[Figure]:
     if data.get("format") == report.FORMAT:
         held = data.get("certificates")
         if not isinstance(held, list):
-            raise BadConfig(f"{path} is no report", why=f"certificates is {held!r:.60}: a list is expected")
+            raise BadConfig(f"{path} is not a report", why=f"certificates is {held!r:.60}: a list is expected")
         return of_certificates(_certificate(path, one) for one in held)
-    alone = data if "format" in data else data.get("certificate")  # `run --json` says more beside it
+    alone = data if "format" in data else data.get("certificate")  # `run --json` has other fields too
     if isinstance(alone, dict) and alone.get("format") == CERTIFICATE:
         return of_certificates([_certificate(path, alone)])
     raise BadConfig(
-        f"{path} is no report", why="a folder or file that run wrote is expected: --report, --json, --certify"
+        f"{path} is not a report", why="a folder or file that run wrote is expected: --report, --json, --certify"
     )
 
 
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name too long: whoever reads it says so
+    except OSError:  # a name that is too long; reading it fails with a message
         return False
 
 
 def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:
-    """What ran in both; the latest of several. Raises BadConfig where nothing did."""
+    """Return the changes of what ran in both; the latest run counts. Raises BadConfig if they have no run in common."""
     earlier = {one.what: one for one in before}
     changes = [_change(one, earlier[one.what]) for one in now if one.what in earlier]
     if not changes:
         ran = ", ".join(dict.fromkeys(one.what for one in before)) or "nothing"
-        raise BadConfig("nothing to compare: the earlier report holds another run", why=f"it holds {ran[:300]}")
+        raise BadConfig("nothing to compare: the earlier report has other runs", why=f"it has {ran[:300]}")
     return changes
 
 
 def against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> list[Change]:
-    """Compare with an earlier report, where there is one. Raises BadConfig."""
+    """Compare with an earlier report if there is one. Raises BadConfig."""
     return compare(now(), before) if before else []
 
 
@@ -170,7 +172,7 @@ def _change(now: Figure, before: Figure) -> Change:
 
 
 def _interval(now: Figure, before: Figure) -> Interval | None:
-    """Of the ratio; samples may be of another unit than the figure, equally so in both."""
+    """Return the interval of the ratio. Samples may have another unit than the figure, the same in both."""
     found = ratio_interval(now.samples, before.samples)
     if found is None:
         return None
@@ -183,9 +185,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         data = parse_json(content, what=path.name)
     except ValueError as error:
-        raise BadConfig(f"{path} is no report", why=str(error)) from error
+        raise BadConfig(f"{path} is not a report", why=str(error)) from error
     if not isinstance(data, dict):
-        raise BadConfig(f"{path} is no report", why="an object is expected")
+        raise BadConfig(f"{path} is not a report", why="an object is expected")
     return data
 
 
@@ -193,4 +195,4 @@ def _certificate(path: Path, document: Any) -> Certificate:
     try:
         return decode(canonical_json(document))
     except (ValueError, TypeError) as error:
-        raise BadConfig(f"{path} holds a certificate that is not to be believed", why=str(error)) from error
+        raise BadConfig(f"{path} has a certificate that cannot be trusted", why=str(error)) from error

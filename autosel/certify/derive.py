@@ -1,5 +1,6 @@
-"""The figures of a certificate that follow from its other fields: computed once when it is issued, again when it is
-verified. Whoever reads the document can redo the sums.
+"""Figures of a certificate that follow from its other fields: computed when it is issued, and again by `verify`.
+
+Every reader of the document can repeat the sums.
 
     tokens_per_sec  1000 * batch * tokens_per_step / latency_ms.med; the baseline gives one token a step
     speedup         tokens_per_sec / baseline_tokens_per_sec
@@ -17,11 +18,11 @@ from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval, median, med
 from autosel.formats import PLAIN, find_weight_format
 
 NS_PER_MS = 1e6
-LENIENT = 2  # of a single step: memory may have been so much faster than the best window beside the run
+LENIENT = 2  # for a single step: memory may have been twice as fast as the best window during the run
 
 
 def derive(made: Measured) -> Derived:
-    """Compute every figure that follows from what was measured."""
+    """Compute every figure that follows from the measured ones."""
     s, per_step = made.samples, tokens_per_step(made)
     optimised, baseline = s.optimised_ns, s.baseline_ns
     med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
@@ -54,12 +55,12 @@ def derive(made: Measured) -> Derived:
 
 
 def counts_tokens(made: Measured) -> bool:
-    """Does its speedup count tokens? Before version 6 a speculative run's counted steps."""
+    """Return True if the speedup counts tokens. Before version 6, a speculative run's counted steps."""
     return made.version >= 6
 
 
 def tokens_per_step(made: Measured) -> float:
-    """Of a sequence; before version 6 a certificate states it alone."""
+    """Return the tokens per step of a sequence. Before version 6 only the certificate itself states them."""
     kept = made.samples.kept
     if kept or counts_tokens(made):
         return sum(kept) / len(kept) if kept else 1.0
@@ -68,25 +69,27 @@ def tokens_per_step(made: Measured) -> float:
 
 
 def speedup(made: Certificate) -> float:
-    """Tokens per second over the baseline's, whatever the version's own speedup counts."""
+    """Return tokens per second over the baseline's, also for versions whose stated speedup counts steps."""
     return made.speedup if counts_tokens(made) else made.speedup * made.tokens_per_step
 
 
 def claimed_interval(made: Certificate) -> Interval | None:
-    """Return the interval of the speedup; None of fewer than eight pairs of steps, whose range covers nothing."""
+    """Return the interval of the speedup; None for fewer than eight pairs of steps, whose range covers nothing."""
     return made.speedup_interval if made.iters >= FEWEST_TO_RESAMPLE else None
 
 
 def headline_roofline(made: Certificate) -> float:
-    """Return the share of a step that reading its bytes takes at the best rate that this run measured; 0 if none was.
-    The stored `roofline` takes the rate just before each step, which a neighbour may have slowed."""
+    """Return the share of a step that reading its bytes takes at this run's best rate; 0 if no rate was measured.
+
+    The stored `roofline` uses the rate just before each step, which a neighbour may have slowed.
+    """
     if not made.read_bytes_per_s:
         return 0.0
     return made.bytes_per_step / made.read_bytes_per_s / (made.latency_ms.med / 1e3)
 
 
 def physics(made: Certificate) -> dict[str, Physics]:
-    """Both arms against the memory of this very run."""
+    """Return both arms' need of memory rate against the rate measured in the same run."""
     prompts = {"the prompt": made.ttft_ms, "the baseline's prompt": made.baseline_ttft_ms}
     return {
         "the optimised step": _weigh(made, made.latency_ms.med, made.bytes_per_step),
@@ -94,7 +97,7 @@ def physics(made: Certificate) -> dict[str, Physics]:
             made, LENIENT * min(made.samples.optimised_ns) / NS_PER_MS, made.bytes_per_step
         ),
         "the baseline's step": _weigh(made, made.baseline_ms, made.bytes_per_step + saved(made)),
-        # Each weight once, an embedding that is no output head left out.
+        # Each weight once, except an embedding that is not the output head.
         **{
             name: _weigh(made, ms, made.weights_bytes - embedding_bytes(made))
             for name, ms in prompts.items()
@@ -104,8 +107,11 @@ def physics(made: Certificate) -> dict[str, Physics]:
 
 
 def rooflines(made: Measured, bytes_per_step: int | None = None) -> list[float]:
-    """Of each step, the share that reading its bytes, or so many, takes at the rate that memory gave just before it.
-    Above 1 only where a cache helps, or where the machine got faster within the pair."""
+    """Return for each step the share that reading its bytes takes at the memory's rate just before it.
+
+    `bytes_per_step` replaces the stated bytes. A share exceeds 1 only if a cache helps, or if the machine became faster
+    within the pair.
+    """
     steps, rates = made.samples.optimised_ns, made.read_probes
     paired = rates if len(rates) == len(steps) else (median(rates),) * len(steps)
     moved = bytes_per_step or made.bytes_per_step
@@ -113,8 +119,11 @@ def rooflines(made: Measured, bytes_per_step: int | None = None) -> list[float]:
 
 
 def verified(made: Measured) -> bool:
-    """Was every token compared, were the logits within their bound wherever they were judged, does no token differ that
-    the bound decides, and is every arm proven that is not the baseline?"""
+    """Return True if the run is verified.
+
+    Every token was compared, judged logits are within their bound, no token differs that the bound decides, and every
+    arm except the baseline has a proof.
+    """
     v = made.verification
     compared = v.tokens_checked == made_tokens(made) or made.version < 4
     right = v.max_logit_error <= v.logit_bound and not wrong_tokens(made)
@@ -122,12 +131,12 @@ def verified(made: Measured) -> bool:
 
 
 def made_tokens(made: Measured) -> int:
-    """How many tokens the timed steps gave."""
+    """Return the number of tokens that the timed steps gave."""
     return round(len(made.samples.optimised_ns) * tokens_per_step(made) * made.shape.batch)
 
 
 def wrong_tokens(made: Measured) -> int:
-    """How many tokens are neither the baseline's nor left open by the bound; 0 of a version that did not judge them."""
+    """Count the tokens that differ from the baseline's although the bound decides them; 0 before version 4."""
     v = made.verification
     if made.version < 4:
         return 0
@@ -135,37 +144,41 @@ def wrong_tokens(made: Measured) -> int:
 
 
 def proven(made: Measured) -> bool:
-    """Has every arm that is not the baseline a proof of parity that is known here?"""
+    """Return True if every arm except the baseline has a known proof of parity."""
     return all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
 
 
 def lossy(dtype: str, weight: str = PLAIN, weights: str = "random") -> str:
-    """Name what loses something that a text could show, or return "": arithmetic in fewer than 16 bits, and weights
-    rounded to a format. Random weights have no text to lose."""
+    """Name what loses quality that a text could show, or return "".
+
+    Lossy are arithmetic in fewer than 16 bits, and weights rounded to a format. Random weights have no text to lose.
+    """
     if dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4")):
         return dtype
     return weight if weights != "random" and not find_weight_format(weight).exact else ""
 
 
 def saved(made: Measured) -> int:
-    """What the optimised step reads less than the baseline's, for its weights are packed (decode.packed)."""
+    """Return how many bytes less than the baseline the optimised step reads, because its weights are packed
+    (decode.packed).
+    """
     stated = made.options.get("saved_bytes", 0)
     return stated if isinstance(stated, int) else -1
 
 
 def embedding_bytes(made: Measured) -> int:
-    """Of the rows of the input embedding, which a prompt reads only in part."""
+    """Return the bytes of the input embedding's rows, of which a prompt reads only a part."""
     return find_weight_format(weight_format(made)).nbytes(made.dtype, made.shape.V, made.shape.d)
 
 
 def arithmetic(made: Measured) -> str:
-    """Name the dtype, with the format of the weights where they have one: `bf16`, `bf16 with int8-row weights`."""
+    """Name the dtype, with the format of the weights if they have one: `bf16`, `bf16 with int8-row weights`."""
     weight = weight_format(made)
     return made.dtype if weight == PLAIN else f"{made.dtype} with {weight} weights"
 
 
 def weight_format(made: Measured) -> str:
-    """Return the name of the format of the weights' matrices; plain where the certificate does not say."""
+    """Return the name of the format of the weights' matrices; plain if the certificate does not state one."""
     return str((made.architecture or {}).get("weight", PLAIN))
 
 
@@ -179,7 +192,7 @@ def _weigh(made: Measured, step_ms: float, moved: int) -> Physics:
 
 
 def _gaps(made: Measured) -> Gaps:
-    """A sequence waits a whole step for its next token, unless the batch is one stream's tokens in flight."""
+    """Return the gaps between tokens. A sequence waits a whole step, unless the batch is one stream."""
     per_step = tokens_per_step(made) * (made.shape.batch if made.options.get("small_batch") else 1)
     steps = [ns / NS_PER_MS / per_step for ns in made.samples.optimised_ns]
     return Gaps(p50=median(steps), p90=quantile(steps, 0.9), p99=quantile(steps, 0.99))

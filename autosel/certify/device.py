@@ -1,8 +1,8 @@
-"""What the identity of a certificate's device says of its figures: what follows, and what no such device reaches.
+"""Check a certificate's figures against its device's identity and the limits of its class.
 
-Whoever rewrites a certificate can also rewrite the read rate that its steps are held against. So the read rate, the
-arithmetic and the cache are held against limits of the device class. They are generous: above what any device of the
-class does, below what a figure multiplied by ten needs.
+A person who rewrites a certificate can also rewrite the read rate that limits its steps. So read rate, arithmetic and
+cache are compared with limits of the device class. The limits are generous: above every device of the class, but below
+a figure multiplied by ten.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from autosel.values import DeviceKind, digest
 
 Identity = Mapping[str, Any]
 
-# Of one logical CPU. Reads: single cores of today's fastest CPUs are measured at 0.1 TB/s. Arithmetic: FLOP a clock of
-# the widest unit (AMX bf16 2048, two AVX-512 bf16 dot products 256, two AVX2 FMAs 32) at 8 GHz.
+# Limits of one logical CPU. Reads: single cores of today's fastest CPUs are measured at 0.1 TB/s. Arithmetic: FLOP per
+# clock of the widest unit (AMX bf16 2048, two AVX-512 bf16 dot products 256, two AVX2 FMAs 32) at 8 GHz.
 CPU_READ_BYTES_PER_S = 2e11
 CPU_FLOPS = {"amx": 1.6e13, "avx512bf16": 2e12, "avx512": 2e12, "avx2": 2.6e11, "portable": 2e12}
-# Of a whole machine, and of a GPU whose datasheet is not among the known devices (B200: 8 TB/s, 2.25 PFLOP/s, 126 MB).
+# Limits of a whole machine, and of a GPU without a known datasheet (B200: 8 TB/s, 2.25 PFLOP/s, 126 MB).
 MOST_READ_BYTES_PER_S: Mapping[DeviceKind, float] = {"cpu": 4e12, "cuda": 3e13}
 MOST_FLOPS: Mapping[DeviceKind, float] = {"cpu": 5e14, "cuda": 1e16}
 MOST_CACHE_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 << 30, "cuda": 1 << 30}
-# A probe's own error; boost clocks, and twice the rate of GeForce parts that sum in fp16.
+# Factors over a datasheet: a probe's error; boost clocks, and twice the rate of GeForce parts that sum in fp16.
 OVER_READ, OVER_FLOPS = 1.1, 2.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """What no device of this class exceeds."""
+    """Limits that no device of this class exceeds."""
 
     read_bytes_per_s: float
     flops: float
@@ -40,14 +40,14 @@ class Ceiling:
 
 
 def instruction_set(identity: Identity) -> str:
-    """Return `sm_90` of a GPU, `avx512bf16` of a CPU."""
+    """Return `sm_90` for a GPU, `avx512bf16` for a CPU."""
     if identity["kind"] == "cpu":
         return best_isa(identity["isa"])
     return "sm_" + str(identity["cc"]).replace(".", "")
 
 
 def cache_bytes(identity: Identity) -> int:
-    """Return the bytes of the last cache level, all of it that the usable cores or SMs reach."""
+    """Return the bytes of all last-level caches that the usable cores or SMs reach."""
     if identity["kind"] == "cpu":
         return _count(identity, "l3_bytes") * _count(identity, "l3_domains")
     return _count(identity, "l2_bytes")
@@ -83,7 +83,7 @@ def _datasheet(name: str) -> tuple[float, float] | None:
 
 
 def trouble(made: Certificate) -> str:
-    """Return the first field that does not follow from the device's identity, and why; empty where all do."""
+    """Return the first field that does not follow from the device's identity, and why; "" if all do."""
     try:
         return _other_device(made) or _beyond(made)
     except (KeyError, TypeError, ValueError, OverflowError) as error:

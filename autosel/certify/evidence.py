@@ -1,4 +1,4 @@
-"""What the ledger knows of the decisions that served a run: knobs, the parity they rest on, who came second."""
+"""What the ledger knows about the decisions that served a run: knobs, their proof, and the second fastest candidate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grounds:
-    """Of one decision."""
+    """The grounds of one decision."""
 
     knobs: Mapping[str, Scalar]
     baseline: str
@@ -26,7 +26,9 @@ class Grounds:
 
 
 def gather(ledger: Ledger, decision_ids: Iterable[int | None]) -> dict[int, Grounds]:
-    """Decision -> what it rests on. One that this ledger has never seen (another wrote the snapshot) is left out."""
+    """Return the grounds by decision. Decisions that this ledger does not have (another wrote the snapshot) are left
+    out.
+    """
     found = {}
     for number in {n for n in decision_ids if n is not None}:
         try:

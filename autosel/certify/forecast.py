@@ -1,9 +1,9 @@
-"""How long a run will take, foreseen from the device's rates: what its time left starts from.
+"""Estimate the duration of a run from the device's rates, as a start value for the ETA.
 
-    a step    bytes that must cross the memory bus / read rate, and what eager PyTorch needs more
-    prefill   arithmetic of the prompt / peak rate, by each arm
+    a step    bytes that must cross the memory bus / read rate, and a factor for eager PyTorch
+    prefill   arithmetic of the prompt / peak rate, for each arm
 
-Nothing but the time said to be left depends on it, and what was measured so far corrects that.
+Only the displayed ETA depends on it, and measured times correct it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.models.shape import ModelShape
 from autosel.values import Fingerprint
 
-# As seen on two cores with llama-1b and 4 layers of llama-8b.
-OURS, EAGER = 1.3, 2.6  # of a step, over its bytes at the read rate
-MATRIX = 0.6  # of the peak arithmetic rate, in a prompt's products
-LOADED_BYTES_PER_S = 1.5e9  # weights drawn or read
-BETWEEN_S = 0.03  # of a pair: the probe of memory, and until the other arm's threads sleep
-UNKNOWN = 1e10, 1e11  # bytes/s and FLOP/s of a device that was not measured
+# Measured on two cores with llama-1b and 4 layers of llama-8b.
+OURS, EAGER = 1.3, 2.6  # step time over its bytes at the read rate
+MATRIX = 0.6  # share of the peak arithmetic rate in a prompt's products
+LOADED_BYTES_PER_S = 1.5e9  # for weights drawn or read
+BETWEEN_S = 0.03  # between the arms of a pair: the memory probe, and the wait until the other arm's threads sleep
+UNKNOWN = 1e10, 1e11  # bytes/s and FLOP/s assumed for an unmeasured device
 
 
 def forecast(plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
-    """Seconds of each stage under the name a listener hears, in their order; `loads`: the weights come first."""
+    """Return the seconds of each stage by its name in progress, in order; `loads` includes the weights."""
     shape, rate = plan.shape, read_rate(fp) or UNKNOWN[0]
     middle = plan.seq + plan.iters // 2 if plan.advance else plan.seq
     step_s = bytes_per_step(shape, plan.dtype, plan.batch, middle) / rate
@@ -47,7 +47,7 @@ def forecast(plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bo
 
 
 def prompt_s(plan: Plan, tokens: int, fp: Fingerprint) -> float:
-    """One pass of so many tokens through the layers; of the output head, the last ones."""
+    """Return the seconds of one pass of the tokens through the layers, without the output head."""
     shape = plan.shape
     each = flops_per_step(shape, 1, max(1, tokens // plan.batch // 2)) - _head_flops(shape)
     return tokens * each / (MATRIX * (peak_flops(fp, plan.dtype) or UNKNOWN[1]))

@@ -1,5 +1,4 @@
-"""From a measured run to its certificate: what was measured is copied, what follows is derived, and a run that the
-device's memory cannot have done is refused."""
+"""Turn a measured run into its certificate: copy measured values, derive the others, refuse impossible runs."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from autosel.values import Fingerprint, Scalar, to_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the run itself does not know."""
+    """Facts that the run itself does not have."""
 
     repro_cmd: str
     objectives: Sequence[Objective] = ()
@@ -35,9 +34,9 @@ class Request:
 
 
 def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Certificate:
-    """The certificate of a run, sealed, not yet in any file's chain.
+    """Return the sealed certificate of a run. It is not yet part of a file's chain.
 
-    Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic nobody judged.
+    Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic without a scored text.
     """
     plan = run.plan
     refuse_unjudged(lossy(plan.dtype, plan.shape.weight, plan.weights), judged=run.quality is not None)
@@ -49,7 +48,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
 
 
 def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Measured:
-    """What the run states."""
+    """Return the measured part of a certificate."""
     layers = c.Layers(run=run.plan.layers_run, of=run.plan.full_layers)
     labels = _labels(run.choices)
     return Measured(
@@ -106,17 +105,17 @@ def _verification(run: DecodeRun) -> c.Verification:
 
 
 def refuse_unjudged(lost: str, *, judged: bool) -> None:
-    """What loses something (`derive.lossy` names it) is certified only with what became of a text."""
+    """Refuse to certify a lossy run (`derive.lossy` names the loss) without a scored text."""
     if lost and not judged:
         raise UsageError(
             f"{lost} without --quality",
-            why="a lossy run says nothing as long as nobody knows what became of its text",
+            why="the speed of a lossy run means nothing without the quality of its text",
             todo="add --quality TEXT_FILE",
         )
 
 
 def chained(made: Certificate, sequence: int, previous: str) -> Certificate:
-    """The same certificate as the next line of a file."""
+    """Return the certificate as another line of a file."""
     return c.seal(dataclasses.replace(made, sequence=sequence, previous=previous))
 
 
@@ -136,23 +135,23 @@ def _where(fp: Fingerprint) -> dict[str, Any]:
 
 
 def instruction_set(fp: Fingerprint) -> str:
-    """`sm_90` of a GPU, `avx512bf16` of a CPU."""
+    """Return `sm_90` for a GPU, `avx512bf16` for a CPU."""
     return device.instruction_set({"kind": fp.kind, **fp.identity})
 
 
 def cache_bytes(fp: Fingerprint) -> int:
-    """All of the last level that the usable cores or SMs reach."""
+    """Return the size of all last-level caches that the usable cores or SMs reach."""
     return device.cache_bytes({"kind": fp.kind, **fp.identity})
 
 
 def read_rate(fp: Fingerprint) -> float | None:
-    """Bytes/s that all cores, or the GPU, read as it was fingerprinted; None where that was not measured."""
+    """Return the measured read rate of all cores or the GPU in bytes/s; None if it was not measured."""
     found = fp.rates.get(f"read_bytes_per_s@{fp.cpus}" if fp.kind == "cpu" else "read_bytes_per_s")
     return found.value if found else None
 
 
 def peak_flops(fp: Fingerprint, dtype: str) -> float:
-    """The measured arithmetic rate of the dtype, all cores; 0 where none was measured."""
+    """Return the measured arithmetic rate of the dtype on all cores; 0 if it was not measured."""
     rates = fp.rates
     if fp.kind == "cpu":
         names = ("bf16_dot_flops@1", "fma_flops@1") if dtype == "bf16" else ("fma_flops@1",)
@@ -162,7 +161,7 @@ def peak_flops(fp: Fingerprint, dtype: str) -> float:
 
 
 def git_sha() -> str:
-    """The commit this code was checked out at, with `-dirty` if it was edited since; empty for an installed wheel."""
+    """Return the commit of this checkout, with `-dirty` if it was edited; "" for an installed wheel."""
     root, git = resources.root(), shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
@@ -232,7 +231,7 @@ def _samples(run: DecodeRun) -> c.Samples:
 
 
 def _labels(choices: Sequence[Choice]) -> dict[str, Choice]:
-    """Choices by their name in tables; two of one name by name and workload."""
+    """Return choices by their name in tables; choices with the same name by name and workload."""
     named: dict[str, Choice] = {}
     for choice in choices:
         twice = sum(other.label == choice.label for other in choices) > 1
@@ -277,4 +276,4 @@ def _per_op(
 
 def _unknown_decisions(choices: Sequence[Choice], grounds: Mapping[int, Grounds]) -> tuple[str, ...]:
     gone = sorted({o.decision_id for o in choices if o.decision_id is not None} - set(grounds))
-    return tuple(f"decision {n} is not in this ledger: the parity it rests on is not known" for n in gone)
+    return tuple(f"decision {n} is not in this ledger: its parity is not known" for n in gone)

@@ -1,11 +1,11 @@
 """Derive a certificate's figures from its model and the layers that ran.
 
-bytes_per_step   each weight once, the keys and values in reach, the embedding's rows; less what packing saves
-flops_per_step   the projections, the output head and attention
-weights_bytes, kv_cache_bytes, shape, layers, and how often a step calls what each layer needs
+bytes_per_step each weight once, the keys and values in reach, the embedding's rows; minus what packing saves
+flops_per_step the projections, the output head and attention weights_bytes, kv_cache_bytes, shape, layers, and how
+often a step calls what each layer needs
 
-Before version 6 a certificate does not say what its model is made of. Of one that is no preset, only limits of these
-figures follow: those of the weights that its ops multiply. `underived` names the fields.
+Before version 6 a certificate does not describe its model. For a model other than a preset, these figures then have
+only limits, from the weights that its ops multiply. `underived` names the fields.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from autosel.models.cost import bytes_per_step, cache_bytes, flops_per_step, pro
 from autosel.models.shape import SIZES, LayerType, ModelShape, Rope
 from autosel.values import DTYPE_BYTES, Workload, from_json, to_json
 
-PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name spells it; a folder's own name may hold brackets too
+PART = re.compile(r"\[\d+/\d+ layers\]$")  # as model_name writes it; a folder's own name may contain brackets too
 ONCE_A_LAYER = {"rope": ("rope",), "kv_append": ("kv_append",), "attention": ("attn", "paged_attn")}
-# Of a call's bytes, the share that packed weights may save; and how often it may move its activations (in, out, both).
+# The share of a call's bytes that packed weights may save, and how often it may move its activations (in, out, both).
 MOST_SAVED, MOST_MOVED = 0.25, 3
-MOST_LAYERS = 10_000  # of a model that only its certificate describes
+MOST_LAYERS = 10_000  # limit for a model that only its certificate describes
 UNDERIVED = ("bytes_per_step", "flops_per_step", "weights_bytes")
 
 
 class Unlike(Exception):
-    """What does not follow, by field."""
+    """A stated figure that does not follow from the model, with its field."""
 
 
 def architecture(model: ModelShape) -> dict[str, Any]:
-    """Return what a certificate says of a model besides its name."""
+    """Return a certificate's description of a model, without the name."""
     return {name: value for name, value in to_json(model).items() if name != "name"}
 
 
 def underived(made: Certificate) -> tuple[str, ...]:
-    """Return the fields that cannot be derived from anything: none, unless the architecture is unknown."""
+    """Return the fields that cannot be derived: none, unless the architecture is unknown."""
     silent = made.architecture is None and made.version < SINCE["architecture"]
     return UNDERIVED if silent and _preset(made) is None else ()
 
 
 def silence(made: Certificate) -> str:
-    """Return what a certificate leaves unsaid that its figures follow from; empty where they can be derived."""
+    """Return a message if the certificate does not describe its model, so that figures cannot be derived; else ""."""
     fields = ", ".join(underived(made))
-    return fields and f"model: version {made.version} does not say what {made.model!r:.60} is made of: {fields}"
+    return fields and f"model: version {made.version} does not describe {made.model!r:.60}: {fields}"
 
 
 def plan_of(made: Certificate) -> Plan:
-    """Return what was run. Raises Unlike for what no run can be."""
+    """Return the plan of the run. Raises Unlike for values that no run can have."""
     o, model = made.options, _model(made)
     if made.layers.of != model.layers:
         raise Unlike(f"layers: {made.layers.of}; {model.name} has {model.layers}")
@@ -85,14 +85,14 @@ def plan_of(made: Certificate) -> Plan:
             layout=o.get("layout", "auto"),  # type: ignore[arg-type]
         )
     except AutoselError as error:
-        raise Unlike(f"options: no run is asked for so: {error.what}: {error.why}") from error
+        raise Unlike(f"options: no run has these: {error.what}: {error.why}") from error
     if made.dtype not in DTYPE_BYTES or o.get("cache", plan.cache) != plan.cache:
         raise Unlike(f"dtype, options: {made.dtype!r:.20} in a {o.get('cache')!r:.20} cache of pages {page!r:.20}")
     return plan
 
 
 def _asked_iters(made: Certificate) -> int:
-    """Of a speculative run as many tokens as were asked for came out, in fewer steps."""
+    """Return the requested steps: a speculative run gives as many tokens in fewer steps."""
     return round(made.iters * made.tokens_per_step)
 
 
@@ -109,12 +109,12 @@ def _model(made: Certificate) -> ModelShape:
     try:
         model: ModelShape = from_json(ModelShape, {**made.architecture, "name": PART.sub("", made.model)})
     except (ValueError, AssertionError, ArithmeticError) as error:
-        raise Unlike(f"architecture: no model is made so: {type(error).__name__} {error!s:.100}") from error
+        raise Unlike(f"architecture: not a possible model: {type(error).__name__} {error!s:.100}") from error
     _refuse_no_size(model)
     if preset is not None:
         other = [size for size in SIZES if getattr(model, size) != getattr(preset, size)]
         if other:
-            raise Unlike(f"architecture: {other[0]} is not that of {preset.name}")
+            raise Unlike(f"architecture: {other[0]} differs from {preset.name}'s")
     return model
 
 
@@ -125,7 +125,7 @@ def _refuse_no_size(model: ModelShape) -> None:
 
 
 def _stated(made: Certificate) -> ModelShape:
-    """Return the plainest model of the sizes that the certificate states."""
+    """Return the simplest model with the sizes that the certificate states."""
     s, layers = made.shape, made.layers.of
     full: LayerType = "full"
     try:
@@ -148,13 +148,13 @@ def _stated(made: Certificate) -> ModelShape:
             max_context=1 << 24,
         )
     except (AssertionError, ArithmeticError) as error:
-        raise Unlike(f"shape, layers: no model is made so: {type(error).__name__}") from error
+        raise Unlike(f"shape, layers: not a possible model: {type(error).__name__}") from error
     _refuse_no_size(model)
     return model
 
 
 def trouble(made: Certificate) -> str:
-    """Return the first field that does not follow from the model and its layers; empty where all do."""
+    """Return the first field that does not follow from the model and its layers; "" if all do."""
     try:
         plan = plan_of(made)
         sizes = _other_limits if underived(made) else _other_sizes
@@ -181,7 +181,7 @@ def _context(made: Certificate, plan: Plan) -> int:
 
 
 def _other_sizes(made: Certificate, plan: Plan) -> str:
-    """Each figure that is a closed form of the plan."""
+    """Compare each figure that is a closed form of the plan."""
     model, cut, saved = plan.model, plan.shape, made.options.get("saved_bytes", 0)
     context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
     reads = bytes_per_step(cut, plan.dtype, plan.batch, context)
@@ -203,34 +203,37 @@ def _other_sizes(made: Certificate, plan: Plan) -> str:
 
 
 def _other_form(made: Certificate, plan: Plan) -> str:
-    """A step in another form than was asked for, or weights packed where nobody reads them so."""
+    """Check the form of the step against the requested one, and packed weights against the ops that read them."""
     packs = made.mode.startswith("team.") or any(o.candidate in _packers() for o in made.per_op.values())
     if made.options.get("saved_bytes") and (not packs or plan.layout == "plain"):
         why = "layout plain packs no weights" if plan.layout == "plain" else "only a team reads packed weights"
         why = why if made.mode.startswith("team.") else f"{why}, or an op with a layout, and none is in per_op"
-        return f"options: saved_bytes of a step in mode {made.mode!r:.40}: {why}"
+        return f"options: saved_bytes in a step of mode {made.mode!r:.40}: {why}"
     execution = made.mode.partition(".")[0]
     if execution == "torch" and (claimed := [label for label, o in made.per_op.items() if _decided(o)]):
-        return f"per_op: {claimed[0]!r:.60} is decided, and PyTorch alone takes the steps of mode {made.mode!r:.40}"
+        return f"per_op: {claimed[0]!r:.60} is decided, but PyTorch alone runs the steps of mode {made.mode!r:.40}"
     if plan.step != "auto" and execution != EXECUTION[plan.step]:
-        return f"options: step {plan.step!r} was asked for, and mode is {made.mode!r:.40}"
+        return f"options: step {plan.step!r} was requested, but mode is {made.mode!r:.40}"
     return ""
 
 
 def _decided(o: OpFigures) -> bool:
-    """Does a decision stand behind an op that is part of PyTorch's step? It chooses no tokens."""
+    """Return True if a decision serves an op of PyTorch's step. Sampling is not part of it and does not count."""
     return o.op != "sample" and (o.decision_id is not None or o.candidate.partition(":")[0] != "torch")
 
 
 @cache
 def _packers() -> frozenset[str]:
-    """The candidates that read weights in a layout."""
+    """Return the names of candidates that read weights in a layout."""
     return frozenset(c.name for c in registry.own_candidates() if c.layout is not None)
 
 
 def _other_limits(made: Certificate, plan: Plan) -> str:
-    """Of an unknown architecture: its matrices are the least that a step reads, and no known family adds more to them
-    than norms, an output head of its own and the keys of a whole context."""
+    """Check limits of the figures of an unknown architecture.
+
+    A step reads at least the model's matrices. In every known family it adds at most norms, an output head of its own
+    and the keys and values of a whole context.
+    """
     products, saved = products_per_token(plan.shape), made.options.get("saved_bytes", 0)
     richest, matrices = replace(plan.shape, tied=False, qk_norm=True, sandwich=True), DTYPE_BYTES[plan.dtype] * products
     context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
@@ -260,7 +263,7 @@ def _other_limits(made: Certificate, plan: Plan) -> str:
 
 
 def _other_calls(made: Certificate, plan: Plan) -> str:
-    """Whatever ops a step is made of, each weight matrix is multiplied once, and each layer attends once."""
+    """Check the calls of a step: each weight matrix is multiplied once, and each layer attends once, in any form."""
     try:
         ops = [(label, o, Workload.parse(o.workload)) for label, o in made.per_op.items()]
     except ValueError as error:
@@ -270,7 +273,7 @@ def _other_calls(made: Certificate, plan: Plan) -> str:
             return f"per_op: {label!r:.60} runs {o.op!r:.20}, {o.calls} calls of {w.key:.60}"
         if trouble := _other_figures(label, o, w):
             return trouble
-    if plan.speculate:  # passes of several tokens: what ran in less than half of the steps is not listed
+    if plan.speculate:  # ops that ran in fewer than half of the steps are not listed
         return ""
     found = sum(o.calls * _products(w) for _, o, w in ops)
     expected = plan.batch * products_per_token(plan.shape)
@@ -283,7 +286,7 @@ def _layer_calls(calls: Iterable[tuple[int, Workload]], plan: Plan) -> str:
     counted = [(count, w) for count, w in calls]
     for what, names in ONCE_A_LAYER.items():
         found = sum(count for count, w in counted if w.op in names)
-        whole = plan.advance and not plan.prealloc and what == "attention"  # several lengths, each counted apart
+        whole = plan.advance and not plan.prealloc and what == "attention"  # several lengths, each counted separately
         if found != plan.layers_run and not whole:
             return f"per_op: {found} calls of {what} a step; {plan.layers_run} layers ran"
     if sum(count for count, w in counted if w.op == "lm_head") != 1:
@@ -303,7 +306,7 @@ def _products(w: Workload) -> int:
 
 
 def _other_figures(label: str, o: OpFigures, w: Workload) -> str:
-    """Of a call that reads weights: its bytes and FLOPs are those of the weights, and little more."""
+    """Check a call that reads weights: its bytes and FLOPs are those of the weights, and little more."""
     products = _products(w)
     if not products or o.bytes is None or o.flops is None:
         return ""

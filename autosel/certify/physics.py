@@ -1,10 +1,10 @@
-"""Faster than the memory can deliver is not fast, it is wrong: such a run is refused.
+"""Refuse runs that are faster than the memory can deliver: such a measurement is wrong.
 
     needed rate = max(0, bytes of a step - last-level cache) / time of a step       refused above 1.1 x best read window
 
-The cache is allowed once a step: that much may still lie in it from the step before. The window is the best of the
-probes interleaved with the steps, for read rates on a shared machine move within the hour. The tenth on top is what a
-window of a millisecond may fall short of the rate it measures.
+The size of the cache is subtracted once a step, because it may still hold data of the step before. The read window is
+the best of the probes interleaved with the steps, because read rates of a shared machine change within the hour. The
+factor 1.1 covers a window of a millisecond that falls short of the true rate.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ TOLERANCE = 1.1
 
 
 class ImpossibleRun(AutoselError):
-    """A measured time that the device's memory cannot reach: the clock, the bytes or the work is not what it claims."""
+    """A measured time that the device's memory cannot reach: the clock, the bytes or the work is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """One arm against the memory."""
+    """Needed and allowed memory rate of one arm."""
 
     needed_bytes_per_s: float
     allowed_bytes_per_s: float
@@ -33,7 +33,7 @@ class Physics:
 
 
 def weigh(*, bytes_per_step: int, step_ms: float, read_bytes_per_s: float, cache_bytes: int) -> Physics:
-    """What a step of `step_ms` asks of the memory, and what that can give."""
+    """Return the rate that a step of `step_ms` needs from memory, and the rate that memory can give."""
     seconds = step_ms / 1e3
     return Physics(
         needed_bytes_per_s=max(0, bytes_per_step - cache_bytes) / seconds,
@@ -42,16 +42,16 @@ def weigh(*, bytes_per_step: int, step_ms: float, read_bytes_per_s: float, cache
 
 
 def refuse_impossible(name: str, physics: Physics) -> None:
-    """Raises ImpossibleRun; also where no read rate was measured, for then nothing can be said."""
+    """Raise ImpossibleRun; also if no read rate was measured, because then nothing can be checked."""
     if not physics.allowed_bytes_per_s:
         raise ImpossibleRun(
-            f"{name}: no read rate was measured beside the run",
-            why="without it nobody can tell a fast run from an impossible one; nothing was certified",
+            f"{name}: no read rate was measured during the run",
+            why="without it, an impossible run cannot be detected; nothing was certified",
         )
     if not physics.possible:
         needed, best = physics.needed_bytes_per_s / 1e9, physics.allowed_bytes_per_s / TOLERANCE / 1e9
         raise ImpossibleRun(
             f"{name} is faster than the memory: not certified",
-            why=f"it would read {needed:.3g} GB/s; the best read window beside it gave {best:.3g} GB/s",
-            todo="run it again; if it stays, the clock or the byte count is wrong: report it",
+            why=f"it would read {needed:.3g} GB/s; the best read window of the run gave {best:.3g} GB/s",
+            todo="run it again; if it fails again, the clock or the byte count is wrong: report it",
         )

@@ -1,7 +1,7 @@
-"""Three pictures of a certificate: the roofline, the ops of a step, the times of the steps. Needs the `plots` extra.
+"""Three pictures of a certificate: roofline, ops of a step, times of the steps. Needs the extra `plots`.
 
-Drawn once, in stand-in colours: a picture file gets those of a light page; in the report they become the page's own CSS
-variables, so that the same picture is read in light and dark.
+They are drawn once, in stand-in colours. Picture files get the colours of a light page; in the report the stand-ins
+become CSS variables of the page, so that the same picture works in light and dark mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Stand-in -> (CSS variable, colour on a light page). No other colour is drawn.
+# Stand-in -> (CSS variable, colour on a light page). Pictures use only these colours.
 INK, QUIET, GRID, ACCENT, OTHER, PAPER = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
 COLOURS: Mapping[str, tuple[str, str]] = {
     INK: ("--ink", "#1c2330"),
@@ -54,7 +54,7 @@ STYLE: Any = {
 
 
 def refuse_without() -> None:
-    """Raises UsageError where matplotlib is missing: to be asked before an hour of measuring, not after."""
+    """Raise UsageError if matplotlib is missing. Call it before an hour of measuring."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -62,7 +62,7 @@ def refuse_without() -> None:
 
 
 def pictures(made: Certificate) -> dict[str, Figure]:
-    """Name -> figure."""
+    """Return the figures by name."""
     refuse_without()
     import matplotlib as mpl
 
@@ -72,7 +72,7 @@ def pictures(made: Certificate) -> dict[str, Figure]:
 
 
 def svg(figure: Figure, *, for_page: bool) -> str:
-    """For a file of its own, in light colours; or for our page, in its variables."""
+    """Return SVG in light colours for a file, or with the report page's CSS variables."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "autosel"})
     text = out.getvalue()
@@ -86,7 +86,7 @@ def svg(figure: Figure, *, for_page: bool) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """In the colours of a light page, 144 dots an inch."""
+    """Return PNG in the colours of a light page, at 144 dots per inch."""
     out = io.BytesIO()
     _paint(figure)
     figure.savefig(out, format="png", dpi=144, metadata={"Software": "autosel"})
@@ -94,7 +94,7 @@ def png(figure: Figure) -> bytes:
 
 
 def _paint(figure: Figure) -> None:
-    """Stand-ins to colours, in place: after the SVG has been written."""
+    """Replace the stand-in colours in place; call it after the SVG has been written."""
     from matplotlib.colors import to_hex
 
     for artist in figure.findobj():
@@ -129,7 +129,7 @@ def new_axes(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _roofline(made: Certificate, found: Audit) -> Figure:
-    """GFLOP/s against FLOPs a byte: what the memory and the arithmetic allow, and where each op stands."""
+    """Plot GFLOP/s against FLOPs per byte: the limits of memory and arithmetic, and each op."""
     figure, axes = new_axes(3.6)
     rows = [r for r in found.rows if r.bytes and r.flops]
     points = [(r.flops / r.bytes, r.flops / r.time_us / 1e3, r) for r in rows]
@@ -139,8 +139,8 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
     high = max([p[0] for p in points] + [ridge]) * 6
     roof = [min(read * x, peak or float("inf")) for x in (low, ridge, high)]
     axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2)
-    at = math.sqrt(low * ridge)  # above the roof there is room: no op gets there
-    say(axes, f"{words(read, 3)} GB/s, read beside this run", (at, read * at), (-8, 6), ha="right", va="bottom")
+    at = math.sqrt(low * ridge)  # above the roof there is room, because no op reaches it
+    say(axes, f"{words(read, 3)} GB/s, read in this run", (at, read * at), (-8, 6), ha="right", va="bottom")
     if peak:
         say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
     top = max((p[2].share for p in points), default=1.0)
@@ -157,9 +157,9 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
 
 
 def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
-    """Names beside the points, moved down where another name stands."""
+    """Write names next to the points, moved down to avoid overlap."""
     low, high = axes.get_ylim()
-    line = (high / low) ** 0.055  # a line's height, as a factor
+    line = (high / low) ** 0.055  # the height of a line, as a factor
     placed: list[tuple[float, float]] = []
     for x, y, row in sorted(points, key=lambda p: -p[1]):
         below = [b for a, b in placed if 1 / 4 < x / a < 4]
@@ -170,7 +170,7 @@ def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
 
 
 def _ops(made: Certificate, found: Audit) -> Figure:
-    """Milliseconds of a step an op, and how much of them its roofline explains."""
+    """Plot the milliseconds of each op in a step, and the part that its roofline explains."""
     rows = list(found.rows)[:16]
     figure, axes = new_axes(0.9 + 0.27 * (len(rows) + 1))
     names = [r.label for r in rows] + ["rest"]
@@ -193,7 +193,7 @@ def _ops(made: Certificate, found: Audit) -> Figure:
 
 
 def _latency(made: Certificate, found: Audit) -> Figure:
-    """The share of steps that took at most so long, both arms: the whole distribution, nothing smoothed."""
+    """Plot the share of steps that took at most a given time, for both arms, without smoothing."""
     figure, axes = new_axes(2.9)
     arms = (
         ("optimised", made.samples.optimised_ns, made.latency_ms.med, ACCENT, "-"),
@@ -227,7 +227,7 @@ def grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
 
 
 def plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
-    """Numbers, not powers of ten, on a logarithmic axis; about six of them."""
+    """Label a logarithmic axis with about six numbers instead of powers of ten."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = limits
@@ -239,7 +239,7 @@ def plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-# span of an axis -> where its ticks stand in a decade
+# span of an axis -> its ticks within a decade
 TICK_STEPS: tuple[tuple[float, tuple[float, ...]], ...] = (
     (1.6, tuple(1 + 0.1 * i for i in range(90))),
     (4.0, (1.0, 1.2, 1.5, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)),

@@ -1,4 +1,4 @@
-"""A certificate for people: one self-contained page and its pictures. No script, no font, nothing fetched."""
+"""A certificate for people: one self-contained page and its pictures, without scripts, fonts or downloads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PAGE, DOCUMENT = "index.html", "report.json"
 FORMAT = "autosel.report"
 CAPTIONS = {
     "ops": "Where the time of a step goes. The strong part of a bar is what its roofline needs.",
-    "roofline": "Each op against what the device allows. The larger the dot, the larger its share of the step.",
-    "latency": "How many of the steps took at most so long.",
+    "roofline": "Each op against the limits of the device. The larger the dot, the larger its share of the step.",
+    "latency": "Share of the steps that took at most this time.",
 }
 
 
 def write(folder: Path, made: Certificate) -> list[Path]:
-    """index.html, report.json, and each picture as SVG and PNG. Files are replaced, never half written."""
+    """Write index.html, report.json, and each picture as SVG and PNG. Files are replaced atomically."""
     drawn = pictures(made)
     inline = {name: svg(drawing, for_page=True) for name, drawing in drawn.items()}
     files: dict[str, bytes] = {}
@@ -40,7 +40,7 @@ def write(folder: Path, made: Certificate) -> list[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> Path:
-    """Write a file at once and for good: a reader sees the old one or the new one. Raises AutoselError."""
+    """Replace a file atomically and durably: a reader sees the old or the new one. Raises AutoselError."""
     making = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def replace_file(path: Path, content: bytes) -> Path:
 
 
 def page(made: Certificate, drawn: dict[str, str]) -> str:
-    """The HTML, pictures inside."""
+    """Return the HTML with the pictures inside."""
     found = audit(made)
     figures = "".join(
         f"<figure><div class=wide>{drawn[name]}</div><figcaption>{escape(text)}</figcaption></figure>"
@@ -89,7 +89,7 @@ def _headline(made: Certificate) -> str:
     part = made.layers.run != made.layers.of
     warning = (
         f'<p class="warn">Only {made.layers.run} of the model’s {made.layers.of} layers ran. '
-        "These figures are those of a part, and say nothing of the whole model.</p>"
+        "These figures are for a part of the model, not for the whole model.</p>"
         if part
         else ""
     )
@@ -115,7 +115,7 @@ def _tiles(made: Certificate) -> str:
         (
             percent(headline_roofline(made)),
             "of the roofline",
-            f"{figure(made.read_bytes_per_s / 1e9, 3)} GB/s at best beside it",
+            f"{figure(made.read_bytes_per_s / 1e9, 3)} GB/s at best during the run",
         ),
     ]
     if made.ttft_ms is not None and made.baseline_ttft_ms is not None:
@@ -136,7 +136,7 @@ def _verdicts(made: Certificate) -> str:
     for judged in made.slo:
         word = "met" if judged.met else "MISSED"
         lines.append(("ok" if judged.met else "bad", f"{judged.objective}: {word}, measured {judged.found}"))
-    lines += [("note", "other work ran, or the device was slowed, as it was measured")] if made.contended else []
+    lines += [("note", "other work ran, or the device was slowed, during the measurement")] if made.contended else []
     lines += [("note", note) for note in made.notes]
     return "<ul class=verdicts>" + "".join(f'<li class="{kind}">{escape(text)}</li>' for kind, text in lines) + "</ul>"
 
@@ -166,7 +166,7 @@ def _op_row(row: Row) -> list[str]:
 
 
 def _cells(values: Sequence[str], heads: Sequence[str]) -> str:
-    """Each names its column: on a phone a row is a list, and the head is gone."""
+    """Return table cells that name their column: on a phone a row is a list without the head."""
     pairs = zip(values, heads, strict=True)
     return "".join(f'<td data-h="{escape(head)}">{escape(value)}</td>' for value, head in pairs)
 
@@ -178,13 +178,13 @@ def _facts(made: Certificate) -> str:
         ("layers", f"{made.layers.run} of {made.layers.of}"),
         ("prompt", prompted(made)),
         ("steps", f"{made.iters} of each arm, interleaved, after {made.warmup} to warm up"),
-        ("memory", f"{figure(made.read_median_bytes_per_s / 1e9)} GB/s read beside the steps, at best {ceiling}"),
+        ("memory", f"{figure(made.read_median_bytes_per_s / 1e9)} GB/s read between the steps, at best {ceiling}"),
         ("bytes a token", f"{figure(made.bytes_per_token / 1e9)} GB"),
         ("key-value cache", f"{figure(made.kv_cache_bytes / 2**20)} MiB"),
         ("weights", f"{figure(made.weights_bytes / 2**30)} GiB"),
         ("peak memory", f"{figure(made.peak_memory_bytes / 2**30)} GiB"),
         ("between tokens", f"p50 {figure(gaps.p50)}, p90 {figure(gaps.p90)}, p99 {figure(gaps.p99)} ms"),
-        ("our Python", "" if made.python_overhead is None else f"{100 * made.python_overhead:.2g} % of a step"),
+        ("autosel's Python", "" if made.python_overhead is None else f"{100 * made.python_overhead:.2g} % of a step"),
         ("tokens a dollar", figure(made.cost.tokens_per_dollar) if made.cost.tokens_per_dollar else ""),
         ("tokens a watt-hour", figure(made.cost.tokens_per_watt_hour) if made.cost.tokens_per_watt_hour else ""),
         ("software", ", ".join(f"{k} {v!s:.40}" for k, v in made.environment.items())),
@@ -200,8 +200,8 @@ def _check(made: Certificate) -> str:
     return (
         f"<h2>Check it</h2><p>Run it again: <code>{escape(made.repro_cmd)}</code></p>"
         f"<p>Certificate {made.sequence}, sha256 <code>{made.checksum}</code>, {signed}. The checksum shows accidents "
-        "and partial edits. Whoever can rewrite the file can compute it again, and nothing here proves that the "
-        "measurement was honest: run it again.</p>"
+        "and partial edits. A person who can rewrite the file can also compute it again, and none of this proves "
+        "that the measurement was honest: run it again.</p>"
         f"<details><summary>The certificate</summary><pre>{document}</pre></details>"
     )
 

@@ -1,11 +1,11 @@
-"""Does a certificate's figure come out again? A second run of the same plan, compared statistically.
+"""Compare a certificate with a second run of the same plan, to find out if its figures are reproducible.
 
-Where a text was scored it is scored again: a path that is as fast and worse has not come out again.
+If a text was scored, it is scored again: a path that is as fast but worse is not reproduced.
 
-What is compared are ratios, for absolute times of a shared machine move by more than any kernel does: the speedup,
-whose arms were interleaved, and the step time against the read rate measured beside it. Each is new / old with the
-interval that both runs' resamples give. Two runs of the same thing differ by more than the noise within either (other
-pages, other neighbours): hence the margin around 1.
+Ratios are compared, because absolute times on a shared machine vary more than kernels do: the speedup, whose arms were
+interleaved, and the step time against the read rate measured in the same run. Each is new / old, with an interval from
+the resamples of both runs. Two equal runs differ by more than the noise within either (other pages, other neighbours):
+hence the margin around 1.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from autosel.values import Scalar
 
 Outcome = Literal["reproduced", "faster", "slower", "too noisy", "another quality"]
 SPEEDUP_MARGIN = 0.05  # the effect that a race must show before its noise is known (docs/method.md)
-TIME_MARGIN = 0.10  # what a read probe may be off (certify.physics)
-WIDEST = 0.25  # an interval that reaches further from its middle says nothing
-# A path may err twice as much as the certified one, as in parity; a divergence grows with the square of the error.
+TIME_MARGIN = 0.10  # possible error of a read probe (certify.physics)
+WIDEST = 0.25  # an interval that extends further from its middle decides nothing
+# A path may have twice the error of the certified one, as in parity; divergence grows with the square of the error.
 DIVERGENCE_MARGIN = 4.0
-SAME_REFERENCE = 1e-3  # nats a token: the reference is fp32, and other threads may sum in another order
+SAME_REFERENCE = 1e-3  # nats per token: the reference is fp32, and other threads may sum in another order
 
 
 class NotReproduced(AutoselError):
-    """A certified figure, or the score of its text, did not come out again."""
+    """A certified figure, or the score of its text, was not reproduced."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One figure of both runs. `ratio` is above 1 where the second run did better."""
+    """One figure of both runs. `ratio` is above 1 if the second run was better."""
 
     what: str
     certified: float
@@ -70,11 +70,11 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """The text of both runs: nats a token behind the reference, and divergence. `why`: what did not come out again."""
+    """Text of both runs: nats per token behind the reference, and divergence. `why` says what was not reproduced."""
 
     certified: float
     measured: float
-    allowed: float  # how far the two may be apart
+    allowed: float  # allowed difference of the two
     certified_divergence: float
     measured_divergence: float
     why: str = ""
@@ -85,12 +85,14 @@ class Rerun:
     speedup: Compared
     time: Compared  # against the read rate just before each step
     notes: tuple[str, ...]
-    quality: Rescored | None = None  # of a certificate that scored a text
+    quality: Rescored | None = None  # if the certificate scored a text
 
     @property
     def outcome(self) -> Outcome:
-        """Another text is worst; then the worse of both figures, of which an undecided one decides nothing unless the
-        other is slower."""
+        """Return the worse outcome of both figures; another quality is worst.
+
+        An undecided figure makes the rerun undecided unless the other figure is slower.
+        """
         if self.quality is not None and self.quality.why:
             return "another quality"
         found = (self.speedup.outcome, self.time.outcome)
@@ -99,7 +101,7 @@ class Rerun:
 
 
 def refuse_other_device(certified: Certificate, hw_id: str, device: str) -> None:
-    """Raises UsageError: a figure of another device class cannot come out here."""
+    """Raise UsageError if the certificate was measured on another class of device."""
     if certified.hw_id != hw_id:
         raise UsageError(
             f"the certificate was measured on another device: {certified.device} ({certified.sm})",
@@ -109,28 +111,28 @@ def refuse_other_device(certified: Certificate, hw_id: str, device: str) -> None
 
 
 def refuse_other_model(certified: Certificate, plan: Plan) -> None:
-    """Derive what the certificate leaves underived from the model that is to be run. Raises NotReproduced."""
+    """Check the underived figures against the model that will run. Raises NotReproduced."""
     if not model.underived(certified):
         return
     trouble = model.trouble(replace(certified, architecture=model.architecture(plan.model)))
     if trouble:
-        raise NotReproduced("the certified figures are not those of this model", why=trouble)
+        raise NotReproduced("the certified figures do not fit this model", why=trouble)
 
 
 def compare(certified: Certificate, again: Certificate) -> Rerun:
-    """Raises UsageError where the two are not the same plan, or the prompt in a file is not the same."""
+    """Compare two runs. Raises UsageError if the plans differ, or if the prompt's file differs."""
     _refuse_other_plan(certified, again)
     refuse_other_prompt(certified, again.prompt)
     old, new = _speedups(certified), _speedups(again)
     notes, moved = _prompt_notes(certified, again), certified.bytes_per_step
-    forms = ["packed" if saved(made) else "as they are" for made in (certified, again)]
-    if forms[0] != forms[1]:  # the certified bytes over time and rate then say which was slower
+    forms = ["packed" if saved(made) else "unpacked" for made in (certified, again)]
+    if forms[0] != forms[1]:  # the certified bytes over time and rate show which was slower
         notes.append(f"weights were read {forms[0]} when certified, {forms[1]} now")
     if certified.env_id != again.env_id:
         notes.append("the software differs: " + ", ".join(_differences(certified, again)))
     modes = [made.options.get("mode") for made in (certified, again)]
     if modes[0] != modes[1]:
-        notes.append(f"the step was taken {modes[0]} when certified, {modes[1]} now")
+        notes.append(f"the form of the step was {modes[0]} when certified, {modes[1]} now")
     if certified.git_sha != again.git_sha:
         notes.append(f"certified at {certified.git_sha[:12] or 'a wheel'}, now {again.git_sha[:12] or 'a wheel'}")
     if again.contended:
@@ -144,28 +146,30 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
 
 
 def refuse_other_prompt(certified: Certificate, found: Prompt | None) -> None:
-    """Raises UsageError: only the prompt that was certified can be run again. What is drawn is not refused, for another
-    torch may draw other tokens from a seed, and nobody could help it."""
+    """Raise UsageError for another prompt file than the certified one.
+
+    A prompt drawn from a seed is not refused: another torch may draw other tokens, which a user cannot change.
+    """
     named, held = certified.options.get("prompt"), certified.prompt
     if held is None or found is None or not held.file_sha256 or not another_prompt(held, found):
         return
     why = f"the sha256 of its tokens is {found.tokens_sha256[:12]}; certified {held.tokens_sha256[:12]}"
     if found.file_sha256 == held.file_sha256:
-        why += "; the file is the same: the tokenizer is another one"
-    raise UsageError(f"{named} is not the prompt that was certified", why=why, todo="put that prompt there")
+        why += "; the file is the same, so the tokenizer differs"
+    raise UsageError(f"{named} is not the prompt that was certified", why=why, todo="restore the certified prompt file")
 
 
 def _prompt_notes(certified: Certificate, again: Certificate) -> list[str]:
-    """Where it is not known to be the very same prompt."""
+    """Return a note if the prompts differ or may differ."""
     if another_prompt(certified.prompt, again.prompt):
-        return ["the prompt is another one: other tokens were drawn from the same seed"]
+        return ["the prompt differs: this torch draws other tokens from the same seed"]
     if certified.prompt is None and again.prompt is not None and again.prompt.file_sha256:
-        return ["whether it is the same prompt is not known: the certificate keeps no digest of it"]
+        return ["the prompt may differ: the certificate has no digest of it"]
     return []
 
 
 def refuse_other_text(certified: Certificate, sha256: str, where: str) -> None:
-    """Raises UsageError: only the text that was scored can be scored again."""
+    """Raise UsageError unless it is the scored text."""
     stated = certified.quality or {}
     if sha256 != stated.get("text_sha256"):
         raise UsageError(
@@ -176,15 +180,15 @@ def refuse_other_text(certified: Certificate, sha256: str, where: str) -> None:
 
 
 def judge(found: Rerun) -> None:
-    """Raises NotReproduced (exit code 3) or TooNoisy (5)."""
+    """Raise NotReproduced (exit code 3) or TooNoisy (5) unless the figure was reproduced."""
     why = "\n".join(f"{c.what}: {c.ratio:.3f} of the certified ({c.interval.lo:.3f} .. {c.interval.hi:.3f})"
                     for c in (found.speedup, found.time))  # fmt: skip
     if found.quality is not None and found.quality.why:
-        raise NotReproduced("the certified quality did not come out again", why=found.quality.why)
+        raise NotReproduced("the certified quality was not reproduced", why=found.quality.why)
     if found.outcome == "slower":
-        raise NotReproduced("the certified figure did not come out again", why=why)
+        raise NotReproduced("the certified figure was not reproduced", why=why)
     if found.outcome == "too noisy":
-        raise TooNoisy("the two runs cannot be told apart or together", why=why, todo="run it again on a quiet machine")
+        raise TooNoisy("too noisy to decide if the two runs agree", why=why, todo="run it again on a quiet machine")
 
 
 def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
@@ -199,9 +203,9 @@ def _refuse_other(name: str, old: object, new: object) -> None:
 
 
 def _asked(old: Mapping[str, Scalar], new: Mapping[str, Scalar]) -> tuple[dict[str, Scalar], dict[str, Scalar]]:
-    """Return both without the form that the step took: a decision chooses that, not the plan.
+    """Return both without the form of the step, which a decision chooses, not the plan.
 
-    Older certificates have the form that was asked for in their command alone, which is what ran again.
+    Older certificates have the requested form only in their command, which is what ran again.
     """
     left_out = {"mode", "saved_bytes", *({"step", "layout"} - set(old))}
     certified, again = ({k: v for k, v in stated.items() if k not in left_out} for stated in (old, new))
@@ -209,7 +213,7 @@ def _asked(old: Mapping[str, Scalar], new: Mapping[str, Scalar]) -> tuple[dict[s
 
 
 def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None) -> Rescored | None:
-    """Raises UsageError where the certified text was not scored again."""
+    """Compare the scores of the text. Raises UsageError if the certified text was not scored again."""
     if old is None:
         return None
     if new is None or any(old[n] != new[n] for n in ("text_sha256", "tokenizer", "tokens")):
@@ -245,17 +249,17 @@ def _speedups(made: Certificate) -> Figures:
 
 
 def _resampled(values: Sequence[float]) -> tuple[float, Figures]:
-    """The median, and that in each resample; of a handful, the values themselves."""
+    """Return the median of the values, and the median of each resample; for fewer than eight, the values themselves."""
     if len(values) < FEWEST_TO_RESAMPLE:
         return median(values), np.asarray(values, dtype=np.float64)
     return median(values), resampled_medians(values)[0]
 
 
 def _compared(what: str, new: tuple[float, Figures], old: tuple[float, Figures], margin: float) -> Compared:
-    """Each run's figure as its certificate has it, and the same in each resample, of which the interval is made."""
+    """Compare one figure. Each run has the figure as certified, and its resamples, which give the interval."""
     (measured, again), (certified, before) = new, old
     size = min(len(again), len(before))
-    ratios = again[:size] / before[:size][::-1]  # reversed: equal picks of two runs have nothing in common
+    ratios = again[:size] / before[:size][::-1]  # reversed, so that equal picks of the two runs are independent
     return Compared(
         what=what,
         certified=certified,

@@ -1,6 +1,6 @@
-"""Measure one run and issue its certificate: what `run` does, and `verify --rerun` does again.
+"""Measure one run and issue its certificate: the work of `run`, and of `verify --rerun`.
 
-request -> foreseen -> weights -> measured -> grounds (what the ledger knows) -> certificate -> a file's next line
+request -> expected times -> weights -> measured -> grounds (from the ledger) -> certificate -> a file's next line
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from autosel.models.workloads import of_prompt
 
 LONG_PROMPT_S = 20.0
 
-Stage = tuple[str, str]  # of which run ("" where there is but one), and its name
+Stage = tuple[str, str]  # the run ("" if there is only one), and the stage's name
 
 
 class Listener(Protocol):
-    """Who wants to know how a run goes."""
+    """Listener of a run's progress."""
 
     def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None:
-        """`of` is the run, where this is a stage of one of many."""
+        """Start or update a stage. `of` names the run if there are several."""
 
     def expect(self, foreseen: Mapping[Stage, float]) -> None:
-        """What comes, in its order, and the seconds that it will take."""
+        """Set the coming stages in order, with their expected seconds."""
 
     def note(self, text: str) -> None:
-        """What is worth knowing before minutes have passed."""
+        """Show a text that the user should see at once."""
 
 
 class Within:
-    """A listener for one run of many: what that run is at is a stage of it."""
+    """Listener for one of several runs: its stages carry the run's title."""
 
     def __init__(self, listener: Listener, title: str) -> None:
         self.listener, self.title = listener, title
@@ -56,7 +56,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A run to certify. Raises UsageError or BadConfig for one that cannot be, before anything is loaded."""
+    """A run to certify. Raises UsageError or BadConfig for an impossible one, before anything is loaded."""
 
     plan: Plan
     repro_cmd: str
@@ -71,10 +71,10 @@ class Request:
 
 
 def certify(request: Request, ledger: Ledger | None, listener: Listener) -> Certificate:
-    """Measure, baseline and optimised steps in turn, and issue the certificate; it is in no file yet.
+    """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file.
 
-    The ledger says who takes the whole step, and what the decisions rest on; without one the step is raced for this run
-    alone, and no proof is known. Raises ImpossibleRun.
+    The ledger has the form of the whole step and the grounds of decisions. Without one, the step is raced for this run
+    only, and no proof is known. Raises ImpossibleRun.
     """
     plan = request.plan
     seconds = foreseen(plan, listener, request.text)
@@ -89,33 +89,33 @@ def certify(request: Request, ledger: Ledger | None, listener: Listener) -> Cert
 
 
 def foreseen(plan: Plan, listener: Listener, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
-    """Return the seconds of each stage."""
+    """Return the expected seconds of each stage."""
     listener.stage("fingerprint", plan.device, 0, 1)
     return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
 
 
 def of_long_prompt(plan: Plan, seconds: float, ledger: Ledger | None) -> str:
-    """Say how to do without a prompt that takes most of a run's time, or with less; empty for any other."""
+    """Return how to avoid a prompt that takes most of a run's time; "" for any other prompt."""
     if seconds <= LONG_PROMPT_S:
         return ""
     told = (
         f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
-        "s; --prompt synthetic fills the cache at random instead, and says so"
+        "s; --prompt synthetic fills the cache at random instead, and is recorded"
     )
     if ledger is not None and (left := _undecided_of_prompt(plan, ledger)):
-        told += f"; {left} of its ops are not decided: {settings.spelling()} tune --prompt {plan.seq - 1} does that"
+        told += f"; {left} of its ops are not decided: run {settings.spelling()} tune --prompt {plan.seq - 1}"
     return told
 
 
 def _undecided_of_prompt(plan: Plan, ledger: Ledger) -> int:
-    """Count the workloads of the prompt that PyTorch serves for want of a decision."""
+    """Count the workloads of the prompt that PyTorch serves because they are undecided."""
     hw_id, mode = fingerprint.take(plan.device).hw_id, current_mode()
     asked = {w.bucket for w in of_prompt(plan.shape, plan.seq - 1, batch=plan.batch, dtype=plan.dtype)}
     return sum(not ledger.serving_rows(hw_id, bucket, mode) for bucket in asked)
 
 
 def grounds(run: DecodeRun, ledger: Ledger | None) -> dict[int, Grounds]:
-    """Return what the ledger knows of the decisions that served."""
+    """Return the grounds of the decisions that served, from the ledger."""
     return gather(ledger, [choice.decision_id for choice in run.choices]) if ledger is not None else {}
 
 
@@ -133,10 +133,10 @@ def append(path: Path, made: Certificate, key: Any = None) -> Certificate:
 
 
 def failed(made: Certificate) -> AutoselError | None:
-    """Return what of this run is not as it should be: wrong results first, then missed objectives."""
+    """Return what is wrong with this run: wrong results first, then missed objectives."""
     if not made.verification_ok:
-        todo = "the certificate says so too"
-        return ParityError("the run was measured and did not verify", why=_unverified(made), todo=todo)
+        todo = "the certificate records this too"
+        return ParityError("the run was measured but not verified", why=_unverified(made), todo=todo)
     try:
         refuse_missed(made.slo)
     except MissedObjective as error:
@@ -145,12 +145,12 @@ def failed(made: Certificate) -> AutoselError | None:
 
 
 def _unverified(made: Certificate) -> str:
-    """Say why, the gravest reason alone."""
+    """Return the most serious reason."""
     v = made.verification
     if not v.max_logit_error <= v.logit_bound:  # NaN too
         return f"logits {v.max_logit_error:.3g} from the reference, {v.logit_bound:.3g} allowed"
     if wrong := wrong_tokens(made):
-        return f"{wrong} of {v.tokens_checked} tokens are not the baseline's, though the bound decides them"
+        return f"{wrong} of {v.tokens_checked} tokens are not the baseline's, although the bound decides them"
     unproven = [label for label, o in made.per_op.items() if o.parity is None and o.baseline not in ("", o.candidate)]
     if unproven:
         return f"no proof of parity is known here for {', '.join(unproven)}"

@@ -25,7 +25,7 @@ from autosel.ledger.store import Ledger
 def run_again(certified: Certificate, request: Request, ledger: Ledger | None, listener: Listener) -> Rerun:
     """Measure the certificate's plan on this device, score its text again, and compare.
 
-    Raises UsageError where the plan, the prompt or the text is not the certified one; call `refuse_others` first.
+    Raises UsageError if the plan, the prompt or the text differs from the certified one; call `refuse_others` first.
     """
     return compare(certified, certify(request, ledger, listener))
 
@@ -39,9 +39,9 @@ def refuse_others(certified: Certificate, plan: Plan) -> None:
 
 
 def text_again(certified: Certificate, plan: Plan, *, named: Path | None, then: Path | None) -> Text | None:
-    """Return the text that the certificate scored: the one that is named, else from where its command had it.
+    """Return the text that the certificate scored: the named file, else the file of the certificate's command.
 
-    Raises UsageError where it is not there, or not that text.
+    Raises UsageError if it does not exist or is another text.
     """
     if certified.quality is None:
         if named is not None:
@@ -50,7 +50,7 @@ def text_again(certified: Certificate, plan: Plan, *, named: Path | None, then: 
     path = named or then
     if path is None:
         raise UsageError(
-            f"the certificate scored a text, {certified.quality.get('text')}, and its command does not say where it is",
+            f"the certificate scored a text, {certified.quality.get('text')}, and its command does not name the file",
             todo="name that text with --quality",
         )
     if named is None and not path.exists():

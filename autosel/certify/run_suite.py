@@ -24,14 +24,14 @@ from autosel.ledger.store import Ledger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One model's share of a suite. `decides`: who takes its steps whole is raced for the ledger."""
+    """One model's share of a suite. If `decides`, the form of its steps is raced for the ledger."""
 
-    name: str  # as it was asked for
+    name: str  # as the user wrote it
     configurations: tuple[tuple[Configuration, tuple[Run, ...]], ...]
     decides: bool
 
     def question(self, runs: Sequence[Run]) -> str:
-        """Runs with the same one take their steps alike."""
+        """Return a key; runs with the same key use the same form of step."""
         return runs[0].title if self.decides else runs[0].plan.cache
 
 
@@ -47,16 +47,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`trouble`: what ended it early, else what is wrong with the first run that is not as it should be."""
+    """A suite and its `trouble`: what ended it early, else what is wrong with the first bad run."""
 
     suite: Suite
     trouble: AutoselError | None
 
 
 def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = None) -> tuple[Part, ...]:
-    """Return what is to be run; `base` says all but model and configuration. Raises what refuses a run, before anything
-    is loaded."""
-    base = replace(base, seq=2)  # the configurations say how long; a context of the first model fits no other
+    """Return the runs of a suite. `base` sets everything except model and configuration.
+
+    Raises every error that refuses a run before anything is loaded.
+    """
+    base = replace(base, seq=2)  # configurations set the length; the first model's context may not fit another model
     extent, parts = suite.LEVELS[level], []
     for name in suite.models(level, model or None):
         shape = models.load(name)
@@ -71,8 +73,7 @@ def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = 
 
 
 def measure_suite(request: Request, ledger: Ledger | None, listener: Listener) -> Measured:
-    """Measure and certify all of it. What ends it, Ctrl-C or a run that fails, costs what is left; before the first row
-    it is raised."""
+    """Measure and certify a suite. Ctrl-C or a failed run ends it; finished rows are kept, else it is raised."""
     made = _Made()
     ended: AutoselError | None = None
     _expect(request.parts, listener)
@@ -98,25 +99,25 @@ def measure_suite(request: Request, ledger: Ledger | None, listener: Listener) -
 
 @dataclass(slots=True)
 class _Made:
-    """What is measured so far."""
+    """The rows, certificates and remarks so far."""
 
     rows: list[suite.Row] = field(default_factory=list)
     certified: list[Certificate] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # of the device, as its runs met it
+    remarks: list[str] = field(default_factory=list)  # about the device, from its runs
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What the runs of one model share."""
+    """Weights and choices that the runs of one model share."""
 
     weights: Weights | None = None  # loaded on first use
-    chosen: dict[str, Chosen] = field(default_factory=dict)  # how steps are taken, by what was asked
+    chosen: dict[str, Chosen] = field(default_factory=dict)  # chosen forms of steps, by question
 
 
 def _expect(parts: Sequence[Part], listener: Listener) -> None:
     seconds: dict[Stage, float] = {}
     for part in parts:
-        asked: set[str] = set()  # how steps are taken
+        asked: set[str] = set()  # questions of earlier configurations
         for i, (_, runs) in enumerate(part.configurations):
             for j, run in enumerate(runs):
                 found = foreseen(run.plan, listener, loads=i == j == 0)
@@ -130,12 +131,12 @@ def _expect(parts: Sequence[Part], listener: Listener) -> None:
 def _trials(
     part: Part, runs: Sequence[Run], shared: _Shared, listener: Listener, ledger: Ledger | None, told: list[str]
 ) -> list[Certificate]:
-    """Run a configuration; return the certificates of the runs that count, and add to `told` what was noted."""
+    """Run a configuration. Return the certificates of the runs that count, and append remarks to `told`."""
     made, question = [], part.question(runs)
     for run in runs:
         within = Within(listener, run.title)
         shared.weights = shared.weights or load_weights(run.plan, within)
-        forget_peak(run.plan.device)  # an earlier run's
+        forget_peak(run.plan.device)  # forget an earlier run's peak
         chosen = shared.chosen.get(question)
         found = measure(run.plan, shared.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
         shared.chosen[question] = found.chosen

@@ -1,6 +1,6 @@
 """Measure a sweep: tune each batch, measure each cell of the grid, then bisect where winners change along the batch.
 
-request (grid) -> what fits -> tuned -> cells -> changes -> changes bisected by tuning between -> sweep
+request (grid) -> cells that fit -> tuned -> cells -> changes -> changes bisected by tuning between -> sweep
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autosel.values import Decision, DTypeName
 
 
 class Listener(Protocol):
-    """Who wants to know how a sweep goes. Each tuning, and the measuring, has a listener that is entered meanwhile."""
+    """Listener of a sweep's progress. Each tuning, and the measuring, has its own context manager."""
 
     def tuning(self, budget_s: float) -> AbstractContextManager[pipeline.Listener]: ...
 
@@ -41,7 +41,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A grid to measure. Raises UsageError for what no run can be. `again`: the command that goes on with it."""
+    """A grid to measure. Raises UsageError for values that no run can have. `again` is the command to continue."""
 
     model: ModelShape
     contexts: tuple[int, ...]
@@ -55,9 +55,9 @@ class Request:
     seed: int = 0
     tunes: bool = True
     effort: str = "quick"
-    budget_s: float = 0.0  # of tuning
+    budget_s: float = 0.0  # budget of tuning
     again: str = ""
-    traffic: Sequence[sweep.Request] = ()  # the user's own lengths, and the file that they came from
+    traffic: Sequence[sweep.Request] = ()  # the user's own lengths, and their file
     traffic_file: str = ""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`trouble`: wrong results first, then what ended it, then what tuning left undecided."""
+    """A sweep and its `trouble`: wrong results first, then an early end, then undecided workloads."""
 
     sweep: Sweep
     trouble: AutoselError | None
@@ -97,7 +97,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sized:
-    """A cell before it is measured; `why` it does not fit, or ""."""
+    """A cell before it is measured. `why` says why it does not fit, or is ""."""
 
     plan: Plan
     need_bytes: int
@@ -107,13 +107,13 @@ class _Sized:
 def measure_sweep(request: Request, ledger: Ledger | None, listener: Listener) -> Measured:
     """Measure a decode step at every context and batch, baseline and optimised in turn.
 
-    Settled decisions are not measured again. A cell that does not fit, or fails, costs itself alone; Ctrl-C those that
-    are left. Raises UsageError, LedgerError; Stopped where Ctrl-C came before the first cell.
+    Settled decisions are not measured again. A cell that does not fit or fails does not stop the others; Ctrl-C skips
+    the remaining ones. Raises UsageError, LedgerError; Stopped for Ctrl-C before the first cell.
     """
     plans = request.plans()
     first = plans[0]
     if first.weights != "random":
-        open_folder(Path(first.weights).expanduser())  # what cannot be loaded is said before minutes of tuning
+        open_folder(Path(first.weights).expanduser())  # fails before minutes of tuning if weights cannot be loaded
     started, memory = datetime.now(UTC).isoformat(timespec="seconds"), free_memory(first.device)
     sized = [_sized(plan, memory) for plan in plans]
     decisions, left = _tuned(request, [s.plan for s in sized if not s.why], ledger, listener)
@@ -123,7 +123,7 @@ def measure_sweep(request: Request, ledger: Ledger | None, listener: Listener) -
     if request.tunes and not isinstance(ended, Stopped):
         try:
             changes, narrowed = _narrowed(request, cells, changes, ledger, listener)
-        except AutoselError as error:  # what was measured is still said
+        except AutoselError as error:  # the measurements are still reported
             narrowed = error
     fp = fingerprint.take(first.device)
     found = Sweep(
@@ -154,19 +154,19 @@ def _is_undecided(d: Decision) -> bool:
 
 
 def wrong(found: Sweep) -> AutoselError | None:
-    """Return which steps did not verify; None if all did."""
+    """Return the steps that did not verify as an error; None if all did."""
     bad = [c for c in found.cells if c.figures is not None and not c.figures.verified]
     if not bad:
         return None
     cells = ", ".join(f"batch {c.batch} context {c.context}" for c in bad[:4])
     return ParityError(
-        "steps did not verify: logits beyond their bound", why=cells, todo="run one alone to see how far"
+        "steps did not verify: logits beyond their bound", why=cells, todo="measure one with `run` to see the error"
     )
 
 
 # --- tuning ---------------------------------------------------------------------------------------------------------
 
-Tuned = tuple[list[Decision], AutoselError | None]  # what was decided, and what stayed undecided
+Tuned = tuple[list[Decision], AutoselError | None]  # decisions, and what stayed undecided
 
 
 def _tuned(request: Request, plans: Sequence[Plan], ledger: Ledger | None, listener: Listener) -> Tuned:
@@ -183,7 +183,7 @@ def _decided(request: Request, named: Sequence[Named], ledger: Ledger | None, li
     if not named:
         return [], None
     if ledger is None:
-        raise UsageError("a sweep that tunes, without a ledger", todo="--no-tune measures with what is decided")
+        raise UsageError("a sweep that tunes needs a ledger", todo="use --no-tune to measure with existing decisions")
     asked = pipeline.Request(
         workloads=tuple({n.workload.key: n for n in named}.values()),
         effort=request.effort,
@@ -203,8 +203,10 @@ def _decided(request: Request, named: Sequence[Named], ledger: Ledger | None, li
 def _measured(
     request: Request, sized: Sequence[_Sized], ledger: Ledger | None, listener: Listener
 ) -> tuple[list[Cell], AutoselError | None]:
-    """Measure each cell that fits, on weights loaded once; return also what cost some of them. A sweep that tunes also
-    decides who takes its whole steps, where nothing says so."""
+    """Measure each cell that fits, with weights loaded once; also return the error that cost some of them.
+
+    A sweep that tunes also decides the form of whole steps if that is undecided.
+    """
     titles = [f"cell {i} of {len(sized)}, batch {s.plan.batch}, context {s.plan.seq}" for i, s in enumerate(sized, 1)]
     cells, weights, stopped, failed = [], None, False, 0
     with listener.measuring() as told:
@@ -223,7 +225,7 @@ def _measured(
                 except Exception as error:
                     why = _cost(error, loaded=weights is not None)
                     failed += isinstance(error, AutoselError)
-            why = why or ("" if figures else "it was stopped before")
+            why = why or ("" if figures else "stopped before it was measured")
             cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=s.need_bytes, figures=figures, why=why))
     return cells, _ended(cells, failed, stopped=stopped)
 
@@ -236,10 +238,9 @@ def _expect(cells: Sequence[tuple[str, Plan]], listener: run.Listener) -> None:
 
 
 def _cost(error: Exception, *, loaded: bool) -> str:
-    """Say why a cell has no figures. Raises again what is not the matter of one cell: weights that cannot be loaded,
-    and what is a bug of ours."""
+    """Return why a cell has no figures. Raise again any error that concerns all cells, and bugs of autosel."""
     memory = out_of_memory(error)
-    if memory is not None:  # what was free when it was asked has gone to somebody else
+    if memory is not None:  # another process took memory that was free when the cells were sized
         return f"the device ran out of memory: {memory.why}".rstrip(": ")
     if not (loaded and isinstance(error, AutoselError)):
         raise error
@@ -247,15 +248,17 @@ def _cost(error: Exception, *, loaded: bool) -> str:
 
 
 def _ended(cells: Sequence[Cell], failed: int, *, stopped: bool) -> AutoselError | None:
-    """Ctrl-C, or cells that failed. That memory ran out is an answer, as of a cell that does not fit."""
+    """Return Stopped after Ctrl-C, or an error if cells failed. A cell that ran out of memory is a result, not a
+    failure.
+    """
     done = sum(c.figures is not None for c in cells)
     if stopped:
         return Stopped(f"stopped; {done} of {len(cells)} cells measured", todo="what was decided is kept")
-    return AutoselError(f"{failed} of {len(cells)} cells failed", why="each says why in its place") if failed else None
+    return AutoselError(f"{failed} of {len(cells)} cells failed", why="the table gives each reason") if failed else None
 
 
 def figures_of(run_: DecodeRun) -> Figures:
-    """Return a cell's figures, by the arithmetic of a certificate. Raises ImpossibleRun as one does."""
+    """Return a cell's figures, computed as in a certificate. Raises ImpossibleRun as a certificate does."""
     made, plan = issue.issue(run_, {}, issue.Request(repro_cmd="")), run_.plan
     v = made.verification
     named = step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
@@ -292,7 +295,7 @@ def figures_of(run_: DecodeRun) -> Figures:
 def _narrowed(
     request: Request, cells: Sequence[Cell], changes: Sequence[Change], ledger: Ledger | None, listener: Listener
 ) -> tuple[tuple[Change, ...], AutoselError | None]:
-    """Bisect the changes along the batch by tuning between: every step of it is a decision kept."""
+    """Bisect changes along the batch by tuning batches between; every step stores a decision."""
     base = request.plans()[0]
     points = [p for p in sweep.served(cells) if p.context == base.seq]
     trouble: AutoselError | None = None

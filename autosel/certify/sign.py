@@ -1,7 +1,7 @@
-"""Ed25519 signatures: who vouches for a certificate. Needs the `sign` extra (cryptography).
+"""Ed25519 signatures of certificates. Needs the extra `sign` (cryptography).
 
-What is signed is `autosel certificate v1` and the checksum, which covers everything else, the signer's public key
-included: a signature cannot be taken off, moved to another document or replaced by another key's unnoticed.
+The signed message is `autosel certificate v1` and the checksum, which covers everything else, including the signer's
+public key. A signature cannot be removed, moved to another document or replaced by another key's without notice.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MOST_KEY_BYTES = 1 << 16
 
 
 def sign(made: Certificate, key: Ed25519PrivateKey) -> Certificate:
-    """Sealed anew with the signer inside, and signed."""
+    """Return the certificate sealed again with the signer inside, and signed."""
     sealed = seal(dataclasses.replace(made, signer=public_hex(key)))
     value = key.sign(CONTEXT + bytes.fromhex(sealed.checksum)).hex()
     return dataclasses.replace(sealed, signature=Signature(algorithm=ALGORITHM, value=value))
 
 
 def trouble(made: Certificate) -> str:
-    """Why its signature is not to be believed; empty where it is, or where none is claimed."""
+    """Return why a signature cannot be trusted; "" if it can, or if there is none."""
     if not made.signer and made.signature is None:
         return ""
     if made.signature is None:
-        return "signature: it names a signer, and the signature is gone"
+        return "signature: it names a signer, but has no signature"
     if not made.signer:
         return "signature: it names no signer"
     if made.signature.algorithm != ALGORITHM:
@@ -62,8 +62,10 @@ def _holds(signer: str, value: str, checksum: str) -> bool:
 
 
 def make_key(path: Path) -> Ed25519PrivateKey:
-    """A new private key in a file that only its owner can read, whole from its first moment on. Raises UsageError where
-    there is a file already, which stays as it is."""
+    """Write a new private key to a file that only its owner can read. The file is complete when it appears.
+
+    Raises UsageError if the file exists; it stays unchanged.
+    """
     crypto = _cryptography()
     key: Ed25519PrivateKey = crypto.ed25519.Ed25519PrivateKey.generate()
     serial = crypto.serialization
@@ -78,7 +80,7 @@ def make_key(path: Path) -> Ed25519PrivateKey:
 
 
 def _write_once(path: Path, text: bytes) -> None:
-    """Written beside its place, then linked into it: unlike a rename, a link replaces nothing. Raises OSError."""
+    """Write a temporary file and link it to its path: unlike a rename, a link replaces nothing. Raises OSError."""
     descriptor, making = tempfile.mkstemp(dir=path.parent, prefix=".making-")  # 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -96,7 +98,7 @@ def _write_once(path: Path, text: bytes) -> None:
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
-    """The key in a PEM file (PKCS 8, or OpenSSH's). Raises UsageError for what is none, or is open to others."""
+    """Return the key of a PEM file (PKCS 8, or OpenSSH's). Raises UsageError for others, or if it is open to others."""
     crypto = _cryptography()
     text = _read_key(path, private=True)
     load = crypto.serialization
@@ -106,17 +108,15 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except TypeError as error:
         raise UsageError(f"{path} is encrypted", todo="decrypt it first, or make a key for this purpose") from error
     except (ValueError, crypto.UnsupportedAlgorithm) as error:
-        raise UsageError(
-            f"{path} holds no private key", why="a PEM file is expected", todo=_how_to_make(path)
-        ) from error
+        raise UsageError(f"{path} has no private key", why="a PEM file is expected", todo=_how_to_make(path)) from error
     if not isinstance(key, crypto.ed25519.Ed25519PrivateKey):
-        raise UsageError(f"{path} is no Ed25519 key", todo=_how_to_make(path))
+        raise UsageError(f"{path} is not an Ed25519 key", todo=_how_to_make(path))
     found: Ed25519PrivateKey = key
     return found
 
 
 def public_key(text: str) -> str:
-    """Public key (hex) of what the user named: the hex itself, or a PEM file of either half. Raises UsageError."""
+    """Return the public key (hex) that the user named: hex digits, or a PEM file of either half. Raises UsageError."""
     if re.fullmatch(r"[0-9a-fA-F]{64}", text):
         return text.lower()
     path = Path(text)
@@ -129,9 +129,9 @@ def public_key(text: str) -> str:
         ssh = content.startswith(b"ssh-")
         key = load.load_ssh_public_key(content) if ssh else load.load_pem_public_key(content)
     except (ValueError, crypto.UnsupportedAlgorithm) as error:
-        raise UsageError(f"{path} holds no key", why="a PEM file, or 64 hex digits, is expected") from error
+        raise UsageError(f"{path} has no key", why="a PEM file, or 64 hex digits, is expected") from error
     if not isinstance(key, crypto.ed25519.Ed25519PublicKey):
-        raise UsageError(f"{path} is no Ed25519 key")
+        raise UsageError(f"{path} is not an Ed25519 key")
     return _hex(key)
 
 
@@ -153,7 +153,7 @@ def _read_key(path: Path, *, private: bool) -> bytes:
     with file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if private and mode & 0o077:
-            why = f"mode {mode:04o}: whoever reads it signs in your name"
+            why = f"mode {mode:04o}: every reader can sign in your name"
             raise UsageError(f"the key {path} is open to others", why=why, todo=f"chmod 600 {path}")
         return file.read(MOST_KEY_BYTES)
 

@@ -11,7 +11,7 @@ from autosel.errors import AutoselError, UnknownName, UsageError
 
 Comparison = Literal["<", "<=", ">", ">="]
 
-# What can be asked for -> the side that is good. Times in milliseconds, tps in tokens per second.
+# Metric -> the side that is better. Times in milliseconds, tps in tokens per second.
 METRICS: Mapping[str, str] = {
     "ttft": "<",
     "itl": "<",
@@ -41,26 +41,26 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """An objective as it was asked for."""
+    """A requested objective."""
 
     objective: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(Asked):
-    """An objective that was asked for, and what was measured, in its unit."""
+    """A requested objective with its measured value, in its unit."""
 
     measured: float
     met: bool
 
     @property
     def found(self) -> str:
-        """`44.1 ms`, `35.2 tok/s`."""
+        """Return the measured value with its unit: `44.1 ms`, `35.2 tok/s`."""
         return f"{self.measured:.4g} {'tok/s' if self.objective.startswith('tps') else 'ms'}"
 
 
 def parse(text: str) -> tuple[Objective, ...]:
-    """Raises UsageError, UnknownName."""
+    """Parse the objectives. Raises UsageError, UnknownName."""
     parts = [part.strip() for part in text.split(",")]
     return tuple(_objective(part) for part in parts)
 
@@ -69,7 +69,7 @@ def _objective(text: str) -> Objective:
     match = FORM.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"--slo {text!r} is no objective",
+            f"--slo {text!r} is not an objective",
             why=f"a metric ({', '.join(METRICS)}), < or >, and a figure with its unit are expected",
             todo='write it as "ttft<500ms,p99_itl<40ms"',
         )
@@ -87,7 +87,7 @@ def _objective(text: str) -> Objective:
 
 
 def judge(objectives: Sequence[Objective], measured: Mapping[str, float]) -> tuple[Judged, ...]:
-    """Each objective against the metric of its name. Raises UsageError for one that this run has no figure of."""
+    """Judge each objective by the metric of its name. Raises UsageError if this run lacks the metric."""
     for o in objectives:
         if o.metric not in measured:
             raise UsageError(f"--slo {o.text}: this run has no {o.metric}", todo="give it a prompt")
@@ -102,7 +102,7 @@ def _holds(value: float, objective: Objective) -> bool:
 
 
 def refuse_missed(judged: Sequence[Judged]) -> None:
-    """Raises MissedObjective, exit code 3."""
+    """Raise MissedObjective (exit code 3) if an objective was missed."""
     missed = [j for j in judged if not j.met]
     if missed:
         raise MissedObjective(

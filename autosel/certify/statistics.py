@@ -1,6 +1,6 @@
-"""What a list of step times says: median, quantiles, and intervals that neighbouring samples do not flatter.
+"""Statistics of step times: median, quantiles, and intervals that allow for correlated neighbouring samples.
 
-Every figure is a closed function of the samples, without interpolation tables or a library's generator: whoever
+Every figure is a closed function of the samples, without interpolation tables or a library's generator: a reader who
 recomputes it from a certificate gets the same bits.
 """
 
@@ -25,36 +25,40 @@ FEWEST_TO_RESAMPLE = 8  # below it an interval is the whole range of the samples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """`lo`..`hi` covers the true value in 95 % of runs like this one."""
+    """Interval `lo`..`hi` that covers the true value in 95 % of runs like this one."""
 
     lo: float
     hi: float
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle of the sorted values; the mean of both middles of an even number."""
+    """Return the median; for an even number of values, the mean of the two middle ones."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return float(ordered[middle]) if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed (nearest rank): a time that was measured."""
+    """Return the smallest value that at least `share` of the values do not exceed (nearest rank), always a measured
+    one.
+    """
     ordered = sorted(values)
     return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """Where the median of such steps lies."""
+    """Return the interval of the median of steps."""
     if len(values) < FEWEST_TO_RESAMPLE:
         return Interval(lo=float(min(values)), hi=float(max(values)))
     return middle(resampled_medians(values)[0])
 
 
 def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Interval:
-    """Where baseline median / optimised median lies, for samples taken in pairs: a pair is drawn as a whole, so what
-    slowed both at once cancels. Times the mean of `kept`, the tokens that each optimised step gave for the baseline's
-    one, where there are any."""
+    """Return the interval of baseline median / optimised median, times the mean of `kept`.
+
+    Samples are drawn in pairs, so a disturbance that slowed both arms cancels. `kept` counts the tokens that each
+    optimised step gave for the baseline's one; empty means one.
+    """
     if len(baseline) < FEWEST_TO_RESAMPLE:
         few, many = (min(kept), max(kept)) if kept else (1, 1)
         return Interval(lo=min(baseline) / max(optimised) * few, hi=max(baseline) / min(optimised) * many)
@@ -62,16 +66,16 @@ def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept
 
 
 def trials_interval(values: Sequence[float]) -> Interval | None:
-    """Return where the median of independent trials lies; None of fewer than eight."""
+    """Return the interval of the median of independent trials; None for fewer than eight."""
     return median_interval(values) if len(values) >= FEWEST_TO_RESAMPLE else None
 
 
 def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | None:
-    """Return where the ratio of two runs' medians lies, which were taken apart; None if one has fewer than eight."""
+    """Return the interval of the ratio of two separate runs' medians; None if one has fewer than eight samples."""
     if min(len(now), len(before)) < FEWEST_TO_RESAMPLE:
         return None
     above, below = resampled_medians(now)[0], resampled_medians(before)[0]
-    return middle(above / below[::-1])  # reversed: equal picks of two runs have nothing in common
+    return middle(above / below[::-1])  # reversed, so that equal picks of the two runs are independent
 
 
 def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Figures:
@@ -84,15 +88,15 @@ def resampled_medians(*arms: Sequence[float]) -> list[Figures]:
 
 
 def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Figures]:
-    """The statistic of each arm in each of 2000 resamples of their common indices.
+    """Return the statistic of each arm in each of 2000 resamples of their common indices.
 
-    A resample is made of circular blocks of ceil(n^(1/3)) neighbours (Politis and Romano 1992), because a disturbance
+    A resample consists of circular blocks of ceil(n^(1/3)) neighbours (Politis and Romano 1992), because a disturbance
     lasts longer than a step. The blocks are drawn from Python's own generator, whose `random()` never changes.
     """
     samples = [np.asarray(arm, dtype=np.float64) for arm in arms]
     count = len(samples[0])
     starts, block = _block_starts(count)
-    rows = max(1, (1 << 21) // count)  # at a time, so that 20 000 steps need no gigabyte
+    rows = max(1, (1 << 21) // count)  # at a time, so that 20 000 steps do not need a gigabyte
     found: list[list[Figures]] = [[] for _ in arms]
     for low in range(0, RESAMPLES, rows):
         chunk = starts[low : low + rows]
@@ -112,7 +116,7 @@ def _block_starts(count: int) -> tuple[NDArray[np.int64], int]:
 
 
 def middle(found: Figures) -> Interval:
-    """The middle 95 % of what the resamples gave."""
+    """Return the middle 95 % of the resampled values."""
     ordered = np.sort(found)
     cut = int(len(ordered) * (1 - COVERAGE) / 2)
     return Interval(lo=float(ordered[cut]), hi=float(ordered[len(ordered) - 1 - cut]))

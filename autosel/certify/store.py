@@ -1,7 +1,7 @@
-"""The certificate file: one line a certificate, appended under a lock, each line naming the checksum of the one before.
+"""The certificate file: one line per certificate, appended under a lock, each with the checksum of the previous line.
 
-An append writes the whole file anew beside the old one and puts it in its place: a run that dies, a full disk or a lost
-power line leaves the old file or the new one, never half a line.
+An append writes a new file and renames it over the old one: if the run dies, the disk is full or power fails, the file
+is the old or the new one, never half a line.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _COPY_BYTES = 1 << 20
 
 
 class BadCertificate(AutoselError):
-    """A certificate, or a file of them, that is not to be believed: says which line and field."""
+    """A certificate file that cannot be trusted; names line and field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Where the chain ends: the number of lines, and the checksum of the last (empty: there is none)."""
+    """End of the chain: the number of lines, and the checksum of the last ("" if there is none)."""
 
     lines: int
     checksum: str
 
 
 def append(path: Path, make: Callable[[Head], Certificate]) -> Certificate:
-    """Add what `make` builds for the head of the chain, for good: it is on disk on return.
+    """Append what `make` builds for the head of the chain. It is on disk on return.
 
-    Raises BadCertificate for a file whose last line is not a whole certificate, UsageError for what is no file.
+    Raises BadCertificate if the last line is not a complete certificate, UsageError if the path is not a file.
     """
     path = Path(os.path.realpath(path))
     with _locked(path):
@@ -53,7 +53,7 @@ def append(path: Path, make: Callable[[Head], Certificate]) -> Certificate:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes without the newline) of each line. Raises BadCertificate for half a line or a huge one."""
+    """Yield number (from 1) and bytes of each line, without newline. Raises BadCertificate for a partial line."""
     with _opened(path) as file:
         number = 0
         while line := file.readline(MOST_BYTES + 2):
@@ -81,7 +81,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Exclusive among those who append in the folder. The lock is the kernel's: it ends with its holder."""
+    """Lock the folder against other appending processes. The lock is the kernel's: it ends with its holder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -95,7 +95,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def head(path: Path) -> Head:
-    """Where the file's chain ends. Raises BadCertificate for a file that nothing can be appended to."""
+    """Return the end of the file's chain. Raises BadCertificate for a file that cannot be appended to."""
     if not path.exists():
         return Head(lines=0, checksum="")
     count, last = 0, b""
@@ -107,12 +107,12 @@ def head(path: Path) -> Head:
         made = decode(last)
     except ValueError as error:
         raise BadCertificate(
-            f"{path}:{count} is no certificate", why=str(error), todo="name another file; nothing was written"
+            f"{path}:{count} is not a certificate", why=str(error), todo="name another file; nothing was written"
         ) from error
     if made.sequence != count:
         raise BadCertificate(
-            f"{path}:{count} says it is line {made.sequence}",
-            why="lines were taken out or added",
+            f"{path}:{count} is numbered as line {made.sequence}",
+            why="lines were removed or added",
             todo="name another file; nothing was written",
         )
     return Head(lines=count, checksum=made.checksum)
@@ -122,7 +122,7 @@ def _replace(path: Path, line: bytes) -> None:
     making = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with suppress(FileNotFoundError):
-            making.unlink()  # left by a killed process that had our number
+            making.unlink()  # from a killed process with the same number
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
         descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:

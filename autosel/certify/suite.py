@@ -1,8 +1,8 @@
-"""The suites: seven prompt/generation configurations of three small models, whole answers timed.
+"""The suites: seven prompt/generation configurations of three small models, with whole answers timed.
 
-Each figure is the median of eight trials after a warm-up; answers of the quick suite are shorter. The trials are the
-blocks of a speedup's interval. A trial is an ordinary run whose stream goes on: prompt in, so many tokens out, baseline
-and optimised steps in turn.
+Each figure is the median of eight trials after a warm-up; the quick suite has shorter answers. The trials are the
+blocks of a speedup's interval. A trial is an ordinary run with an advancing stream: a prompt, then tokens, with
+baseline and optimised steps in turn.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ LEAST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much a level measures. `shorter`: so many times shorter are its answers. `decides`: how steps are taken is
-    asked for each configuration, and who takes whole ones raced for the ledger where nothing says so; else it is asked
-    once for each layout of the cache."""
+    """Size of a level. Answers are `shorter` times shorter.
+
+    If `decides`, the form of the steps is decided for each configuration, with a race for the ledger if it is
+    undecided; else once for each layout of the cache.
+    """
 
     models: tuple[str, ...] = MODELS[:1]
-    layers: int = 0  # unless others are asked for; 0: all
+    layers: int = 0  # unless the user sets another number; 0: all
     shorter: int = 1
     warm_ups: int = 1
     trials: int = 8  # the fewest that give an interval
@@ -47,7 +49,7 @@ LEVELS: Mapping[Level, Extent] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """`prompt` tokens in, `tokens` out, the first of them by the prompt's own pass."""
+    """One configuration: `prompt` tokens in, `tokens` out, the first of them from the prompt's pass."""
 
     name: str
     prompt: int
@@ -87,7 +89,7 @@ class Row:
     speedup: float
     cache_bytes: int
     peak_memory_bytes: int
-    speedup_interval: Interval | None = None  # trials are its blocks; None of fewer than eight
+    speedup_interval: Interval | None = None  # trials are its blocks; None for fewer than eight
     e2e_trials: tuple[float, ...] = ()
 
 
@@ -101,29 +103,29 @@ class Suite:
     timestamp: str
     rows: tuple[Row, ...]
     trials: int = 3
-    left: int = 0  # rows that were not measured: somebody stopped it
-    notes: tuple[str, ...] = ()  # what was noted of the device, as each row's certificate says too
+    left: int = 0  # rows that were not measured, because the suite was stopped
+    notes: tuple[str, ...] = ()  # notes about the device, also in each row's certificate
 
 
 def configurations(level: Level) -> tuple[Configuration, ...]:
-    """All seven; of the quick suite with shorter answers."""
+    """Return all seven configurations, with shorter answers for the quick suite."""
     shorter = LEVELS[level].shorter
     return tuple(replace(c, tokens=max(min(c.tokens, LEAST_TOKENS), c.tokens // shorter)) for c in CONFIGURATIONS)
 
 
 def models(level: Level, asked: str | None) -> tuple[str, ...]:
-    """The model asked for; else llama-1b, and of the full suite all three."""
+    """Return the requested model; else llama-1b, or all three for the full suite."""
     return (asked,) if asked else LEVELS[level].models
 
 
 def layers(level: Level, asked: int | None, of: int) -> int:
-    """How many of a model's layers run; 0: all."""
+    """Return how many of a model's layers run; 0 means all."""
     found = min(of, asked or LEVELS[level].layers)
     return 0 if found == of else found
 
 
 def plan_of(base: Plan, c: Configuration) -> Plan:
-    """The run that a trial is. `base` carries model, layers, dtype, weights and device."""
+    """Return the plan of a trial. `base` has model, layers, dtype, weights and device."""
     return replace(
         base,
         seq=c.prompt + 1,
@@ -138,7 +140,7 @@ def plan_of(base: Plan, c: Configuration) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A warm-up or a trial. `title` tells it from every other run of its suite."""
+    """A warm-up or a trial. `title` is unique in its suite."""
 
     title: str
     plan: Plan
@@ -146,7 +148,7 @@ class Run:
 
 
 def runs(c: Configuration, plan: Plan, extent: Extent) -> tuple[Run, ...]:
-    """Warm-ups of a few tokens, then the trials, which count."""
+    """Return warm-ups of a few tokens, then the trials, which count."""
     what = f"{plan.model.name} {c.name} {c.prompt}/{c.tokens}"
     short = replace(plan, iters=min(plan.iters, WARM_UP_TOKENS))
     warm = [_run(f"{what}, warm-up", i, extent.warm_ups, short, counts=False) for i in range(extent.warm_ups)]
@@ -159,7 +161,7 @@ def _run(kind: str, number: int, of: int, plan: Plan, *, counts: bool) -> Run:
 
 
 def row(c: Configuration, made: Sequence[Certificate]) -> Row:
-    """The median of the trials, figure by figure."""
+    """Return the row of a configuration: each figure is the median of the trials."""
 
     def middle(figure: Callable[[Certificate], float]) -> float:
         return median([figure(one) for one in made])
@@ -184,7 +186,7 @@ def row(c: Configuration, made: Sequence[Certificate]) -> Row:
 
 
 def end_to_end(made: Certificate, tokens: int) -> float:
-    """Tokens per second from the prompt's arrival to the last token."""
+    """Return tokens per second from the prompt's arrival to the last token."""
     steps = made.samples.optimised_host_ns or made.samples.optimised_ns
     seconds = (made.ttft_ms or 0.0) / 1e3 + sum(steps) / 1e9
     return made.shape.batch * tokens / seconds
@@ -195,7 +197,7 @@ def document(suite: Suite) -> dict[str, object]:
 
 
 def from_document(data: Mapping[str, object]) -> Suite:
-    """Raises BadConfig."""
+    """Return the suite of a document. Raises BadConfig."""
     try:
         found: Suite = from_json(Suite, data.get("suite"))
     except ValueError as error:

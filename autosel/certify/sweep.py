@@ -1,8 +1,9 @@
-"""A sweep: one model's decode step over contexts and batches; who served what; where the winners change; what it comes
-to for the user's own traffic. Values and arithmetic, free of torch.
+"""A sweep: a decode step over contexts and batches, candidates that served, changes of winners, the user's traffic.
 
-    step time between two measured contexts   linear: weights cost the same whatever the context, keys and values are
-                                              read once each
+Values and arithmetic, without torch.
+
+    step time between two measured contexts   linear: weights cost the same at every context, keys and values are read
+                                              once each
     traffic's tokens per second at a batch    tokens / sum over tokens of (step time at the token's context / batch)
 """
 
@@ -29,11 +30,14 @@ FILE_LIMIT_BYTES = 64 << 20
 Axis = Literal["batch", "context"]
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- the request ---------------------------------------------------------------------------------------------------
 
 
 def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
-    """`256:2048` -> 256, 512, 1024, 2048; `100:300` -> 100, 200, 300; `8` -> 8. Raises UsageError."""
+    """Return the doubled sizes: `256:2048` gives 256, 512, 1024, 2048; `100:300` gives 100, 200, 300; `8` gives 8.
+
+    Raises UsageError.
+    """
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not low <= first <= last <= high:
@@ -58,9 +62,10 @@ class Request:
 
 
 def read_traffic(path: Path) -> tuple[Request, ...]:
-    """A file of lengths: `PROMPT OUTPUT` a line (space, tab or comma; # begins a comment), or a JSON list of pairs.
+    """Read a file of lengths: `PROMPT OUTPUT` on each line (space, tab or comma; # starts a comment), or a JSON list of
+    pairs.
 
-    Raises BadConfig, saying which line.
+    Raises BadConfig that names the line.
     """
     try:
         text = files.read(path, FILE_LIMIT_BYTES).decode()
@@ -68,9 +73,9 @@ def read_traffic(path: Path) -> tuple[Request, ...]:
         raise BadConfig(f"{path} cannot be read", why=str(error), todo="check the path") from error
     found = tuple(_json_pairs(path, text) if path.suffix == ".json" else _line_pairs(path, text))
     if not found:
-        raise BadConfig(f"{path} holds no request", why="a line `PROMPT OUTPUT` is expected for each")
+        raise BadConfig(f"{path} has no request", why="a line `PROMPT OUTPUT` is expected for each")
     if len(found) > MOST_REQUESTS:
-        raise BadConfig(f"{path} holds {len(found)} requests", why=f"at most {MOST_REQUESTS} are read")
+        raise BadConfig(f"{path} has {len(found)} requests", why=f"at most {MOST_REQUESTS} are read")
     return found
 
 
@@ -103,19 +108,19 @@ def _request(where: str, prompt: int, output: int) -> Request:
     return Request(prompt=prompt, output=output)
 
 
-# --- what was measured -----------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Who served one op of a step; `bucket` says for which sizes that was decided."""
+    """Candidate that served one op of a step; `bucket` is the range of sizes of its decision."""
 
     op: str
     label: str
     bucket: str
     calls: int
     candidate: str
-    state: str  # as a decision's; or "undecided": its race did not end, and what it kept says nothing of who is faster
+    state: str  # of a decision, or "undecided": its race did not end, so the kept candidate need not be the fastest
     decision_id: int | None
 
     @property
@@ -125,14 +130,14 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One cell's run: baseline and optimised steps in turn, as in a certificate. Milliseconds of a step."""
+    """Figures of one cell: baseline and optimised steps in turn, as in a certificate. Times in milliseconds."""
 
     p50_ms: float
     p95_ms: float
     tokens_per_s: float
     baseline_ms: float
     speedup: float
-    speedup_interval: Interval | None  # None of fewer than eight steps
+    speedup_interval: Interval | None  # None for fewer than eight steps
     roofline: float
     read_bytes_per_s: float
     verified: bool
@@ -142,7 +147,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One batch at one context. `figures` None: not measured, and `why` says why."""
+    """One batch at one context. `figures` is None if it was not measured; `why` gives the reason."""
 
     batch: int
     context: int
@@ -153,7 +158,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Who serves at one batch and context: of a cell that was measured, or of a batch that was only tuned."""
+    """Serving candidates at one batch and context, measured or only tuned."""
 
     batch: int
     context: int
@@ -162,8 +167,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Along one axis an op's winner changes: `below` serves up to `last`, `above` from `first` on, and nothing between
-    was tried. `decided`: both are rows of the ledger."""
+    """Change of an op's winner along one axis: `below` serves up to `last`, `above` from `first` on.
+
+    Sizes between were not tried. `decided` is True if both are rows of the ledger.
+    """
 
     label: str
     axis: Axis
@@ -176,8 +183,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """The traffic at one batch: tokens per second of decoding, both arms. `covered`: share of its tokens whose context
-    lies within what was measured; the others are left out."""
+    """The traffic at one batch: tokens per second of decoding, for both arms.
+
+    `covered` is the share of its tokens whose context is in the measured range; the others are left out.
+    """
 
     batch: int
     tokens_per_s: float
@@ -187,8 +196,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The user's own lengths, and the batch that serves them fastest; None where none was measured at a context that
-    they reach."""
+    """The user's own lengths, and the batch that serves them fastest; None if no measured context covers them."""
 
     file: str
     requests: int
@@ -222,7 +230,7 @@ def document(found: Sweep) -> dict[str, object]:
 
 
 def with_doubts(cells: Iterable[Cell], undecided: Set[int]) -> list[Cell]:
-    """The cells, what these decisions serve marked as undecided."""
+    """Return the cells, with the undecided decisions marked."""
 
     def marked(s: Serving) -> Serving:
         return replace(s, state="undecided") if s.decision_id in undecided else s
@@ -239,8 +247,10 @@ def served(cells: Iterable[Cell]) -> list[Served]:
 
 
 def changes_of(points: Sequence[Served], decisions: Sequence[Decision] = ()) -> tuple[Change, ...]:
-    """Of every op: along the batch (at the shortest context) and along the context (at each batch). A bucket that
-    tuning split tells the context to the token; elsewhere it is bracketed by what was measured."""
+    """Return the changes of every op: along the batch at the shortest context, and along the context at each batch.
+
+    A bucket that tuning split gives the exact context; other changes are bracketed by measured contexts.
+    """
     shortest = min((p.context for p in points), default=0)
     found = _along("batch", [p for p in points if p.context == shortest])
     for batch in sorted({p.batch for p in points}):
@@ -275,13 +285,13 @@ def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
 
 
 def route(label: str) -> str:
-    """`gemv o` and `gemm o` are one op on either side of its crossover."""
+    """Return one label for `gemv o` and `gemm o`, the same op on either side of its crossover."""
     kind, _, name = label.partition(" ")
     return f"linear {name}" if kind in ("gemv", "gemm") else label
 
 
 def splits_of(decisions: Sequence[Decision]) -> list[Change]:
-    """Buckets of lengths that tuning split by bisection, from the rows themselves."""
+    """Return the changes of context from the buckets that tuning split by bisection."""
     rows: dict[tuple[str, str], list[Decision]] = {}
     for d in decisions:
         if d.length_range is not None:
@@ -306,7 +316,7 @@ def splits_of(decisions: Sequence[Decision]) -> list[Change]:
 
 
 def _told(change: Change, splits: Sequence[Change]) -> bool:
-    """Does a split bucket already say where, between these two contexts?"""
+    """Return True if a split bucket already gives the crossover between these two contexts."""
     return any(
         s.label.split(" ")[0] == change.label.split(" ")[0]
         and (s.below, s.above) == (change.below, change.above)
@@ -316,9 +326,11 @@ def _told(change: Change, splits: Sequence[Change]) -> bool:
 
 
 def middles(changes: Iterable[Change]) -> list[int]:
-    """Batches to try next, so that each change along the batch is known to the batch: M is exact up to EXACT, and above
-    it a bucket holds a power of two, so there is nothing between."""
-    along = [c for c in changes if c.axis == "batch" and c.decided]  # between two winners that no race found is nothing
+    """Return the batches to try next, until each change along the batch is exact.
+
+    M is exact up to EXACT; above it a bucket holds a power of two, so there is no batch to try.
+    """
+    along = [c for c in changes if c.axis == "batch" and c.decided]  # skips changes that no race decided
     ends = [(c.last, min(c.first, EXACT + 1)) for c in along]
     return sorted({(last + first) // 2 for last, first in ends if first - last > 1})
 
@@ -359,12 +371,14 @@ def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traf
     )
 
 
-STRIDE = 1.02  # contexts closer than this are one: step times are linear between measured ones anyway
+STRIDE = 1.02  # contexts closer than this count as one: step times are linear between measured ones anyway
 
 
 def contexts_of(requests: Sequence[Request]) -> dict[int, int]:
-    """Context -> how many of the traffic's tokens are decoded about there. A request's token i (from 1) attends to
-    prompt + i tokens; the first comes with the prompt's own pass."""
+    """Return the number of the traffic's tokens that are decoded near each context.
+
+    A request's token i (from 1) attends to prompt + i tokens; the first token comes from the prompt's pass.
+    """
     found: dict[int, int] = {}
     for r in requests:
         first, last = r.prompt + 2, r.prompt + r.output
@@ -377,7 +391,7 @@ def contexts_of(requests: Sequence[Request]) -> dict[int, int]:
 
 
 def step_ms(row: Sequence[Cell], context: int, arm: str) -> float:
-    """A step's time at a context, of cells of one batch in order of context; below the shortest, the shortest's."""
+    """Return a step's time at a context, interpolated in the cells of one batch; below the shortest, the shortest's."""
     at = bisect_left([c.context for c in row], context)
     values = [getattr(c.figures, arm) for c in row]
     if at == 0:

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: step time against context, tokens per second against batch. Needs the `plots` extra."""
+"""Pictures of a sweep: step time against context, tokens per second against batch. Needs the extra `plots`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(folder: Path, found: Sweep) -> None:
 
 
 def pictures(found: Sweep) -> dict[str, Figure]:
-    """Name -> figure; none where nothing was measured."""
+    """Return the figures by name; none if nothing was measured."""
     plots.refuse_without()
     import matplotlib as mpl
 
@@ -55,7 +55,7 @@ Value = Callable[[Cell, Figures], float]
 
 
 def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, theirs: Value) -> Figure:
-    """A line for each value of `line` (a few, evenly chosen), optimised solid, baseline dashed, both logarithmic."""
+    """Plot a line for each value of `line` (up to six), optimised solid and baseline dashed, on logarithmic axes."""
     figure, axes = plots.new_axes(4.0)
     picked = _few(sorted({getattr(c, line) for c in cells}))
     ends = []
@@ -82,20 +82,20 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, thei
     axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")
     axes.set_ylabel(unit)
     plots.grid(axes)
-    # above: a flat line of a short context may begin anywhere
+    # above the plot: a flat line of a short context may start anywhere
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=8)
     return figure
 
 
 def _few(values: list[int]) -> list[int]:
-    """At most six of them, the first and the last among them."""
+    """Return at most six of the values, including the first and the last."""
     if len(values) <= MOST_LINES:
         return values
     return sorted({values[round(i * (len(values) - 1) / (MOST_LINES - 1))] for i in range(MOST_LINES)})
 
 
 def _measured_ticks(axes: Axes, values: list[int]) -> None:
-    """What was measured, as numbers; every other one where they would touch."""
+    """Label the measured values as numbers; only some of them if they would overlap."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.xaxis.set_major_locator(FixedLocator(values[:: 1 + len(values) // 11]))
@@ -107,8 +107,8 @@ End = tuple[float, float, str]
 
 
 def _apart(ends: list[End], limits: tuple[float, float]) -> list[End]:
-    """Names at the ends of lines, moved down where another name stands."""
-    line = (limits[1] / limits[0]) ** 0.05  # a name's height, as a factor
+    """Move names at the ends of lines down until they do not overlap."""
+    line = (limits[1] / limits[0]) ** 0.05  # the height of a name, as a factor
     placed: list[End] = []
     for x, y, text in sorted(ends, key=lambda e: -e[1]):
         placed.append((x, min(y, placed[-1][1] / line) if placed else y, text))

@@ -1,7 +1,7 @@
 """A run in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-arms         every timed step of both arms, in the order they ran, back to back: what lay between is left out
-median step  each op with the time that all its calls of a step take together, slowest first
+arms every timed step of both arms, in the order they ran, back to back: the time between them is left out median step
+each op with the time of all its calls of a step, slowest first
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = {OPTIMISED: "optimised steps", BASELINE: "baseline steps", OPS: "median 
 
 
 def trace(made: Certificate) -> dict[str, Any]:
-    """The trace as one JSON object; timestamps in microseconds."""
+    """Return the trace as a JSON object; timestamps are in microseconds."""
     name = f"{made.model} {arithmetic(made)}, batch {made.shape.batch}, context {made.shape.seq}, {made.device}"
     events = [_named("process_name", 0, name)]
     events += [_named("thread_name", lane, text) for lane, text in LANES.items()]

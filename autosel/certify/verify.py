@@ -1,15 +1,14 @@
 """Check a certificate file: bytes, chain, schema, model, device, arithmetic, physics, signatures. Nothing is measured.
 
-bytes       each line is the one RFC 8785 spelling of its content, and matches its checksum
-chain       line n says that it is line n, and names the checksum of line n - 1
-model       bytes, FLOPs, weights, cache and calls are those of the model and the layers that ran
-device      the identity gives name, hw_id and cache; no rate is above what such a device reaches
-arithmetic  every figure that follows from others is computed again
-physics     neither arm, nor its prompt, is faster than the memory it ran beside or the device's arithmetic
-signature   of every line that names a signer; of every line, by that key, where a key is asked for
+bytes each line is the one RFC 8785 spelling of its content, and matches its checksum chain line n states that it is
+line n, and names the checksum of line n - 1 model bytes, FLOPs, weights, cache and calls are those of the model and the
+layers that ran device the identity gives name, hw_id and cache; no rate is above what such a device reaches arithmetic
+every figure that follows from others is computed again physics neither arm, nor its prompt, is faster than the memory
+measured in the run, or the device's arithmetic signature of every line that names a signer; with a given key, of every
+line by that key
 
-Before version 6 nothing says what a model that is no preset is made of. Such a certificate is neither proven nor
-refuted: it is checked as far as it goes, and `Verified.unchecked` names it. Asked to be strict, refuse it.
+Before version 6 a certificate does not describe a model other than a preset. Such a certificate is neither proven nor
+refuted: the rest is checked, and `Verified.unchecked` names it. In strict mode it is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from autosel.decode.run import Quality
 from autosel.errors import AutoselError
 from autosel.values import from_json
 
-# Of a step by CUDA events and the same by the host: two clocks, and the resolution of events.
+# Tolerance of a step's time by CUDA events over the host's time: two clocks, and the resolution of events.
 LATER, TICK_NS = 1.01, 10_000
-SHOWN = 8  # certificates that a message names
-AHEAD = timedelta(minutes=10)  # by which another machine's clock may be ahead of this one's
+SHOWN = 8  # certificates that a message lists
+AHEAD = timedelta(minutes=10)  # tolerance for another machine's clock being ahead
 
 
 def utc_now() -> datetime:
@@ -42,7 +41,7 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unchecked:
-    """A certificate that is not checkable: `fields` cannot be derived, for nothing says what `model` is made of."""
+    """A certificate that is not checkable: `fields` cannot be derived, because it does not describe `model`."""
 
     line: int
     model: str
@@ -52,8 +51,10 @@ class Unchecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A file in which nothing is wrong. `signed`: how many of its certificates carry a signature, all of which match.
-    It is proven only where `unchecked` is empty."""
+    """A file without errors; it is proven only if `unchecked` is empty.
+
+    `signed` counts its certificates with a signature; all signatures match.
+    """
 
     certificates: int
     signed: int
@@ -63,7 +64,7 @@ class Verified:
 
 
 class NotCheckable(AutoselError):
-    """A certificate that is neither proven nor refuted: it does not say what its model is made of."""
+    """A certificate that is neither proven nor refuted, because it does not describe its model."""
 
     exit_code = 5
 
@@ -79,9 +80,9 @@ def verify(
 ) -> Verified:
     """Check the whole file; `last` is the certificate on line `keep` (0: the last line).
 
-    `signer` (public key, hex) must have signed every line; `head` must be the checksum of the last one: then a cut tail
-    shows. `strict` refuses what is not checkable. `clock` gives the time that no timestamp may be after. Raises
-    BadCertificate naming line and field.
+    `signer` (public key, hex) must have signed every line. `head` must be the checksum of the last line, which reveals
+    missing lines at the end. `strict` refuses certificates that are not checkable. `clock` gives the time that
+    timestamps may not exceed. Raises BadCertificate that names line and field.
     """
     kept, count, signed, previous, unchecked = None, 0, 0, "", []
     for number, made in read(path, signer=signer, strict=strict, clock=clock):
@@ -103,7 +104,7 @@ def verify(
 
 
 def not_checkable(path: Path, found: Verified) -> NotCheckable | None:
-    """Return what to end with where certificates of the file are neither proven nor refuted."""
+    """Return an error if certificates of the file are neither proven nor refuted."""
     if not found.unchecked:
         return None
     told = [f"line {u.line}, {u.model:.60}, version {u.version}: {', '.join(u.fields)}" for u in found.unchecked]
@@ -112,7 +113,7 @@ def not_checkable(path: Path, found: Verified) -> NotCheckable | None:
     return NotCheckable(
         f"{path}: {count} not checkable",
         why="\n".join(
-            ["nothing says what these models are made of, so these fields cannot be derived:", *told[:SHOWN], *more]
+            ["the certificates do not describe these models, so these fields cannot be derived:", *told[:SHOWN], *more]
         ),
         todo="certify those runs again",
     )
@@ -121,14 +122,14 @@ def not_checkable(path: Path, found: Verified) -> NotCheckable | None:
 def read(
     path: Path, *, signer: str = "", strict: bool = False, clock: Callable[[], datetime] = utc_now
 ) -> Iterator[tuple[int, Certificate]]:
-    """Each line's certificate, checked by itself. Raises BadCertificate naming line and field."""
+    """Yield each line's certificate after its checks. Raises BadCertificate that names line and field."""
     for number, line in lines(path):
         try:
             made = decode(line)
         except ValueError as error:
-            raise BadCertificate(f"{path}:{number} is not to be believed", why=str(error)) from error
+            raise BadCertificate(f"{path}:{number} cannot be trusted", why=str(error)) from error
         if made.sequence != number:
-            raise _refused(path, number, "sequence", f"it says {made.sequence}: lines were taken out or added")
+            raise _refused(path, number, "sequence", f"it is {made.sequence}: lines were removed or added")
         try:
             trouble = wrong(made, clock()) or (model.silence(made) if strict else "") or sign.trouble(made)
         except AutoselError as error:
@@ -136,16 +137,16 @@ def read(
         if not trouble and signer and made.signer != signer:
             trouble = f"signer: it is {f'signed by {made.signer[:12]}...' if made.signer else 'not signed'}"
         if trouble:
-            raise BadCertificate(f"{path}:{number} is not to be believed", why=trouble)
+            raise BadCertificate(f"{path}:{number} cannot be trusted", why=trouble)
         yield number, made
 
 
 def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
-    return BadCertificate(f"{path}:{number} is not to be believed", why=f"{field}: {why}")
+    return BadCertificate(f"{path}:{number} cannot be trusted", why=f"{field}: {why}")
 
 
 def wrong(made: Certificate, now: datetime | None = None) -> str:
-    """The first field whose figure cannot be right, and why; empty where all can."""
+    """Return the first field whose figure cannot be right, and why; "" if all can."""
     found = _sampleless(made) or _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
     found = found or _unserved(made) or _unjudged(made) or model.trouble(made) or device.trouble(made)
     return found or _miscalculated(made) or _impossible(made)
@@ -155,16 +156,16 @@ def _untimely(made: Certificate, now: datetime) -> str:
     try:
         began = datetime.fromisoformat(made.timestamp)
     except ValueError:
-        return f"timestamp: {made.timestamp!r:.40} is no time"
+        return f"timestamp: {made.timestamp!r:.40} is not a time"
     if began.utcoffset() != timedelta(0):
         return f"timestamp: {made.timestamp!r:.40} is not in UTC"
     if began > now + AHEAD:
-        return f"timestamp: {made.timestamp} has not come yet; it is {now.isoformat(timespec='seconds')}"
+        return f"timestamp: {made.timestamp} is in the future; now it is {now.isoformat(timespec='seconds')}"
     return ""
 
 
 def _sampleless(made: Certificate) -> str:
-    """Of the samples: counts and times that no run gives."""
+    """Check the samples for counts and times that no run gives."""
     s = made.samples
     counts = {len(s.optimised_ns), len(s.baseline_ns), len(s.first)}
     if counts != {made.iters} or not 1 <= made.iters <= MOST_STEPS:
@@ -186,9 +187,9 @@ def _sampleless(made: Certificate) -> str:
 
 
 def _shapeless(made: Certificate) -> str:
-    """What no run can have produced, and what would make the arithmetic fail."""
+    """Check for values that no run can have, and for those that would break the arithmetic."""
     if not 0 <= 3 * saved(made) <= made.bytes_per_step:
-        return "options: saved_bytes is no number of bytes that packed weights save"
+        return "options: saved_bytes is more than packed weights save"
     if made.shape.batch < 1 or made.bytes_per_step < 1 or not made.tokens_per_step > 0 or made.cache_bytes < 0:
         return "shape, bytes_per_step, tokens_per_step or cache_bytes: below what a run can have"
     if not made.read_probes or any(not p > 0 for p in made.read_probes):
@@ -202,36 +203,38 @@ def _shapeless(made: Certificate) -> str:
     if not 1 <= made.layers.run <= made.layers.of:
         return f"layers: {made.layers.run} of {made.layers.of}"
     if made.model != model_name(model.PART.sub("", made.model), made.layers):
-        return f"model: {made.model!r:.60} does not say that {made.layers.run} of {made.layers.of} layers ran"
+        return f"model: {made.model!r:.60} does not name {made.layers.run} of {made.layers.of} layers"
     taken = [w.half for w in made.ways if w.taken]
     if sorted(taken) != sorted({w.half for w in made.ways}) or set(taken) - set(FUSED_OPS):
-        return "ways: each half of a layer is made in one of its forms"
+        return "ways: not exactly one form is taken for each half of a layer"
     if any(not w.step_us > 0 or w.form not in INSTEAD for w in made.ways):
-        return "ways: a time that is not above 0, or a form nobody knows"
+        return "ways: a time that is not above 0, or an unknown form"
     if set(made.autosel) != set(made.per_op) or set(made.knobs) != set(made.per_op):
         return "autosel, knobs, per_op: they do not name the same ops"
     return ""
 
 
 def _unprompted(made: Certificate) -> str:
-    """Of the prompt's digests: one that is none, one of what was not run, or none of what was."""
+    """Check the prompt's digests: present for a prompt that ran, absent for a cache without one."""
     asked = made.options.get("prompt")
     if asked == "synthetic" or made.version < SINCE["prompt"]:
-        return "" if made.prompt is None else "prompt: digests of a prompt that nothing was said to have run"
+        return "" if made.prompt is None else "prompt: digests, but no prompt ran"
     if made.prompt is None or not is_checksum(made.prompt.tokens_sha256):
         return "prompt: no sha256 of the tokens that ran"
     named, of_file = asked != "random", made.prompt.file_sha256
     if named and not is_checksum(of_file):
         return f"prompt: no sha256 of the file {asked!r:.60}"
     if of_file and not named:
-        return "prompt: a file's sha256, and none was named"
+        return "prompt: a file's sha256, but no file is named"
     return ""
 
 
 def _unserved(made: Certificate) -> str:
-    """Of the calls that were counted: none where they are counted, none by the candidate that is named, or not as many
-    as the timed steps make. A demotion within the run leaves two candidates: both count."""
-    o, eager = made.options, made.mode.startswith("eager.")  # else a graph or a team makes all of a step at once
+    """Check the counted calls: each op has some, the named candidate served, and the steps make as many.
+
+    A demotion during the run leaves two candidates: both count.
+    """
+    o, eager = made.options, made.mode.startswith("eager.")  # else a graph or a team makes all calls of a step at once
     listed = eager and o.get("prealloc") is True and not o.get("speculate")
     for label, op in made.per_op.items():
         counts, expected = op.served.values(), op.calls * made.iters
@@ -242,17 +245,17 @@ def _unserved(made: Certificate) -> str:
                 return f"per_op: {label!r:.60} served: no call of it was counted"
             continue
         if op.candidate not in op.served:
-            return f"per_op: {label!r:.60} served: {op.candidate!r:.60} is named, and served no call"
+            return f"per_op: {label!r:.60} served: {op.candidate!r:.60} is named, but served no call"
         if listed and (sum(counts) > expected or (sum(counts) < expected and not o.get("advance"))):
             return f"per_op: {label!r:.60} served: {sum(counts)} calls counted, {expected} made by {made.iters} steps"
     return ""
 
 
 def _unjudged(made: Certificate) -> str:
-    """Of the text that was scored: figures that no scoring gives, or none where there must be some."""
+    """Check the scored text: figures that a scoring can give, and a text for a lossy run."""
     if made.quality is None:
         lost = lossy(made.dtype, weight_format(made), made.weights)
-        return f"quality: {lost} is lossy, and no text was scored" if lost else ""
+        return f"quality: {lost} is lossy, but no text was scored" if lost else ""
     stated = dict(made.quality)
     flagged = stated.pop("suspect", None)
     try:
@@ -283,7 +286,7 @@ def _miscalculated(made: Certificate) -> str:
 
 
 def _same(stated: Any, computed: Any) -> bool:
-    """Equal, but for the last bits of a float: another machine's libm may round a sum of floats otherwise."""
+    """Compare, except the last bits of floats: another machine's libm may round a sum differently."""
     if isinstance(stated, float) and isinstance(computed, (int, float)):
         return math.isclose(stated, computed, rel_tol=1e-12)
     if hasattr(stated, "__dataclass_fields__") and type(stated) is type(computed):

@@ -1,4 +1,4 @@
-"""Figures as people write them: four significant digits, thin groups, never an exponent."""
+"""Figures in words: four significant digits, groups separated by thin spaces, never an exponent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """`10 090`, `827.5`, `0.325`; zeros behind the point are left out."""
+    """Return `10 090`, `827.5` or `0.325`, without trailing zeros."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -23,19 +23,19 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def interval_text(found: Interval | None) -> str:
-    """`1.82 .. 1.91`, or why there is none."""
+    """Return `1.82 .. 1.91`, or why there is no interval."""
     if found is None:
         return f"no interval: fewer than {FEWEST_TO_RESAMPLE}"
     return f"{found.lo:.2f} .. {found.hi:.2f}"
 
 
 def percent(share: float) -> str:
-    """`42 %`; `<1 %` for what is there and small."""
+    """Return `42 %`, or `<1 %` for a share that is small but not zero."""
     return "<1 %" if 0 < share < 0.005 else f"{share:.0%}".replace("%", " %")
 
 
 def compared(made: Certificate) -> str:
-    """`47 of 50 tokens as the baseline's, 3 that the bound leaves open, logits at 0.40 of their bound`."""
+    """Return `47 of 50 tokens as the baseline's, 3 that the bound leaves open, logits at 0.40 of their bound`."""
     v = made.verification
     told = [f"{v.tokens_equal} of {v.tokens_checked} tokens as the baseline's"]
     if v.tokens_open:
@@ -48,7 +48,7 @@ def compared(made: Certificate) -> str:
 
 
 def prompted(made: Certificate) -> str:
-    """`text.txt, 127 tokens, sha256:0f1e..., file sha256:9a8b...`: enough of each digest to tell prompts apart."""
+    """Return `text.txt, 127 tokens, sha256:0f1e..., file sha256:9a8b...`, with the first 12 digits of each digest."""
     if made.prompt is None:
         return ""
     name = "drawn at random" if not made.prompt.file_sha256 else Path(str(made.options["prompt"])).name
@@ -59,7 +59,7 @@ def prompted(made: Certificate) -> str:
 
 
 def scored(made: Certificate) -> str:
-    """Of a text: what both paths made of it and how far apart they are; empty where none was scored."""
+    """Describe the scored text: perplexities of both paths and their divergence; "" if no text was scored."""
     if made.quality is None:
         return ""
     q = made.quality
@@ -72,17 +72,17 @@ def scored(made: Certificate) -> str:
 
 
 def suspected(made: Certificate) -> str:
-    """Why the path that was timed cannot be right, where its text says so."""
+    """Return why the timed path cannot be right, judging by its text; "" if nothing is suspect."""
     if made.quality is None or not made.quality["suspect"]:
         return ""
-    return "better than the reference beyond noise: rounding cannot know a text, so something is counted wrongly"
+    return "better than the reference beyond noise: rounding cannot improve a text, so something is counted wrongly"
 
 
 def speculated(made: Certificate) -> str:
-    """Of a step of speculation: how many tokens it gives for the baseline's one."""
+    """Describe speculation: how many tokens a step gives for the baseline's one."""
     if not made.options.get("speculate"):
         return ""
     return (
         f"{made.options['speculate']} tokens drafted from the text so far, {made.tokens_per_step:.2f} kept a step, "
-        "each held against plain greedy decoding; the baseline's steps give one"
+        "each compared with plain greedy decoding; the baseline's steps give one"
     )

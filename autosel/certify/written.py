@@ -1,4 +1,4 @@
-"""What a run leaves beside its certificate: the audit and the trace as JSON, the report as a page with plots."""
+"""Files that a run writes besides its certificate: audit and trace as JSON, the report as a page with plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autosel.certify.trace import trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where each is to be written; None: not at all. `report` is a folder."""
+    """Paths of the files; None means not written. `report` is a folder."""
 
     audit: Path | None = None
     trace: Path | None = None
@@ -25,7 +25,7 @@ class Places:
 
 
 def files(places: Places, made: Certificate, found: Audit) -> Iterator[tuple[Path, Callable[[], object]]]:
-    """Yield each file and what writes it; one that cannot be written costs none of the others."""
+    """Yield each path and the function that writes it, so that one failure does not affect the others."""
     if places.audit is not None:
         yield places.audit, partial(_write_json, places.audit, audit.document(found))
     if places.trace is not None:

@@ -27,7 +27,7 @@ AT_RUN_TIME = ("INDUCTOR", "TRITON")  # backends that compile in the process tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baked:
-    """Say what the folder holds; `left`: decisions that it cannot serve, as (key, reason)."""
+    """Content of the folder; `left` has the decisions that it cannot serve, as (key, reason)."""
 
     folder: str
     decisions: int
@@ -36,7 +36,7 @@ class Baked:
 
 
 def bake(folder: Path, ops: Collection[str] = ()) -> Baked:
-    """Write the folder completely or not at all; `ops`: decisions of these alone.
+    """Write the folder completely or not at all. `ops` limits it to decisions of these ops.
 
     Raises BadConfig if the folder is not empty, AutoselError if no decision can be baked.
     """
@@ -117,6 +117,6 @@ def _fill(made: Path, rows: Sequence[Row]) -> int:
 
 
 def _open_to_readers(folder: Path) -> None:
-    """Let every user of the image read it, and nobody but the owner write: `best()` refuses other files."""
+    """Let every user of the image read the folder and only the owner write it: `best()` refuses other files."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -1,4 +1,4 @@
-"""`best`: what serves an op on this device now, with its figures."""
+"""Command `best`: show what serves an op on this device now, with its figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autosel.values import SERVING, WHOLE_STEP, Decision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """A decision that serves this device, and why the baseline runs instead of it, if it does (`stale`)."""
+    """A decision for this device; `stale` says why the baseline runs instead, if it does."""
 
     decision: Decision
     stale: str
@@ -27,13 +27,13 @@ class Now:
 
 @verb("best", "best attn", "best gemv --json", "best attn --workload L8192", "best attn --device cuda:1")
 @click.argument("op")
-@click.option("--workload", default="", metavar="TEXT", help="only workloads whose key contains it, as D128.L8192")
+@click.option("--workload", default="", metavar="TEXT", help="show only workloads with this in their key: D128.L8192")
 @device_option()
 @json_option
 def best_command(op: str, workload: str, device: str, as_json: bool) -> None:
-    """What serves OP here.
+    """Show what serves OP here.
 
-    --json: one object, for the longest context if there are several; its `all` lists every one.
+    --json prints one object, for the longest context if there are several; its `all` lists every one.
     """
     everything = serving(op, device)
     rows = [n for n in everything if workload in n.decision.workload.key]
@@ -52,7 +52,7 @@ def best_command(op: str, workload: str, device: str, as_json: bool) -> None:
 
 
 def measured_by(op: str, device: str) -> str:
-    """The verb that decides the op there. Whole steps are raced where a model runs."""
+    """Return the verb that decides the op on the device. Whole steps race when a model runs."""
     if op == WHOLE_STEP:
         return f"run --model NAME{told(device)}, once its ops are tuned"
     return f"tune --op {op}{told(device)}"
@@ -66,7 +66,7 @@ def _document(op: str, rows: Sequence[Now], device: str) -> dict[str, Any]:
 
 
 def now_json(now: Now) -> dict[str, Any]:
-    """What a caller of best() gets: a stale decision's baseline, with the reason."""
+    """Return what a caller of best() gets; for a stale decision, the baseline with the reason."""
     made = decision_json(now.decision)
     if not now.stale:
         return made
@@ -94,7 +94,7 @@ def _undecided(op: str, device: str) -> dict[str, Any]:
 
 
 def decided_elsewhere(op: str, device: str) -> str:
-    """For which other device of the kind the op is decided, or ""."""
+    """Return for which other device of the same kind the op is decided, or ""."""
     from autosel.fingerprint.store import of_hardware
     from autosel.ledger.conditions import other_device
     from autosel.ledger.store import open_ledger
@@ -108,7 +108,7 @@ def decided_elsewhere(op: str, device: str) -> str:
 
 
 def is_of(decision: Decision, op: str | None) -> bool:
-    """gemv and gemm are linear at M = 1 and above. Raises UsageError for an op that is none."""
+    """Return True if the decision is of the op; gemv is linear with M = 1, gemm with M > 1. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
 
     named = op is None or decision.op == ledger_name(op)
@@ -116,7 +116,7 @@ def is_of(decision: Decision, op: str | None) -> bool:
 
 
 def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
-    """Under a table: which of its decisions do not run, and what to do."""
+    """Print below a table which of its decisions do not run, and what to do."""
     for now in rows:
         if now.decision.state not in SERVING:
             text = f"decision {now.decision.id}, {now.decision.told}; the baseline runs instead"
@@ -126,20 +126,20 @@ def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
         click.echo(paragraph(f"{reason}; the baseline runs instead", hang="  "))
     again = dict.fromkeys(n.decision.stale for n in rows if n.decision.stale and not n.stale)
     for reason in again:
-        click.echo(paragraph(f"stale: {reason}; proven again since, and served until it is raced", hang="  "))
+        click.echo(paragraph(f"stale: {reason}; proven again, and serves until it is raced again", hang="  "))
     if (reasons or again) and not settings.get("disable"):
         click.echo(f"measure again:  {settings.spelling()} {measured_by(op, device)}", err=True)
 
 
 def serving(op: str | None, device: str) -> list[Now]:
-    """What serves there now, in the ledger's order. Raises UsageError."""
+    """Return what serves on the device now, in the ledger's order. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
     from autosel.dispatch.devices import ids_of
     from autosel.ledger.store import open_ledger
 
     if op:
-        ledger_name(op)  # or it is none
+        ledger_name(op)  # raises for an unknown op
     ids = ids_of(identity(device))
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id in ids and is_of(s.decision, op or None)]
@@ -147,7 +147,7 @@ def serving(op: str | None, device: str) -> list[Now]:
 
 
 def _elsewhere(decision: Decision) -> str:
-    """A decision holds for one number of threads and torch's numeric flags, unless nothing is to be served at all."""
+    """Return why the decision does not apply: other threads or numeric flags, or AUTOSEL_DISABLE. Else return ""."""
     from autosel.dispatch.devices import ids_of, this_device
     from autosel.ledger.conditions import other_mode
     from autosel.ledger.key import current_mode, matters

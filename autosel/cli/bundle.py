@@ -1,10 +1,10 @@
-"""Signed bundles: what serves on one host, for hosts that share no database. Needs the `sign` extra (cryptography).
+"""Signed bundles: what serves on one host, for hosts without a common database. Needs the extra `sign` (cryptography).
 
     {"format": "autosel.bundle", "version": 1, "host": {"id", "name"}, "created_at", "decisions": <an export>,
      "signer": <public key, hex>, "signature": {"algorithm": "Ed25519", "value": <hex>}}
 
-What is signed is `autosel bundle v1` and the sha256 of the canonical JSON of all but the signature, the signer's public
-key included. A signature says who vouches for a bundle; that its decisions hold here is for this host's own proofs.
+The signed message is `autosel bundle v1` and the sha256 of the canonical JSON of all fields except the signature,
+including the signer's public key. A signature shows who vouches for a bundle; each host still proves its decisions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autosel.ledger.host import Host, here
 from autosel.values import from_json, parse_json, to_json
 
 FORMAT, VERSION = "autosel.bundle", 1
-MOST_BYTES = snapshot.MOST_BYTES + (1 << 20)  # the decisions, and who signed them
+MOST_BYTES = snapshot.MOST_BYTES + (1 << 20)  # the decisions, host and signature
 CONTEXT = b"autosel bundle v1\n"
 FIELDS = {"format", "version", "host", "created_at", "decisions", "signer", "signature"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A plain export has neither host nor signer."""
+    """Decisions of a file. A plain export has neither host nor signer."""
 
     decisions: Mapping[str, Any]
     host: Host | None = None
@@ -43,7 +43,7 @@ class Bundle:
 
 
 def make(decisions: Mapping[str, Any], key: Any) -> dict[str, Any]:
-    """Sealed and signed as this host's, with an Ed25519 private key."""
+    """Return this host's bundle, signed with an Ed25519 private key."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -60,8 +60,10 @@ def _message(body: Mapping[str, Any]) -> bytes:
 
 
 def read(content: bytes, where: str, *, signer: str = "") -> Bundle:
-    """A bundle whose signature holds, or a plain export; with `signer` (hex) only a bundle signed by it. Raises
-    BadConfig."""
+    """Return a bundle with a valid signature, or a plain export; with `signer` (hex), only a bundle signed by it.
+
+    Raises BadConfig.
+    """
     try:
         data = parse_json(content, what=where)
     except ValueError as error:
@@ -73,7 +75,7 @@ def read(content: bytes, where: str, *, signer: str = "") -> Bundle:
         assert found.digest
         return Bundle(decisions=data)
     if data.get("version") != VERSION or set(data) != FIELDS:
-        raise BadConfig(f"{where} is no bundle of version {VERSION}", todo="upgrade autosel")
+        raise BadConfig(f"{where} is not a bundle of version {VERSION}", todo="upgrade autosel")
     made = _believed(data, where)
     if signer and made.signer != signer:
         raise BadConfig(f"{where} is signed by another key", why=f"by {made.signer}, not {signer}")
@@ -90,13 +92,13 @@ def _believed(data: Mapping[str, Any], where: str) -> Bundle:
         if signature != {"algorithm": sign.ALGORITHM, "value": value} or not re.fullmatch("[0-9a-f]{64}", signer):
             raise ValueError("not an Ed25519 signature")
         _verify(bytes.fromhex(signer), bytes.fromhex(value), _message(body))
-    except (ValueError, TypeError, KeyError) as error:  # RFC 8785 has no integer past 2^53, and no lone surrogate
+    except (ValueError, TypeError, KeyError) as error:  # RFC 8785 refuses integers above 2^53 and lone surrogates
         raise BadConfig(f"{where} was damaged or edited", why=str(error)) from error
     return Bundle(decisions=data["decisions"], host=host, signer=signer)
 
 
 def _verify(signer: bytes, value: bytes, message: bytes) -> None:
-    """Raises ValueError where the signature is not the signer's of this message."""
+    """Raise ValueError unless the signature is the signer's of this message."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -113,7 +115,7 @@ def text(made: Mapping[str, Any]) -> str:
 
 
 def own_key(path: Path | None) -> Any:
-    """The key to sign with: the file given, or this home's, made on first use."""
+    """Return the key to sign with: the given file, or this home's, which is made on first use."""
     default = settings.home() / "keys" / "bundles.pem"
     if path is not None or default.exists():
         return sign.private_key(path or default)

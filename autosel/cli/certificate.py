@@ -1,4 +1,4 @@
-"""What `run` says: the certificate, the memory table and the suite for people."""
+"""Output of `run`: the certificate, the memory table and the suite, for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def summary(made: Certificate, found: Audit) -> str:
-    """The certificate for people: what ran, how fast, how sure, where the time goes."""
+    """Format a certificate: what ran, its speed and interval, where the time goes."""
     from autosel.certify.audit import proof_of_use
     from autosel.certify.derive import arithmetic
     from autosel.certify.words import compared
@@ -36,7 +36,7 @@ def summary(made: Certificate, found: Audit) -> str:
     if found.rows:
         lines += [*shares(found), *fusions(found)]
     if made.python_overhead is not None:
-        lines.append(f"our own Python: {100 * made.python_overhead:.2g} % of the step")
+        lines.append(f"autosel's Python: {100 * made.python_overhead:.2g} % of the step")
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
     lines.append(paragraph(f"{word}: {compared(made)}", hang="  "))
     used = proof_of_use(made)
@@ -46,12 +46,12 @@ def summary(made: Certificate, found: Audit) -> str:
         f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}" for j in made.slo
     ]
     lines += note_lines(made.notes)
-    lines += ["contended: other work ran, or the device was slowed, as it was measured"] if made.contended else []
+    lines += ["contended: other work ran, or the device was slowed, during the measurement"] if made.contended else []
     return "\n".join(lines)
 
 
 def _undecided(made: Certificate) -> list[str]:
-    """A user who has not tuned should not take PyTorch's time for the best there is."""
+    """Return a note if nothing is tuned: a user must not take PyTorch's time for the best possible one."""
     if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
         return []
     from autosel.certify.derive import weight_format
@@ -77,7 +77,7 @@ def _quality(made: Certificate) -> list[str]:
 
 
 def _whole(value: float, digits: int = 4) -> str:
-    """Without an exponent, however large."""
+    """Format a number without an exponent."""
     from autosel.certify.words import figure
 
     return figure(value, digits).replace("\N{NARROW NO-BREAK SPACE}", " ")
@@ -111,10 +111,10 @@ def _arms(made: Certificate) -> list[str]:
 
 
 def _host(made: Certificate) -> list[str]:
-    """Beside a GPU's own time, what the host saw."""
+    """Return the times that the host saw, in addition to the GPU's own."""
     if made.host_ms is None or made.baseline_host_ms is None:
         return []
-    both = f"{made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the tokens are on the host"
+    both = f"{made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the host has the tokens"
     return [f"  timed by {made.timed_by}; {both}"]
 
 
@@ -145,8 +145,10 @@ def _tokens(made: Certificate) -> list[str]:
 
 
 def shares(found: Audit) -> list[str]:
-    """`gate_up 46 %  down 22 %  rest 6 %`: what takes at least a fiftieth; the rest together. An op and its share stay
-    on one line."""
+    """Return lines such as `gate_up 46 % down 22 % rest 6 %`. Ops below 2 % count as the rest.
+
+    An op and its share stay on one line.
+    """
     named = [(r.label, r.share) for r in found.rows if r.share >= 0.02]
     rest = max(0.0, 1 - sum(share for _, share in named))
     lines = ["share of the step "]
@@ -158,17 +160,17 @@ def shares(found: Audit) -> list[str]:
     return lines
 
 
-TOLD = {"fused", "torch", "graph", "team", "packed"}  # which forms make something of one call that were several
+TOLD = {"fused", "torch", "graph", "team", "packed"}  # the forms that make one call of several
 
 
 def fusions(found: Audit) -> list[str]:
-    """`norm_qkv: taken, the step is 1.8 % faster than with norm and projections apart`."""
+    """Return lines such as `norm_qkv: taken; with norm and projections apart the step takes +1.8 %`."""
     from autosel.certify.audit import INSTEAD
 
     lines = []
     for a in found.attribution:
         if not TOLD & {a.taken, a.other}:
-            continue  # neither has the fused op: of interest to nobody but the JSON
+            continue  # neither has the fused op; only the JSON shows it
         change = a.step_over_taken - 1
         if a.taken in TOLD:
             told = f"{a.op}: taken; with {INSTEAD[a.other]} the step takes {change:+.1%}"
@@ -186,7 +188,7 @@ def where_line(made: Certificate, where: Path) -> str:
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """A row for each thing that both reports ran; nothing where nothing was to be compared."""
+    """Return a table with a row for each thing that both reports ran; empty if they have none in common."""
     from autosel.certify.words import interval_text
 
     if not changes:
@@ -221,16 +223,16 @@ def plan_text(found: Capacity) -> str:
     heads = ("context", "KV a sequence", "largest batch", "memory then", "at most tok/s")
     lines.append(table(heads, rows, right=(0, 1, 2, 3, 4)))
     if any(not fit.batch for fit in found.fits):
-        lines.append("none: not even one sequence fits; fewer --layers or a smaller model does")
+        lines.append("none: not even one sequence fits; use fewer --layers or a smaller model")
     if found.read_bytes_per_s:
-        lines.append("at most: what the read rate and the arithmetic rate allow; caches left out")
+        lines.append("at most: the limit of read rate and arithmetic rate, without caches")
         if found.packs:
-            lines.append("weights as they are: packed without loss they take three quarters of that")
+            lines.append("unpacked weights are counted; lossless packing takes three quarters of that")
     return "\n".join(lines)
 
 
 def suite_text(found: Suite) -> str:
-    """A row a configuration; the model above them where there is but one."""
+    """Return a table with a row for each configuration. A single model is named above it."""
     each = "one trial" if found.trials == 1 else f"median of {found.trials} trials"
     shorter = ", short answers" if found.level == "quick" else ""
     part = f"; stopped, {found.left} configurations not measured" if found.left else ""
@@ -258,7 +260,7 @@ def suite_text(found: Suite) -> str:
     ]
     skip = 1 if alone else 0
     below = (
-        "e2e: tokens per second from the prompt on; tok/s: of decoding alone; TTFT: ms to the first token; x: over the "
+        "e2e: tokens per second with the prompt; tok/s: decoding only; TTFT: ms to the first token; x: over the "
         "eager baseline's steps"
     )
     shown = table(heads[skip:], [r[skip:] for r in rows], right=tuple(range(3 - skip, 12 - skip)), wrap=0)

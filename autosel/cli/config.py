@@ -1,4 +1,4 @@
-"""`config`: every setting, its value, and where the value came from."""
+"""Command `config`: show every setting, its value and its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autosel.cli.output import emit_json, paragraph, table
 @verb("config", "config", "config --json")
 @json_option
 def config_command(as_json: bool) -> None:
-    """Every setting with its value and origin. Set them in the environment (AUTOSEL_NAME) or in config.toml."""
+    """Show every setting with its value and origin. Set them in the environment (AUTOSEL_NAME) or in config.toml."""
     values = settings.read()
     if as_json:
         emit_json({n: {"value": _plain(v.value), "origin": v.origin} for n, v in values.items()})
@@ -22,10 +22,10 @@ def config_command(as_json: bool) -> None:
     click.echo()
     click.echo(table(("setting", "what it does"), [[s.variable, s.help] for s in settings.SETTINGS], wrap=1))
     file = settings.home() / "config.toml"
-    told = f"settings file: {file} (the same names in lower case, without AUTOSEL_; the environment wins)"
+    told = f"settings file: {file} (the same names in lower case, without AUTOSEL_; the environment takes precedence)"
     click.echo("\n" + paragraph(told, hang="  "))
     for name in settings.unknown_variables():
-        click.echo(f"note: {name} is no setting of autosel", err=True)
+        click.echo(f"note: {name} is not a setting of autosel", err=True)
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""`export --to flashinfer`, and `import` of a solution as a source to race, of traces as evidence and traffic."""
+"""`export --to flashinfer`; `import` of a solution as a source to race, and of traces as evidence and traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export_dataset(folder: Path) -> None:
-    """What serves now, as a flashinfer-bench dataset."""
+    """Write what serves now as a flashinfer-bench dataset."""
     from autosel.integrations import flashinfer_bench
     from autosel.integrations.engines import flashinfer
     from autosel.ledger.store import open_ledger
@@ -43,20 +43,20 @@ def export_dataset(folder: Path) -> None:
 
 
 def import_solution(path: Path | None, definition: Path | None, into: Path | None, as_json: bool) -> None:
-    """Unpack it, and say how to race it."""
+    """Unpack a solution and print the command that races it."""
     from autosel.integrations import flashinfer_bench
 
     if path is None or definition is None or into is None:
         raise UsageError(
-            "a solution needs its --definition, and a folder --into",
-            why="it says what it solves by name only",
+            "a solution needs --definition and --into",
+            why="it names its definition, but does not contain it",
             todo=f"{settings.spelling()} import solution.json --definition definition.json --into mine/",
         )
     found = flashinfer_bench.unpack(path, definition, into)
     if as_json:
         emit_json({"op": found.op, "candidate": found.target})
         return
-    click.echo("unpacked; nothing of it has run. Prove and time it:")
+    click.echo("unpacked, not run. Prove and time it:")
     click.echo(f"  {settings.spelling()} race {found.op} --candidate {shlex.quote(found.target)}")
 
 
@@ -97,7 +97,7 @@ def _told(found: Traces, added: int, into: Path | None) -> Iterator[str]:
         yield table(("workload", "solution", "us", "speedup", "measured on"), rows, right=(2, 3), wrap=1)
     if len(found.evidence) > SHOWN:
         yield f"... and {len(found.evidence) - SHOWN} more"
-    yield f"{len(found.evidence)} evaluations made elsewhere, {added} of them new here: they decide nothing"
+    yield f"{len(found.evidence)} evaluations made elsewhere, {added} of them new here; they decide nothing"
     for line in found.left:
         yield f"  left out: {line}"
     if into is None:
@@ -113,14 +113,14 @@ def _times(e: Elsewhere) -> tuple[str, str]:
 
 
 def elsewhere(d: Decision) -> list[Elsewhere]:
-    """What was imported of a decision's bucket."""
+    """Return the imported evaluations of a decision's bucket."""
     from autosel.integrations import flashinfer_traces
 
     return flashinfer_traces.kept(settings.home(), d.bucket)
 
 
 def elsewhere_lines(d: Decision) -> list[tuple[str, str]]:
-    """For `explain`: told, with its origin, and no more."""
+    """Return the line of `explain` for imported evaluations, with their origin."""
     found = elsewhere(d)
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""`db`: the ledger's file."""
+"""Command `db`: inspect, check, back up and restore the ledger."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLES = (
 
 @click.group("db", cls=VerbGroup, examples=EXAMPLES)
 def db_command() -> None:
-    """The ledger: where it is, whether it is whole, copies of it."""
+    """Show, check, copy and restore the ledger."""
 
 
 @db_command.command("info", examples=("db info", "db info --json"))
 @json_option
 def info(as_json: bool) -> None:
-    """Where the ledger is and what it holds."""
+    """Show where the ledger is and what it contains."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -52,18 +52,18 @@ def info(as_json: bool) -> None:
 @db_command.command("check", examples=("db check",))
 @json_option
 def check(as_json: bool) -> None:
-    """Look at every page, index and reference."""
+    """Check every page, index and reference."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
         ledger.check()
-        _say(f"{ledger.name} is whole", {"ledger": ledger.name, "whole": True}, as_json)
+        _say(f"{ledger.name} is intact", {"ledger": ledger.name, "whole": True}, as_json)
 
 
 @db_command.command("upgrade", examples=("db upgrade",))
 @json_option
 def upgrade(as_json: bool) -> None:
-    """Bring the schema to this version, as opening the ledger does."""
+    """Upgrade the schema to this version, as opening the ledger does."""
     from autosel.ledger.schema import HEAD
     from autosel.ledger.store import open_ledger
 
@@ -75,7 +75,7 @@ def upgrade(as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def backup(path: Path, as_json: bool) -> None:
-    """A consistent copy at PATH, made while the ledger is in use."""
+    """Write a consistent copy to PATH while the ledger is in use."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -87,7 +87,7 @@ def backup(path: Path, as_json: bool) -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def restore(path: Path, as_json: bool) -> None:
-    """Put a backup in the place of the ledger, which is kept."""
+    """Replace the ledger by a backup, and keep the old ledger."""
     from autosel.cli.device import here
     from autosel.fingerprint import unit
     from autosel.ledger.engine import Database
@@ -99,11 +99,11 @@ def restore(path: Path, as_json: bool) -> None:
     if target is None:
         raise UsageError("the ledger is on a server", todo="restore it with the server's own tools")
     with ExitStack() as locks:
-        for place, fp in here():  # no tune is under way
+        for place, fp in here():  # fails while a tune runs
             locks.enter_context(device_lock(settings.home(), fp.hw_id, unit(place)))
         aside = put_back(path.absolute(), target)
         with open_ledger() as ledger:  # publishes what it serves
-            text = f"{target} is the backup now, {len(ledger.history())} decisions"
+            text = f"{target} is now the backup, {len(ledger.history())} decisions"
     text += f"; the old one is {aside}" if aside else ""
     _say(text, {"ledger": str(target), "replaced": str(aside) if aside else None}, as_json)
 
@@ -111,13 +111,13 @@ def restore(path: Path, as_json: bool) -> None:
 @db_command.command("grant", examples=("db grant tuner node7", "db grant reader dashboard --print"))
 @click.argument("role", type=Known("role", ("reader", "tuner", "admin")))
 @click.argument("login")
-@click.option("--print", "only_print", is_flag=True, help="print the SQL, and change nothing")
+@click.option("--print", "only_print", is_flag=True, help="print the SQL, change nothing")
 @json_option
 def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
-    """What LOGIN may do to the shared ledger.
+    """Set what LOGIN may do in the shared ledger.
 
-    reader: see everything. tuner: also record decisions, proofs and races, which a host that serves must. admin: also
-    end quarantines. History is appended by all of them, and changed by none.
+    reader: see everything. tuner: also record decisions, proofs and races; every host that serves needs it. admin: also
+    end quarantines. No role can change history; they only append.
     """
     from autosel.ledger.store import open_ledger
 
@@ -133,10 +133,10 @@ def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
 
 @db_command.command("release", examples=('db release 3 --reason "the driver was at fault"', "db release 3 4 5"))
 @click.argument("quarantine_ids", metavar="N [N]", type=int, nargs=-1, required=True)
-@click.option("--reason", default="released by hand", show_default=True, help="why; it is kept with the quarantine")
+@click.option("--reason", default="released by hand", show_default=True, help="the reason, kept with the quarantine")
 @json_option
 def release(quarantine_ids: tuple[int, ...], reason: str, as_json: bool) -> None:
-    """End quarantines (doctor lists them): those builds may race again.
+    """End quarantines (doctor lists them): their builds may race again.
 
     The next tune proves and races them; it needs no --force.
     """

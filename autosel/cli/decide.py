@@ -1,4 +1,4 @@
-"""`promote`, `demote`, `pin`: decisions by hand, each with a reason that stays in the history."""
+"""Commands `promote`, `demote` and `pin`: decisions by a person, each with a reason in the history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosel.values import Decision
 @reason_option
 @json_option
 def promote_command(decision_id: int, candidate: str, reason: str, as_json: bool) -> None:
-    """Serve CANDIDATE where DECISION_ID serves. It must have passed parity there."""
+    """Serve CANDIDATE instead of DECISION_ID's. CANDIDATE must have passed parity there."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -28,7 +28,7 @@ def promote_command(decision_id: int, candidate: str, reason: str, as_json: bool
 @reason_option
 @json_option
 def demote_command(decision_id: int, reason: str, as_json: bool) -> None:
-    """Stop serving DECISION_ID; the baseline serves from now on, in every process, within a second."""
+    """Stop serving DECISION_ID. The baseline serves within a second, in every process."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -38,11 +38,11 @@ def demote_command(decision_id: int, reason: str, as_json: bool) -> None:
 @verb("pin", 'pin 41 --reason "frozen for the release"', 'pin 41 --off --reason "release is out"')
 @click.argument("decision_id", type=int)
 @click.argument("candidate", required=False)
-@click.option("--off", is_flag=True, help="take the pin away")
+@click.option("--off", is_flag=True, help="remove the pin")
 @reason_option
 @json_option
 def pin_command(decision_id: int, candidate: str | None, off: bool, reason: str, as_json: bool) -> None:
-    """Serve DECISION_ID's candidate (or CANDIDATE) whatever later races say, until unpinned."""
+    """Serve DECISION_ID's candidate (or CANDIDATE) until it is unpinned, also after later races."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:

@@ -1,6 +1,4 @@
-"""`--device`: which device of this machine a verb is about. One place says what the names mean, and which is meant
-where none is given.
-"""
+"""Option `--device`: the names of this machine's devices, and the default one."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def default_device() -> str:
-    """`cuda` where there is a GPU that can be measured on and that PyTorch can use; else `cpu`."""
-    if not _has_cuda_driver():  # PyTorch takes a second to load: not to be told that there is no GPU
+    """Return `cuda` if there is a GPU that PyTorch and the fingerprint can use; else `cpu`."""
+    if not _has_cuda_driver():  # importing PyTorch takes a second
         return "cpu"
     import torch
 
@@ -32,7 +30,7 @@ def default_device() -> str:
 
 
 def unused_gpu() -> str:
-    """Why a GPU of this machine is not what is meant by default, or ""."""
+    """Return why a GPU of this machine is not the default device, or ""."""
     if not _has_cuda_driver() or default_device() != "cpu":
         return ""
     import torch
@@ -41,7 +39,7 @@ def unused_gpu() -> str:
 
     try:
         count = nvml.counted()
-    except UsageError as error:  # a driver's library alone is no GPU: a container has it from its host
+    except UsageError as error:  # a container may have its host's driver library without a GPU
         return f"{error.what} ({error.why}): {error.todo}" if torch.cuda.is_available() else ""
     return _why_absent(0) if count else ""
 
@@ -59,24 +57,24 @@ def device_option(help: str = "cpu, cuda or cuda:N  [default: the GPU, if there 
 
 
 def told(device: str) -> str:
-    """` --device cpu`, to be written behind a verb; empty where that is what the verb does by itself."""
+    """Return ` --device cpu` to append to a verb; empty for the default device."""
     return "" if device == default_device() else f" --device {device}"
 
 
 def identity(device: str) -> Fingerprint:
-    """Who a device of this machine is; nothing is measured. Raises UsageError, UnknownName."""
+    """Return the identity of a device of this machine without measuring. Raises UsageError, UnknownName."""
     from autosel.dispatch import devices
 
     refuse_absent(device)
     found, unknown = devices.device_at("cuda:0" if device == "cuda" else device)
     if unknown:
-        todo = f"{settings.spelling()} fingerprint {device} says more;  --device cpu is there in any case"
+        todo = f"{settings.spelling()} fingerprint {device} shows details;  --device cpu always works"
         raise UsageError(f"{device} cannot be used", why=unknown, todo=todo)
     return found
 
 
 def here() -> Iterator[tuple[str, Fingerprint]]:
-    """Every device of this machine that can be identified, by name; the CPU first."""
+    """Yield name and fingerprint of every device of this machine that can be identified; the CPU first."""
     from autosel.dispatch import devices
 
     for place in devices.places_here():
@@ -86,7 +84,7 @@ def here() -> Iterator[tuple[str, Fingerprint]]:
 
 
 def refuse_absent(device: str) -> None:
-    """Raise UsageError unless the device is one that can be measured on: this machine's CPU, or a GPU that is here."""
+    """Raise UsageError unless the device can be measured: this machine's CPU, or a GPU that is present."""
     from autosel.fingerprint import known
 
     if device == "cpu":
@@ -99,12 +97,12 @@ def refuse_absent(device: str) -> None:
         raise UnknownName("device", device, ("cpu", "cuda", "cuda:1", *known.names()))
     if why:
         name = device if device in known.names() else "h200"
-        todo = f"{settings.spelling()} knobs --fingerprint {name} shows what would run there;  --device cpu"
+        todo = f"{settings.spelling()} knobs --fingerprint {name} shows what would run there; or use --device cpu"
         raise UsageError(f"{device} is not here", why=why, todo=todo)
 
 
 def _why_absent(number: int) -> str:
-    """Why PyTorch has no such GPU, or ""."""
+    """Return why PyTorch does not have this GPU, or ""."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`doctor`: what works here, what does not, and what to do about it. Exit code 1 if something is broken."""
+"""Command `doctor`: show what works here, what does not, and how to fix it. Exit code 1 if something is broken."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Level = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing looked at. `todo` is empty where nothing needs doing."""
+    """One result of a check. `todo` is empty if nothing needs to be done."""
 
     what: str
     level: Level
@@ -38,16 +38,16 @@ class Finding:
 
 @verb("doctor", "doctor", "doctor --json", "doctor --engine vllm configs/", "doctor --ranks")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
-@click.option("--engine", type=Known("engine", ENGINES), help="would it read the files that were exported to FOLDER?")
-@click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is another")
-@click.option("--ranks", is_flag=True, help="on every rank of a job (torchrun): do all serve the same decisions?")
+@click.option("--engine", type=Known("engine", ENGINES), help="check that it would read the files exported to FOLDER")
+@click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is not this one")
+@click.option("--ranks", is_flag=True, help="check that all ranks of a job (torchrun) serve the same decisions")
 @json_option
 def doctor_command(folder: Path | None, engine: str | None, python: str | None, ranks: bool, as_json: bool) -> None:
-    """Check settings, compiler, libraries, worker processes, noise, ledger, snapshot, plug-ins, quarantine; say what to
-    do.
+    """Check settings, compiler, libraries, worker processes, noise, ledger, snapshot, plug-ins, quarantine; suggest
+    fixes.
 
-    With --engine: ask that engine's own lookup for every exported row. With --ranks: compare the ranks of a job. Exit
-    code 1 if something is broken.
+    With --engine, look up every exported row as that engine does. With --ranks, compare the ranks of a job. Exit code 1
+    if something is broken.
     """
     if engine is None and (folder or python):
         raise UsageError("FOLDER and --python belong to --engine", todo=f"known engines: {', '.join(ENGINES)}")
@@ -89,7 +89,7 @@ def _show(findings: Sequence[Finding]) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Every check, each on its own: one that breaks is a finding, not the end."""
+    """Run every check; a check that raises becomes a finding and does not end the others."""
     for what, check in CHECKS.items():
         try:
             yield from check(what)
@@ -114,7 +114,7 @@ def _settings(what: str) -> Iterator[Finding]:
     yield Finding(what=what, level="ok", text=", ".join(changed) or "all at their defaults")
     for name in settings.unknown_variables():
         todo = f"{settings.spelling()} config lists them"
-        yield Finding(what=what, level="note", text=f"{name} is no setting of autosel", todo=todo)
+        yield Finding(what=what, level="note", text=f"{name} is not a setting of autosel", todo=todo)
     if settings.get("disable"):
         yield Finding(what=what, level="note", text="AUTOSEL_DISABLE is set: best() serves the baseline everywhere")
 
@@ -124,8 +124,8 @@ def _compiler(what: str) -> Iterator[Finding]:
 
     found, asked = find_compiler(), settings.compiler()
     if asked and shutil.which(asked) is None:
-        todo = "AUTOSEL_CXX or CXX names it"
-        yield Finding(what=what, level="note", text=f"{asked} is not there or cannot be run", todo=todo)
+        todo = "AUTOSEL_CXX or CXX names it; correct or unset it"
+        yield Finding(what=what, level="note", text=f"{asked} does not exist or cannot be run", todo=todo)
     if found is None:
         yield Finding(what=what, level="note", text="none: the C++ kernels are not eligible", todo=NO_COMPILER)
     elif trouble := compiler_trouble(EMPTY_CPP):
@@ -136,7 +136,7 @@ def _compiler(what: str) -> Iterator[Finding]:
 
 
 def examine_workers(what: str) -> Iterator[Finding]:
-    """A worker process starts, calls PyTorch, and loads what the compiler made."""
+    """Start a worker process that calls PyTorch and loads compiled code."""
     from autosel import fingerprint
     from autosel.native.compile import find_compiler
     from autosel.parity.control import require_workers
@@ -160,7 +160,7 @@ def _device(what: str) -> Iterator[Finding]:
 
     unused = unused_gpu()
     if unused:
-        yield Finding(what="gpu", level="note", text=f"the GPU of this machine is left aside: {unused}")
+        yield Finding(what="gpu", level="note", text=f"this machine's GPU is not used: {unused}")
     for place, _ in here():
         fp = fingerprint.take(place)
         yield Finding(what=what, level="ok", text=headline(fp))
@@ -168,22 +168,21 @@ def _device(what: str) -> Iterator[Finding]:
             yield Finding(what="noise", level="note", text=note)
         if fp.contended:
             todo = f"for cleaner rates close other work, then {settings.spelling()} fingerprint {place} --refresh"
-            yield Finding(what="noise", level="note", text="contended when it was measured", todo=todo)
+            yield Finding(what="noise", level="note", text="the rates were measured while other work ran", todo=todo)
         yield from _drift(fp, place)
 
 
 def _drift(fp: Fingerprint, place: str) -> Iterator[Finding]:
-    """Rates are measured once and reused: a formula that rests on them never changes unasked. Here is where to see that
-    they no longer hold."""
+    """Report rates that no longer hold. They are measured once and reused, and formulas change only with them."""
     from autosel import fingerprint
 
     try:
         drift = fingerprint.drifted(fp, place)
-    except (BuildError, UsageError):  # said under "compiler"; a GPU without cupy is only served
+    except (BuildError, UsageError):  # reported under "compiler"; a GPU without cupy can still serve
         return
     if drift.moved:
-        now = "other work runs here, or ran when they were measured" if drift.shared else "no longer what was measured"
-        todo = f"{settings.spelling()} fingerprint {place} --refresh measures anew; what has other knobs then is raced"
+        now = "other work runs here, or ran when they were measured" if drift.shared else "they have changed"
+        todo = f"{settings.spelling()} fingerprint {place} --refresh measures again; kernels with new knobs race"
         yield Finding(what="rates", level="note", text=f"{drift.reason}: {now}", todo=todo)
 
 
@@ -209,8 +208,8 @@ def _ledger(what: str) -> Iterator[Finding]:
         yield Finding(what=what, level="ok", text=text)
         if not ledger.writable:
             todo = "make it writable, or set AUTOSEL_HOME to a folder of your own; reading works"
-            yield Finding(what=what, level="note", text="it can only be read: nothing can be decided", todo=todo)
-        devices = {fp.hw_id: fp for _, fp in here()}  # equal ones once
+            yield Finding(what=what, level="note", text="it is read-only: no decisions can be stored", todo=todo)
+        devices = {fp.hw_id: fp for _, fp in here()}  # equal devices once
         missing = _undecided(devices, {s.decision.hw_id for s in served}, default_device())
         if served and missing:
             todo = f"{settings.spelling()} tune"
@@ -227,7 +226,7 @@ def _ledger(what: str) -> Iterator[Finding]:
 
 
 def _undecided(devices: Mapping[str, Fingerprint], decided: Collection[str], default: str) -> str:
-    """The device that verbs are about by default, where nothing is decided on it; else ""."""
+    """Return the default device of verbs if no decision was made on it; else ""."""
     kind = default.partition(":")[0]
     mine = {hw_id: fp.name for hw_id, fp in devices.items() if fp.kind == kind}
     if not mine or set(mine) & set(decided):
@@ -236,7 +235,7 @@ def _undecided(devices: Mapping[str, Fingerprint], decided: Collection[str], def
 
 
 def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
-    """Decisions of other hosts that wait here; devices of one kind that were measured to be different."""
+    """Report decisions of other hosts that await a proof, and devices of one kind whose measurements differ."""
     from autosel.ledger.compare import disagreements, words
 
     waiting = [s for s in ledger.serving(everywhere=True) if not s.usable and s.decision.hw_id in here]
@@ -248,7 +247,7 @@ def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
         for found in disagreements(connection):
             share = f"{len(found.apart)} of {found.compared} measurements"
             text = f"{found.names[0]} and {found.names[1]} say they are the same device, and disagree about {share}"
-            todo = f"see to {found.slower}, the slower one (clocks, cooling, other work), then tune --force there"
+            todo = f"check {found.slower}, the slower one (clocks, cooling, other work), then tune --force there"
             yield Finding(what="sick device", level="note", text=text, todo="\n".join([*words(found), todo]))
 
 
@@ -296,7 +295,7 @@ def _plugins(what: str) -> Iterator[Finding]:
 
 
 def _engines(what: str) -> Iterator[Finding]:
-    """Each serving engine of this environment, and whether it finds autosel's plug-in."""
+    """Report each serving engine of this environment, and if it finds autosel's plug-in."""
     from autosel.integrations.engines.installed import installed
 
     found = tuple(installed())

@@ -1,4 +1,4 @@
-"""`export --to ENGINE` and `doctor --engine ENGINE`: an engine's files, and whether it would really read them."""
+"""`export --to ENGINE` and `doctor --engine ENGINE`: write an engine's files, and check that it would read them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINES = ("vllm", "sglang", "inductor", "flashinfer", "hf-kernels")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What `export --to` was given beside the engine and the folder."""
+    """Options of `export --to` other than the engine and the folder."""
 
     model: str
     dtype: DTypeName | None
@@ -57,9 +57,7 @@ def export_to(engine: str, folder: Path, asked: Asked) -> None:
         made = module.export(_target(engine, asked), folder)
     for line in _written(made, folder):
         click.echo(line, err=True)
-    click.echo(
-        f"would it be read?  {settings.spelling()} doctor --engine {engine} {shlex.quote(str(folder))}", err=True
-    )
+    click.echo(f"check it:  {settings.spelling()} doctor --engine {engine} {shlex.quote(str(folder))}", err=True)
 
 
 def _only_cpu(engine: str) -> bool:
@@ -70,18 +68,18 @@ def _only_cpu(engine: str) -> bool:
 
 
 def _export_home(engine: str, folder: Path) -> None:
-    """On a CPU an engine reads no files: its plug-in serves decisions from a home."""
+    """Write a home for the engine's plug-in: on a CPU, an engine reads no files."""
     from autosel.cli.bake import bake
 
     made = bake(folder, PLUGGED_OPS[engine])
     for key, reason in made.left:
         click.echo(f"left out: {key}: {reason}", err=True)
     click.echo(f"{engine} on a CPU: {made.decisions} decisions and {made.builds} builds for its plug-in", err=True)
-    click.echo(f"serve from it: AUTOSEL_HOME={shlex.quote(made.folder)}, where the engine starts", err=True)
+    click.echo(f"serve from it: start the engine with AUTOSEL_HOME={shlex.quote(made.folder)}", err=True)
 
 
 def _hf_kernels(folder: Path) -> Manifest:
-    """Of the device that this machine's verbs mean: its decisions are the ones that serve here."""
+    """Export the decisions of this machine's default device."""
     from autosel import fingerprint
     from autosel.cli.device import default_device, identity
     from autosel.integrations.engines import hf_kernels
@@ -103,7 +101,7 @@ def _written(made: Manifest, folder: Path) -> Iterator[str]:
 
 
 def _target(engine: str, asked: Asked) -> Target:
-    """The device of --fingerprint, whose rows the closed forms may give; else the GPU that the ledger knows."""
+    """Return the device of --fingerprint, for which formulas may derive rows; else the GPU that the ledger knows."""
     from autosel import models
     from autosel.integrations.engines import experts
     from autosel.integrations.engines.rows import Target
@@ -127,8 +125,11 @@ def _target(engine: str, asked: Asked) -> Target:
 
 
 def _of_one(fp: Fingerprint, found: Mapping[str, tuple[Fingerprint, list[Decision]]]) -> tuple[Decision, ...]:
-    """What was decided on a device of that name. Of several that differ in more than it (memory, ECC, a slice of one)
-    the very one, else the one that is here: rows of two devices in one file would be nobody's."""
+    """Return the decisions made on devices with this fingerprint's name.
+
+    Devices of one name can differ (memory, ECC, a slice of a GPU). Then return those of the same device, else those of
+    the device of this machine: rows of two devices in one file would fit neither.
+    """
     from autosel.cli.device import here
 
     alike = {hw_id: of for hw_id, (known, of) in found.items() if known.name == fp.name}
@@ -172,7 +173,7 @@ def _device(engine: str, asked: str | None, known: Sequence[Fingerprint]) -> Fin
 
 
 def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
-    """hw_id -> (the device, what serves on it), of CUDA devices."""
+    """Return the fingerprint and the serving decisions of each CUDA device, by hw_id."""
     from autosel.ledger.store import open_ledger
 
     found: dict[str, tuple[Fingerprint, list[Decision]]] = {}
@@ -193,7 +194,7 @@ def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One thing found. `ok` False: the files would not serve as they are."""
+    """One result of the examination. `ok` is False if the files would not serve."""
 
     what: str
     ok: bool
@@ -202,7 +203,7 @@ class Line:
 
 
 def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
-    """Would this engine read the files of this folder? By its own lookup. Raises AutoselError where none answers."""
+    """Check with the engine's own lookup that it would read the folder's files. Raises AutoselError if it fails."""
     from autosel.integrations.engines import ask
     from autosel.integrations.engines import folder as folders
 
@@ -213,7 +214,7 @@ def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
             todo=f"{settings.spelling()} doctor --engine {made.engine} {shlex.quote(str(folder))}",
         )
     for name in folders.changed(folder, made):
-        text = f"{name} is not as it was written (or gone)"
+        text = f"{name} has been changed or removed"
         yield Line(what="files", ok=False, text=text, todo="export again, or keep yours and leave the rest")
     reply = ask.ask(engine, folder, made, python or sys.executable)
     yield from _versions(made, reply)
@@ -222,7 +223,7 @@ def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
 
 def _versions(made: Manifest, reply: Reply) -> Iterator[Line]:
     if reply.version == made.engine_version:
-        yield Line(what="version", ok=True, text=f"{made.engine} {reply.version}, for which the files were written")
+        yield Line(what="version", ok=True, text=f"{made.engine} {reply.version}, the version of the files")
         return
     stale = sum(not row.same for row in reply.rows)
     moved = f"; {stale} rows hold defaults that it no longer has" if stale else ""
@@ -241,5 +242,5 @@ def _hits(made: Manifest, reply: Reply) -> Iterator[Line]:
     why = f": {'; '.join(whys[:3])}" + (f"; {len(whys) - 3} more reasons" if len(whys) > 3 else "") if whys else ""
     yield Line(what="here", ok=reply.here == total, text=text + why, todo=reply.setting)
     if reply.here < total:
-        there = f"{reply.there} of {total} rows are found on {made.device}, by {made.engine}'s own lookup"
+        there = f"{reply.there} of {total} rows are found on {made.device} by {made.engine}'s own lookup"
         yield Line(what="there", ok=reply.there == total, text=there)

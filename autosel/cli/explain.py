@@ -1,4 +1,4 @@
-"""`explain` and what it rests on: parity, race, effect, tail, limit, knobs; `--failed` lists who did not make it."""
+"""Command `explain`: parity, race, effect, tail, limit and knobs of a decision; `--failed` lists failed candidates."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from autosel.ledger.containment import Quarantine
     from autosel.ledger.store import Evidence, Ledger
 
-Line = tuple[str, str]  # its name in the margin, its text
+Line = tuple[str, str]  # name in the margin, text
 
 
 @verb("explain", "explain attn", "explain --id 41", "explain --failed")
 @click.argument("op", required=False)
-@click.option("--id", "decision_id", type=int, metavar="N", help="a decision by its number")
-@click.option("--failed", is_flag=True, help="the candidates that failed, and where")
+@click.option("--id", "decision_id", type=int, metavar="N", help="explain the decision with this number")
+@click.option("--failed", is_flag=True, help="list the candidates that failed, and where")
 @device_option()
 @json_option
 def explain_command(op: str | None, decision_id: int | None, failed: bool, device: str, as_json: bool) -> None:
-    """Why OP is served as it is: the evidence behind each decision."""
+    """Show why OP is served as it is: the evidence behind each decision."""
     from autosel.ledger.store import open_ledger
 
     if sum((op is not None, decision_id is not None, failed)) == 0:
@@ -66,7 +66,7 @@ def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str
 
 
 def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine] = ()) -> str:
-    """The decision in about ten lines of at most 80 columns. `held`: the quarantines of its op."""
+    """Explain a decision in about ten lines of at most 80 columns. `held` are the quarantines of its op."""
     d, v = evidence.decision, evidence.decision.verdict
     head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
     lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
@@ -85,7 +85,7 @@ def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine]
 
 def _field(name: str, text: str) -> str:
     wrapped = textwrap.wrap(text, 66, break_long_words=False, break_on_hyphens=False) or [""]
-    if text.startswith(f"{settings.spelling()} race "):  # a command to type is never broken
+    if text.startswith(f"{settings.spelling()} race "):  # a command to type stays on one line
         wrapped = [text]
     return "\n".join(f"  {name if i == 0 else '':<10}{line}" for i, line in enumerate(wrapped))
 
@@ -107,7 +107,7 @@ def _parity_lines(evidence: Evidence) -> list[Line]:
 
 def _race_lines(race: Race | None, verdict: Verdict | None) -> list[Line]:
     if race is None or verdict is None:
-        return [("race", "none was run")]
+        return [("race", "not raced")]
     valid = [s for s in race.sessions if not s.voided]
     screening = sum(len(s.pairs) for s in valid if s.kind == "screening")
     confirming = [s for s in valid if s.kind == "confirming"]
@@ -129,7 +129,7 @@ def _race_lines(race: Race | None, verdict: Verdict | None) -> list[Line]:
 
 
 def _checked(checked: int, timed: int) -> str:
-    """What the compared calls show, with 95 % confidence."""
+    """Return what the compared calls show, with 95 % confidence."""
     from autosel.race.drawn import most_faults
 
     text = f"{checked:,} of {timed:,} timed calls were compared in full"
@@ -169,7 +169,7 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
 
 
 def _was(d: Decision, v: Verdict) -> str:
-    """Of a verdict about another arm than the one that serves: when it was raced."""
+    """Describe a race whose verdict is about an arm that no longer serves."""
     effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
     return f"raced before: {v.winner}{effect} ({v.reason})"
 
@@ -221,7 +221,9 @@ def _ago(d: Decision) -> str:
 
 
 def _evidence_json(evidence: Evidence) -> dict[str, object]:
-    """`verdict` is what holds of the arm that serves; after a demotion it is in `history`."""
+    """Return the evidence as JSON. `verdict` is about the arm that serves; after a demotion the old one is in
+    `history`.
+    """
     d = evidence.decision
     return {
         **decision_json(d),
@@ -241,7 +243,7 @@ def _evidence_json(evidence: Evidence) -> dict[str, object]:
 
 
 def race_json(race: Race) -> dict[str, object]:
-    """The race without its samples: who, how many pairs, who won."""
+    """Return the race without its samples: arms, numbers of pairs, the finalist."""
     return {
         "delta": race.delta,
         "finalist": race.finalist,
@@ -279,7 +281,7 @@ def _held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
 
 
 def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
-    """Everything that failed or may not race on the device, newest first."""
+    """Print everything that failed or may not race on the device, newest first."""
     from autosel.candidates.registry import ledger_name
     from autosel.dispatch.devices import ids_of
 
@@ -290,14 +292,14 @@ def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> 
     if as_json:
         emit_json(found)
     elif not found:
-        click.echo("no candidate has failed parity, fallen while racing or been refused")
+        click.echo("no candidate has failed parity, failed in a race or been refused")
     else:
         rows = [[str(f["op"]), str(f["candidate"]), str(f["stage"]), _where_and_why(f)] for f in found]
         click.echo(table(("op", "candidate", "stage", "reason"), rows, wrap=3))
 
 
 def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, object]]:
-    """Failed proofs: one for each candidate, check and case."""
+    """Return failed proofs: one for each candidate, check and case."""
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
     for decision in decisions:
         for arm, parity in ledger.evidence(decision.id).parities:
@@ -309,12 +311,12 @@ def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, o
 
 
 def _ineligible(decisions: Sequence[Decision], device: str) -> list[dict[str, object]]:
-    """Who may not race, asked again today, at the workloads that were decided there: one for each reason."""
+    """Return candidates that cannot run the decided workloads, as determined now: one for each reason."""
     from autosel import fingerprint
     from autosel.candidates import registry
 
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
-    workloads = {d.workload.key: d.workload for d in decisions if d.op != WHOLE_STEP}  # of a whole step `run` says it
+    workloads = {d.workload.key: d.workload for d in decisions if d.op != WHOLE_STEP}  # `run` reports whole steps
     if not workloads:
         return []
     fp = fingerprint.take(device)

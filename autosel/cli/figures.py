@@ -1,4 +1,4 @@
-"""What the verbs say about decisions: one row of a table."""
+"""Decisions as rows of tables."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ __all__ = [
 
 HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next best", "roofline")
 NO_STALE: Mapping[int, str] = {}
-MARK = "*"  # of figures taken beside other work
+MARK = "*"  # marks figures timed while other work ran
 
 
 def decision_table(
     decisions: Sequence[Decision], labels: Mapping[str, str], stale: Mapping[int, str] = NO_STALE
 ) -> str:
-    """The verdict table. `labels`: names of workloads by key; `stale`: why a decision, by id, does not run here."""
+    """Return the table of verdicts. `labels` names workloads by key; `stale` says by id why a decision does not run
+    here.
+    """
     rows = [_row(d, labels.get(d.workload.key, d.op), bool(stale.get(d.id))) for d in decisions]
     return "\n".join(
         [table(HEADERS, rows, right=(3,), wrap=1), *_conditions(d for d in decisions if not stale.get(d.id))]
@@ -39,7 +41,7 @@ def decision_table(
 
 
 def _conditions(decisions: Iterable[Decision]) -> list[str]:
-    """A line for the figures marked `*`: those that were taken beside other work."""
+    """Return a line that explains the mark `*`: figures timed while other work ran."""
     marked = [(d, text) for d in decisions if (text := describe.contended(d))]
     if not marked:
         return []
@@ -69,7 +71,7 @@ def _row(decision: Decision, label: str, stale: bool) -> list[str]:
 
 
 def winner(decision: Decision) -> str:
-    """The backend; of a whole step, which way it is taken."""
+    """Return the backend of the winner; for a whole step, its form."""
     if decision.op != WHOLE_STEP:
         return decision.arm.backend
     if decision.arm.digest == decision.baseline.digest:
@@ -84,7 +86,7 @@ def short_shape(decision: Decision) -> str:
 
 
 def against_baseline(decision: Decision) -> str:
-    """As `describe.against_baseline`, marked if it was timed beside other work."""
+    """Return `describe.against_baseline`, marked if it was timed while other work ran."""
     text = describe.against_baseline(decision)
     if text == "undecided" or text.endswith("stale"):
         text = click.style(text, fg="yellow")

@@ -1,4 +1,4 @@
-"""`fingerprint`: identity and measured rates, each with its unit, spread and source."""
+"""Command `fingerprint`: show identity and measured rates, each with its unit, spread and source."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from autosel.values import Fingerprint, to_json
 @click.option("--refresh", is_flag=True, help="measure the rates again instead of reusing them")
 @json_option
 def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
-    """Who this DEVICE is, and how fast it was measured to be: cpu, cuda, cuda:1 (the GPU, if there is one). A known
-    device's name shows what its file holds.
+    """Show the identity and measured rates of DEVICE: cpu, cuda, cuda:1. The default is the GPU if there is one.
+
+    The name of a known device shows the rates of its file.
     """
     fp = find(device, refresh)
     if as_json:
@@ -30,7 +31,7 @@ def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
 
 
 def find(device: str, refresh: bool = False) -> Fingerprint:
-    """A device of this machine, or a known one that need not be here. Raises UnknownName, UsageError."""
+    """Return a device of this machine, or a known device, which may be absent. Raises UnknownName, UsageError."""
     from autosel import fingerprint
     from autosel.fingerprint import known
 
@@ -66,12 +67,12 @@ def show(fp: Fingerprint) -> None:
 
 
 def _fact(row: Sequence[str]) -> list[str]:
-    """Digests by their first figures: --json has the rest."""
+    """Return a row with digests cut to 16 digits; --json shows all."""
     return [row[0], row[1][:16] if re.fullmatch(r"[0-9a-f]{64}", row[1]) else row[1]]
 
 
 def _common(rates: Sequence[Sequence[str]]) -> tuple[str, list[Sequence[str]]]:
-    """What all sources end with (`cpu/probes.cpp avx512bf16`) once, and the rates without it."""
+    """Return the common ending of all sources (`cpu/probes.cpp avx512bf16`), and the rates without it."""
     endings = {row[3].rpartition(", ")[2] for row in rates}
     if len(endings) != 1 or not all(", " in row[3] for row in rates):
         return "", list(rates)

@@ -1,4 +1,4 @@
-"""`history`: every decision ever made, newest first. Nothing in it is ever edited."""
+"""Command `history`: show every decision, newest first. Recorded decisions are never edited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("-n", "limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="how many")
 @json_option
 def history_command(op: str | None, limit: int, as_json: bool) -> None:
-    """Decisions about OP (or all), newest first, with their reasons."""
+    """Show the decisions about OP (or all), newest first, with their reasons."""
     from autosel.ledger.store import open_ledger
 
     name = None
@@ -64,7 +64,7 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
 
 
 def _devices(ledger: Ledger, found: Sequence[Decision]) -> dict[str, str]:
-    """` on NVIDIA H200` by hw_id; empty where all are of one device."""
+    """Return ` on NVIDIA H200` by hw_id; empty texts if all decisions are of one device."""
     first = {d.hw_id: d.id for d in reversed(found)}
     if len(first) == 1:
         return dict.fromkeys(first, "")

@@ -1,4 +1,4 @@
-"""`knobs`: every kernel's settings with the formula that gave each, for this device or one that is not there."""
+"""Command `knobs`: show every kernel's settings and their formulas, for this device or a known one that is absent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def knobs_command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Settings in closed form: no search, and nothing is measured but the fingerprint."""
+    """Show the settings of kernels, which formulas derive. Only the fingerprint is measured; there is no search."""
     from autosel import models
     from autosel.cli.fingerprint import find
     from autosel.fingerprint.describe import remarks
@@ -73,11 +73,11 @@ def knobs_command(
         click.echo(f"\n{label}  {w.shape_text} {w.dtype}  {who}")
         _show(knobs, explain)
     if not found:
-        click.echo("no kernel with knobs takes these workloads")
+        click.echo("no kernel with knobs accepts these workloads")
 
 
 def settings_of(w: Workload, fp: Fingerprint) -> Iterator[tuple[str, Knobs]]:
-    """(kernel, its knobs) for every kernel with knobs that accepts the workload."""
+    """Yield name and knobs of every kernel with knobs that accepts the workload."""
     if fp.kind == "cuda":
         from autosel.knobs import gpu
 

@@ -1,4 +1,4 @@
-"""`lock`: pin what serves now in a file that a project commits; check that a machine keeps to it; run under it."""
+"""Command `lock`: pin what serves now in a file that a project commits, check a machine against it, run under it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="the lock file",
 )
-@click.option("--check", is_flag=True, help="would this machine serve exactly what it pins? exit code 1 if not")
-@click.option("--build", is_flag=True, help="compile what it pins and is missing here, then check")
-@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; refuse if it cannot be kept")
+@click.option("--check", is_flag=True, help="check that this machine serves exactly what is pinned; exit code 1 if not")
+@click.option("--build", is_flag=True, help="compile pinned kernels that are missing here, then check")
+@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; refuse if the lock cannot be kept")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]")
 def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bool, command: Sequence[str]) -> None:
-    """Pin by digest what serves on this machine now; what the file pins for other devices stays in it.
+    """Pin by digest what serves on this machine now. Rows of other devices stay in the file.
 
-    A program serves from it with AUTOSEL_LOCK=FILE, and with AUTOSEL_FROZEN=1 refuses to start where it cannot.
+    A program serves from the file with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it refuses to start where it cannot.
     """
     if bool(command) != frozen:
         raise UsageError(
-            "--frozen needs a command, and a command --frozen",
+            "--frozen and COMMAND go together",
             todo=f"{settings.spelling()} lock --frozen -- python serve.py",
         )
     if frozen:
@@ -55,8 +55,8 @@ def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bo
         return
     pinned, kept = _write(path)
     open_ = _unkept(_pinned_here(path))
-    if open_:  # it pins what was decided: of what is stale by now, the decision stands and the baseline runs
-        click.echo(f"{len(open_)} of them would not serve here as they are: {_words('--check')} says why", err=True)
+    if open_:  # stale decisions are pinned too: the decision stays, and the baseline runs
+        click.echo(f"{len(open_)} of them would not serve here as pinned; {_words('--check')} shows why", err=True)
     if as_json:
         emit_json({"file": str(path), "pinned": pinned, "of_other_devices": kept})
         return
@@ -73,7 +73,7 @@ def _words(option: str) -> str:
 
 
 def _write(path: Path) -> tuple[int, int]:
-    """(rows of this machine's devices and mode, rows kept)."""
+    """Write the lock file. Return the number of rows of this machine's devices and mode, and of rows of others."""
     from autosel.ledger import snapshot
     from autosel.ledger.key import current_mode
     from autosel.ledger.store import open_ledger
@@ -96,7 +96,7 @@ def _write(path: Path) -> tuple[int, int]:
     )
     try:
         path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        path.chmod(0o644)  # best() refuses one that others may write: it says which code runs
+        path.chmod(0o644)  # best() refuses a file that others may write, because the file says which code runs
     except OSError as error:
         raise BadConfig(f"cannot write {path}", why=error.strerror or str(error)) from error
     return len(mine), len(others)
@@ -141,14 +141,14 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
 
 
 def _devices() -> dict[str, str]:
-    """The identities of this machine's devices, with the kind of each: of equal ones, one."""
+    """Return the identities of this machine's devices, with the kind of each. Equal devices have one identity."""
     from autosel.dispatch.devices import device_at, ids_of, places_here
 
     return {hw_id: fp.kind for fp, unknown in map(device_at, places_here()) if not unknown for hw_id in ids_of(fp)}
 
 
 def _of_this_machine(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Those of its devices, as this process runs them."""
+    """Return the rows of this machine's devices, in the mode of this process."""
     from autosel.dispatch import lock
     from autosel.ledger.key import current_mode
 
@@ -161,7 +161,7 @@ def _of(rows: Sequence[Row], hw_id: str) -> tuple[Row, ...]:
 
 
 def _held(hw_id: str) -> Held:
-    """Nothing that a fault was seen of serves, pinned or not."""
+    """Return the state that rows of a device are checked against. A kernel with a fault never serves."""
     from autosel.guard import Held
     from autosel.ledger import faults
     from autosel.ledger.faults import Fault
@@ -171,7 +171,7 @@ def _held(hw_id: str) -> Held:
 
 
 def _build(row: Row) -> bool:
-    """Make the artefact a row pins, where it is missing. A compiler that makes another one is told by the check."""
+    """Build the artefact that a row pins if it is missing. Return True if the build has the pinned digest."""
     from autosel.native.compile import compile_source, find_artefact
 
     arm = row.decision.arm
@@ -194,7 +194,10 @@ def _json(path: Path, rows: Sequence[Row], problems: Sequence[Unkept], built: in
 
 
 def _run(path: Path, command: Sequence[str]) -> int:
-    """Its exit code. It checks for itself when it first asks: its threads and libraries are its own."""
+    """Run a command under the lock, and return its exit code.
+
+    The command checks the lock itself at its first call of `best`, because its threads and libraries may differ.
+    """
     if not path.is_file():
         raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
     environment = settings.passed_to_children() | {"AUTOSEL_LOCK": str(path.absolute()), "AUTOSEL_FROZEN": "1"}

@@ -1,7 +1,7 @@
-"""The command line: verbs load on first use, errors speak in three lines, exit codes mean something.
+"""The command line: verbs load on first use, errors have at most three lines, and exit codes have meanings.
 
-Results go to stdout (`--json`: one JSON document, also of an error), progress and logs to stderr. 0 ok, 1 failure,
-2 usage, 3 a comparison came out worse, 4 parity failure, 5 too noisy to decide, 6 broken environment, 130 stopped by
+Results go to stdout (`--json`: one JSON document, also for an error), progress and logs to stderr. 0 ok, 1 failure, 2
+usage, 3 a comparison came out worse, 4 parity failure, 5 too noisy to decide, 6 broken environment, 130 stopped by
 Ctrl-C or SIGTERM (docs/errors.md).
 """
 
@@ -28,32 +28,32 @@ from autosel.cli.output import error_json, report
 from autosel.errors import AutoselError, EnvironmentFault, Stopped, UsageError, out_of_memory
 from autosel.version import __version__
 
-# verb -> (module below autosel.cli, one line for the overview); the command object has the verb's name
+# verb -> (module below autosel.cli, its line in the overview); the command object has the verb's name
 VERBS: dict[str, tuple[str, str]] = {
     "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
-    "fingerprint": ("fingerprint", "who this device is, and how fast it was measured to be"),
-    "knobs": ("knobs", "every kernel's settings, each with the formula that gave it"),
-    "tune": ("tune", "race what is eligible, prove it right, decide, keep the evidence"),
-    "record": ("record", "run a program; note which workloads it asks for, how often"),
-    "best": ("best", "what serves an op now"),
-    "explain": ("explain", "why: parity, race, effect, tail, limit, how to reproduce"),
+    "fingerprint": ("fingerprint", "this device's identity and measured rates"),
+    "knobs": ("knobs", "every kernel's settings, each with its formula"),
+    "tune": ("tune", "prove and race the eligible kernels, decide, keep the evidence"),
+    "record": ("record", "run a program and count the workloads it calls"),
+    "best": ("best", "the kernel that serves an op now"),
+    "explain": ("explain", "the reasons: parity, race, effect, tail, limit, how to reproduce"),
     "history": ("history", "every decision ever made, newest first"),
-    "promote": ("decide", "serve a candidate that passed parity, by your word"),
+    "promote": ("decide", "serve a candidate that passed parity, without a race"),
     "demote": ("decide", "stop serving a decision; the baseline takes over"),
-    "pin": ("decide", "serve this candidate whatever later races say"),
-    "race": ("race", "prove and time one candidate, yours included"),
+    "pin": ("decide", "serve this candidate, and keep it after later races"),
+    "race": ("race", "prove and time one candidate, also your own"),
     "run": ("run", "tokens per second of a real decode, certified"),
     "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
-    "verify": ("verify", "is a certificate what it claims? measure it again"),
-    "whatif": ("whatif", "what another torch would change, tried before it is deployed"),
+    "verify": ("verify", "check a certificate; measure it again"),
+    "whatif": ("whatif", "try another torch before you deploy it"),
     "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
-    "status": ("serve", "is a daemon there, what serves, what is being tuned"),
-    "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; say what to do"),
+    "status": ("serve", "the daemon, what serves, what is being tuned"),
+    "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; suggest fixes"),
     "export": ("transfer", "decisions as one file, or one decision's race as a script"),
-    "import": ("transfer", "decisions from such a file"),
+    "import": ("transfer", "decisions from an exported file"),
     "lock": ("lock", "pin what serves in a file to commit; check it; run under it"),
-    "config": ("config", "every setting, its value and where it came from"),
-    "db": ("db", "the ledger: where, how large, check, backup, restore"),
+    "config": ("config", "every setting, its value and its source"),
+    "db": ("db", "the ledger: place, size, check, backup, restore"),
 }
 
 EXAMPLES = (
@@ -64,7 +64,7 @@ EXAMPLES = (
 
 
 class Verbs(click.Group):
-    """Resolves a verb by importing its module only when it is called."""
+    """Group of verbs that imports a verb's module only when the verb is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -95,11 +95,11 @@ class Verbs(click.Group):
     help="Which kernel should run here, and can you prove it?",
 )
 @click.version_option(__version__, prog_name="autosel", message="%(prog)s %(version)s")
-@click.option("-v", "--verbose", count=True, help="say more (commands run); twice: debug")
+@click.option("-v", "--verbose", count=True, help="print more (commands that are run); twice: debug")
 def cli(verbose: int) -> None:
-    wipe = "\r\x1b[2K" if sys.stderr.isatty() and settings.colour() is None else ""  # the moving line of progress
+    wipe = "\r\x1b[2K" if sys.stderr.isatty() and settings.colour() is None else ""  # clears the progress line
     logging.basicConfig(stream=sys.stderr, format=f"{wipe}%(name)s: %(message)s")
-    logging.getLogger("autosel").setLevel(_log_level(verbose))  # ours alone: libraries have much to say
+    logging.getLogger("autosel").setLevel(_log_level(verbose))  # autosel's logger only: libraries log a lot
 
 
 def _log_level(verbose: int) -> str:
@@ -107,7 +107,7 @@ def _log_level(verbose: int) -> str:
         return ("INFO", "DEBUG")[min(verbose, 2) - 1]
     try:
         return str(settings.get("log")).upper()
-    except AutoselError:  # the verb says it, if it needs a setting; --help and doctor go on
+    except AutoselError:  # a verb that needs a setting reports the error itself; --help and doctor still work
         return "WARNING"
 
 
@@ -115,13 +115,13 @@ AT_ONCE = (Stopped.exit_code, EnvironmentFault.exit_code)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run, and leave with the exit code."""
+    """Run the command line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without "≥" gets "?", not an exception
+            stream.reconfigure(errors="replace")  # a terminal that lacks "≥" prints "?" instead of an exception
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
     code = run(argv)
-    if code in AT_ONCE:  # a thread may be waiting for a proof; workers end with us
+    if code in AT_ONCE:  # a thread may still wait for a proof; workers end with this process
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run a command line; turn whatever is raised into words and an exit code."""
+    """Run a command line; turn every exception into a message and an exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
         result = cli.main(args=arguments, prog_name=settings.spelling(), standalone_mode=False, color=settings.colour())
@@ -143,7 +143,7 @@ def run(argv: list[str] | None = None) -> int:
         return _failed(Stopped("stopped"), arguments)
     except AutoselError as error:
         return _failed(error, arguments)
-    except SystemExit:  # click's answer to a reader that went away, as `| head` does
+    except SystemExit:  # click exits like this when the reader of a pipe closes it, as `| head` does
         return 0
     except OSError as error:
         return _failed(_no_room(error), arguments) if error.errno in NO_ROOM else _unexpected(error, arguments)
@@ -152,7 +152,7 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
-    """Out of memory, an environment without PyTorch, or a bug of ours."""
+    """Report an exception that no verb handles: out of memory, an environment without PyTorch, or a bug in autosel."""
     from autosel.workers.environment import torch_fault
 
     told = out_of_memory(error) or torch_fault()
@@ -167,7 +167,7 @@ def _failed(error: AutoselError, arguments: Sequence[str]) -> int:
 
 
 def _in_our_words(error: click.ClickException) -> AutoselError:
-    """A mistake on the command line, as what, what to do."""
+    """Turn click's error for a wrong command line into a UsageError that names a fix."""
     ctx = getattr(error, "ctx", None)
     todo = f"{ctx.command_path if ctx else settings.spelling()} --help"
     what = error.format_message().rstrip(".")

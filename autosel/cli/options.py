@@ -1,4 +1,4 @@
-"""What verbs share: how their help looks, and the options that mean the same everywhere."""
+"""Common parts of verbs: the layout of help, and options with the same meaning everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Decorator = Callable[[Callable[..., Any]], click.Command]
 
 
 class Verb(click.Command):
-    """A verb. Its help ends with examples, written as the caller would type them."""
+    """Verb whose help ends with examples, in the words that the user would type."""
 
     def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class Verb(click.Command):
 
 
 class VerbGroup(click.Group):
-    """A verb with verbs below it."""
+    """Verb with verbs below it."""
 
     command_class = Verb
 
@@ -48,12 +48,12 @@ def show_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> No
 
 
 def verb(name: str, *examples: str) -> Decorator:
-    """A command with its examples, each without the program's name."""
+    """Return a command with examples, each without the program's name."""
     return click.command(name, cls=Verb, examples=examples)
 
 
 class Known(click.Choice[str]):
-    """One of a few names; another suggests the nearest."""
+    """Choice of a few names; the error for another name suggests the nearest."""
 
     def __init__(self, kind: str, known: Sequence[str]) -> None:
         super().__init__(known)
@@ -66,22 +66,22 @@ class Known(click.Choice[str]):
 
 
 def exact(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
-    """A seed that JSON holds exactly: a certificate or a decision says it again."""
+    """Refuse a seed that JSON cannot hold exactly: certificates and decisions store it."""
     if value is not None and abs(value) >= 1 << 53:
         raise click.BadParameter(f"{value} is not between -(2^53 - 1) and 2^53 - 1", ctx, param)
     return value
 
 
 def priced(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """A price at which the tokens for it are neither 0 nor infinite."""
-    if value is not None and not 1e-6 <= value <= 1e9:  # nor is NaN
+    """Refuse a price for which tokens per dollar would be 0 or infinite."""
+    if value is not None and not 1e-6 <= value <= 1e9:  # refuses NaN too
         raise click.BadParameter(f"{value} is not between 0.000001 and 1000000000", ctx, param)
     return value
 
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-json_option = click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
+json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document on stdout")
 model_option = click.option(
     "--model",
     default="llama-8b",
@@ -99,7 +99,7 @@ seq_option = click.option(
 seed_option = click.option(
     "--seed", type=int, callback=exact, default=None, help="repeat the same operands and coin flips"
 )
-reason_option = click.option("--reason", required=True, help="why; it is kept with the decision")
+reason_option = click.option("--reason", required=True, help="the reason, kept with the decision")
 
 
 def dtype_option(known: Sequence[str] = DTYPES[:3]) -> Option:
@@ -118,7 +118,7 @@ def format_option() -> Option:
 
 
 def renamed(old: str, new: str) -> Option:
-    """An option of an earlier version: hidden, and answered with the one that took its place."""
+    """Return a hidden option of an earlier version whose error names its replacement."""
 
     def refuse(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         if value:
@@ -128,7 +128,7 @@ def renamed(old: str, new: str) -> Option:
 
 
 def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:
-    """Those of the named options that are not at their default, as words of a command line."""
+    """Return those of the named options that differ from their default, as words of a command line."""
     words: list[str] = []
     for parameter in ctx.command.params:
         value = ctx.params.get(str(parameter.name))

@@ -1,4 +1,7 @@
-"""Tables of at most 80 columns for people, one JSON document for programs. Colour marks state only."""
+"""Output of the command line: tables of at most 80 columns for people, one JSON document for programs.
+
+Colour only marks states.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ WIDTH = 80
 
 
 def emit_json(value: Any) -> None:
-    """The one document of a verb: indented for a person, one line for a pipe."""
+    """Print the JSON document of a verb: indented on a terminal, in one line for a pipe."""
     click.echo(json.dumps(to_json(value), indent=2 if sys.stdout.isatty() else None))
 
 
 def error_json(error: AutoselError) -> dict[str, Any]:
-    """What stands under "error" where a verb failed."""
+    """Return the value of "error" in the JSON of a failed verb."""
     return {"what": error.what, "why": error.why, "todo": error.todo, "exit_code": error.exit_code}
 
 
 def report(error: AutoselError) -> None:
-    """What, why and what to do, on stderr. What to do is often a command: it stays on one line."""
+    """Print an error on stderr: what happened, why, and the fix. The fix is often a command, so it is not wrapped."""
     undecided = error.exit_code == TooNoisy.exit_code
     mark = "" if isinstance(error, Stopped) else "undecided: " if undecided else "error: "
     told = [click.style(mark, fg="yellow" if undecided else "red", bold=True) + error.what]
@@ -57,7 +60,7 @@ def report(error: AutoselError) -> None:
 
 @contextmanager
 def noted(troubles: list[AutoselError]) -> Iterator[None]:
-    """What goes wrong when there is a result already is said beside it, and costs nobody the result."""
+    """Collect an error that occurs when there is already a result, so that the result is still printed."""
     try:
         yield
     except AutoselError as error:
@@ -65,7 +68,7 @@ def noted(troubles: list[AutoselError]) -> Iterator[None]:
 
 
 def leave(troubles: Sequence[AutoselError]) -> None:
-    """Say all that went wrong; the exit code is the first one's."""
+    """Report all errors and exit with the first one's code."""
     for trouble in troubles:
         report(trouble)
     if troubles:
@@ -73,7 +76,7 @@ def leave(troubles: Sequence[AutoselError]) -> None:
 
 
 def paragraph(text: str, indent: str = "", hang: str | None = None) -> str:
-    """Text wrapped to the width, between words only."""
+    """Wrap text to the width, between words only."""
     lines = textwrap.wrap(
         text,
         WIDTH,
@@ -86,16 +89,16 @@ def paragraph(text: str, indent: str = "", hang: str | None = None) -> str:
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
-    """What was noted of a device or a run, spelt alike wherever it is said."""
+    """Format the notes of a device or a run, in the same way everywhere."""
     return [paragraph(f"note: {note}", hang="  ") for note in notes]
 
 
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), wrap: int | None = None
 ) -> str:
-    """Columns as wide as their widest cell, nothing ever cut; `right` lists right-aligned columns.
+    """Format a table with columns as wide as their widest cell; nothing is cut. `right` lists right-aligned columns.
 
-    A table wider than the width gets narrower gaps, then column `wrap` continues below itself.
+    A table wider than 80 columns gets narrower gaps; then column `wrap` is wrapped.
     """
     shown = [list(headers), *[list(r) for r in rows]]
     widths = [max(_width(r[i]) for r in shown) for i in range(len(headers))]
@@ -112,7 +115,7 @@ def table(
 
 
 def _continued(row: Sequence[str], wrap: int | None, widths: Sequence[int]) -> list[list[str]]:
-    """The row, and below it what of column `wrap` did not fit."""
+    """Return the row, and below it the rest of column `wrap`."""
     if wrap is None or _width(row[wrap]) <= widths[wrap]:
         return [list(row)]
     parts = textwrap.wrap(row[wrap], widths[wrap], break_long_words=False, break_on_hyphens=False)
@@ -136,6 +139,6 @@ def _width(text: str) -> int:
 
 
 def state_style(state: str) -> Callable[[str], str]:
-    """Colours that only repeat what the word says; taken away again where the output is no terminal."""
+    """Return the colour of a state. It only repeats the word, and is removed if the output is not a terminal."""
     colour = {"promoted": "green", "pinned": "cyan", "demoted": "red", "quarantined": "red"}.get(state)
     return lambda text: click.style(text, fg=colour) if colour else text

@@ -1,7 +1,7 @@
-"""The line that moves, on stderr: stage, candidate, pairs so far, elapsed, ETA. Never minutes of silence.
+"""Progress on stderr: stage, candidate, pairs so far, elapsed time, ETA.
 
-On a terminal one line is rewritten, also while nothing is reported; into a file or a pipe goes a line for each stage
-and each decision, and one now and then that says what is under way.
+A terminal shows one line that is redrawn, also while nothing is reported. A file or a pipe gets a line for each stage
+and each decision, and one for the current stage after 15 s of silence.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from autosel.race.plan import SESSIONS
 from autosel.tuning.job import Rejection
 from autosel.values import Decision
 
-# Share of a cold tune that each stage takes, measured on two cores (docs/figures.md): only the ETA depends on it.
+# Share of each stage in a cold tune, measured on two cores (docs/figures.md). Only the ETA depends on it.
 WEIGHTS = {"fingerprint": 0.03, "parity": 0.32, "screening": 0.25, "confirming": 0.40}
 KNOWN_FROM = 0.1  # share of the work below which an ETA would be a guess
 BEAT_S = 0.5
-QUIET_S = 15.0  # into a pipe, the longest silence
+QUIET_S = 15.0  # longest silence in a pipe
 
 
 class Progress:
-    """A listener of tuning that writes to stderr while it is entered (`with`)."""
+    """Listener of tuning that writes to stderr inside its `with` block."""
 
     def __init__(self, budget_s: float = 0.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self.budget_s = clock, budget_s
         self.started = self.said_at = clock()
         self.live = sys.stderr.isatty() and settings.colour() is None
         self.now = ("", "", 0, 0)  # stage, detail, done, total
-        self.of = ""  # of many runs, which
+        self.of = ""  # the name of the run, if there are several
         self.eta: Eta | None = None
         self.decided_now = self.settled = 0
         self._lock = threading.Lock()
@@ -55,14 +55,14 @@ class Progress:
         self._pulse.join()
         self._say("")
 
-    # --- told by tuning ---------------------------------------------------------------------------------------------
+    # --- called by tuning ------------------------------------------------------------------------------------------
 
     def expect(self, foreseen: Mapping[Stage, float]) -> None:
-        """What comes, in its order, and the seconds that it will take: the time left can be said from now on."""
+        """Set the coming stages in order, with their expected seconds. From now on there is an ETA."""
         self.eta = Eta(foreseen, self.clock)
 
     def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None:
-        """`of` is the run, where this is a stage of one of many."""
+        """Start or update a stage. `of` names the run if there are several."""
         fresh = of != self.of if of else name != self.now[0]
         self.now, self.of = (name, detail, done, total), of
         if self.eta is not None:
@@ -87,24 +87,24 @@ class Progress:
             self._say(paragraph(text, hang="  "))
 
     def note(self, text: str) -> None:
-        """A line that is worth knowing before minutes have passed."""
+        """Print a line that the user should see at once."""
         click.echo(paragraph(text, hang="  "), err=True)
 
-    # --- said to people ---------------------------------------------------------------------------------------------
+    # --- written to stderr -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
             self.beat()
 
     def beat(self) -> None:
-        """Redraw the moving line; into a pipe, break a silence that has lasted."""
+        """Redraw the progress line; in a pipe, print one after a long silence."""
         if self.live:
             self._write(f"\r\x1b[2K{self.line()}")
         elif self.clock() - self.said_at >= QUIET_S:
             self._say(f"{self._elapsed():>7}  {self._under_way()}{self._left()}")
 
     def line(self) -> str:
-        """The moving line: what is under way, cut to fit, and the time."""
+        """Return the progress line: the current stage, cut to fit, and the time."""
         tail = f"  {self._elapsed()}{self._left()}"
         width = WIDTH - 1 - len(tail)
         return f"{self._under_way()[:width]:<{width}}{tail}"
@@ -115,13 +115,13 @@ class Progress:
         return " ".join(part for part in (self.of, name, f"{done}/{total}{space}" if total > 1 else "", detail) if part)
 
     def _say(self, text: str) -> None:
-        """A line that stays, in place of the moving one."""
+        """Print a permanent line instead of the progress line."""
         self.said_at = self.clock()
         if text or self.live:
             self._write(("\r\x1b[2K" if self.live else "") + (f"{text}\n" if text else ""))
 
     def _write(self, text: str) -> None:
-        """A reader who goes away loses the progress, and does not end the work."""
+        """Write to stderr. If its reader is gone, progress ends, but not the work."""
         with self._lock:
             try:
                 sys.stderr.write(text)
@@ -130,7 +130,7 @@ class Progress:
                 self._over.set()
 
     def _left(self) -> str:
-        """Time left by what was foreseen, else by the stages' usual shares; a budget bounds it."""
+        """Return the time left, from the expected times, else from the stages' usual shares; a budget limits it."""
         name, _, done, total = self.now
         if self.eta is not None:
             return f", about {_clock(self.eta.left_s(done, total))} left"
@@ -139,7 +139,7 @@ class Progress:
             return ""
         before = sum(WEIGHTS[k] for k in list(WEIGHTS)[: list(WEIGHTS).index(known)])
         within = done / total if total else 0.0
-        if known == "confirming":  # three sessions, each of which takes every race
+        if known == "confirming":  # three sessions, each with every race
             within = (int(name.split()[-1]) - 1 + within) / SESSIONS
         share, elapsed = before + WEIGHTS[known] * within, self.clock() - self.started
         if share < KNOWN_FROM:
@@ -154,22 +154,22 @@ class Progress:
         return _clock(self.clock() - self.started) + of
 
 
-Stage = tuple[str, str]  # of which run ("" where there is but one), and its name
-DOUBT = 0.05  # share of the whole that must be done before the pace so far weighs as much as what was foreseen
+Stage = tuple[str, str]  # the run ("" if there is only one), and the stage's name
+DOUBT = 0.05  # share of the work after which the pace so far has the same weight as the expected times
 
 
 class Eta:
-    """Time left of stages that were foreseen; how long those that are done took corrects the rest.
+    """Time left of the expected stages, corrected by the time that finished stages took.
 
-    A stage that was foreseen and left out costs nothing; one that was not foreseen tells nothing of the others.
+    An expected stage that is skipped costs nothing. An unexpected stage does not change the estimate.
     """
 
     def __init__(self, foreseen: Mapping[Stage, float], clock: Callable[[], float]) -> None:
         self.foreseen, self.clock = dict(foreseen), clock
         self.order = {stage: i for i, stage in enumerate(self.foreseen)}
         self.spent: dict[Stage, float] = {}
-        self.at = -1  # the furthest that was entered
-        self.now: Stage | None = None  # under way, if it was foreseen
+        self.at = -1  # index of the furthest stage entered
+        self.now: Stage | None = None  # the current stage, if it was expected
         self.since = clock()
 
     def enter(self, stage: Stage) -> None:
@@ -181,7 +181,7 @@ class Eta:
         self.at = max(self.at, self.order.get(stage, -1))
 
     def left_s(self, done: int, total: int) -> float:
-        """Of the stage under way `done` of `total` parts are done."""
+        """Return the seconds left; `done` of `total` parts of the current stage are finished."""
         left = sum(s for stage, s in self.foreseen.items() if self.order[stage] > self.at)
         known, took = sum(self.foreseen[s] for s in self.spent), sum(self.spent.values())
         if self.now is not None:

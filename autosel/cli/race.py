@@ -1,4 +1,4 @@
-"""`race`: prove and time one candidate, the user's own included. It measures and says; it changes nothing served."""
+"""Command `race`: prove and time one candidate, also your own. It records nothing, and what serves stays the same."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
-TARGET = "h200"  # what a CUDA source is compiled for where there is no GPU
-CALL_S = 60.0  # as parity.session.CALL_S, which would load torch
+TARGET = "h200"  # the device that a CUDA source is compiled for if there is no GPU
+CALL_S = 60.0  # equals parity.session.CALL_S, whose module loads torch
 EXAMPLES = (
     "race rmsnorm --candidate mykernels:fast_rmsnorm",
     'race rmsnorm --candidate mykernels:fast_rmsnorm --case "random M2 d512"',
@@ -55,15 +55,15 @@ EXAMPLES = (
     "--candidate",
     "target",
     required=True,
-    metavar="WHO",
-    help="module:function, FILE.py:function, FILE.cpp, FILE.cu, or a name as cpp:rmsnorm",
+    metavar="CANDIDATE",
+    help="module:function, FILE.py:function, FILE.cpp, FILE.cu, or a name such as cpp:rmsnorm",
 )
 @model_option
 @dtype_option()
 @batch_option
 @seq_option
 @format_option()
-@click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="this shape, as M1.d2048; repeatable")
+@click.option("--shape", "shapes", multiple=True, metavar="DIMS", help="race this shape, such as M1.d2048; repeatable")
 @device_option()
 @click.option(
     "--fingerprint",
@@ -71,17 +71,17 @@ EXAMPLES = (
     default=TARGET,
     show_default=True,
     metavar="NAME",
-    help="a known device: without a GPU here a CUDA source is compiled for it",
+    help="compile a CUDA source for this known device if there is no GPU here",
 )
-@click.option("--watch", is_flag=True, help="race again whenever the source is saved, until Ctrl-C")
-@click.option("--case", default="", metavar="NAME", help="only this case of parity: what was expected, what came")
-@click.option("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier proof again")
+@click.option("--watch", is_flag=True, help="race again after each save of the source, until Ctrl-C")
+@click.option("--case", default="", metavar="NAME", help="run one case of parity, and show expected and actual values")
+@click.option("--inputs", default="", metavar="TEXT", help="repeat the inputs of an earlier proof")
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=CALL_S,
     metavar="SECONDS",
-    help=f"a call of the proof that takes longer has hung  [default: {CALL_S:.0f}]",
+    help=f"treat a longer call of the proof as hung  [default: {CALL_S:.0f}]",
 )
 @seed_option
 @json_option
@@ -105,8 +105,8 @@ def race_command(
 ) -> None:
     """Prove and time a candidate for OP against the baseline, as `tune` would. Nothing is recorded.
 
-    Exit codes: 4 it failed parity or fell while racing, 5 too noisy to decide, 2 it takes none of the
-    workloads, or was only compiled, for want of a GPU.
+    Exit codes: 4 if it failed parity or failed in the race, 5 if the race was too noisy to decide, 2 if it accepts none
+    of the workloads, or if it was only compiled because there is no GPU.
     """
     from autosel import fingerprint, models
     from autosel.candidates import registry
@@ -131,11 +131,11 @@ def race_command(
     fp = fingerprint.take(device)
     compiled_for = known.load(target_device) if source_kind(first) == "cuda" and fp.kind == "cpu" else None
     if compiled_for is None and not _defaulted("target_device"):
-        raise UsageError("--fingerprint is for a CUDA source where there is no GPU", todo="leave it out")
+        raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="leave it out")
     again = again_command(click.get_current_context())
 
     def once() -> AutoselError | None:
-        candidate = registry.named(op, target)  # anew: what it says of itself may have been edited too
+        candidate = registry.named(op, target)  # loaded again: an edit may have changed its attributes
         if compiled_for is not None:
             return only_compiled(candidate, named, compiled_for, as_json)
         drawn_from = inputs or secrets.token_hex(8)
@@ -168,7 +168,7 @@ def race_command(
 
 
 def refuse_baseline(candidate: Candidate) -> None:
-    """Raise UsageError for the baseline: it is in every race already."""
+    """Raise UsageError for the baseline: every race includes it."""
     from autosel.candidates import registry
 
     baseline = registry.baseline(candidate.op)
@@ -186,7 +186,7 @@ def _defaulted(name: str) -> bool:
 
 
 def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tuple[Named, ...]:
-    """The workloads of `--shape M1.d2048`. Raises UsageError naming the op's dimensions."""
+    """Return the workloads of `--shape M1.d2048`. Raise UsageError that names the op's dimensions."""
     from autosel import ops
     from autosel.models.workloads import Named
 
@@ -216,8 +216,10 @@ WATCHED = (".cpp", ".cc", ".cu", ".h", ".hpp", ".cuh")
 
 
 def sources(candidate: Candidate) -> tuple[Path, ...]:
-    """The files whose change asks for another race: the candidate's own and those of its kind beside it, which it may
-    include or import. Raises UsageError for a candidate that has none to edit."""
+    """Return the files to watch: the candidate's own, and files of the same kind in its folder that it may include.
+
+    Raises UsageError for a candidate that has no file to edit.
+    """
     from autosel.candidates.user import UserCandidate
     from autosel.candidates.user_source import UserSource
 
@@ -226,18 +228,18 @@ def sources(candidate: Candidate) -> tuple[Path, ...]:
     if isinstance(candidate, UserCandidate) and candidate.path:
         file = Path(candidate.path).joinpath(*candidate.target.partition(":")[0].split("."))
         return _beside(file.with_suffix(".py"), (".py",))
-    raise UsageError(f"--watch with {candidate.name}", why="it is no file of yours", todo="name a file to edit")
+    raise UsageError(f"--watch with {candidate.name}", why="it is not one of your files", todo="name a file to edit")
 
 
 def _beside(file: Path, suffixes: Sequence[str]) -> tuple[Path, ...]:
     others = {p for p in file.parent.iterdir() if p.suffix in suffixes}
-    return tuple(sorted(others | {file}))  # its own also while an editor has it away: then there is nothing to race
+    return tuple(sorted(others | {file}))  # includes a file that an editor has removed while saving
 
 
 def keep_racing(files: Callable[[], Sequence[Path]], once: Callable[[], AutoselError | None]) -> NoReturn:
-    """Race, and again after each save, until Ctrl-C; what goes wrong is said and waits for the next save.
+    """Race, and race again after each save, until Ctrl-C. An error is reported and the next save awaited.
 
-    A save is over when two looks in a row see the same: some editors write in steps, or put another file in its place.
+    A save is complete when two looks in a row see the same files: some editors write in steps or replace the file.
     """
     raced: Stamp | None = None
     before = _stamp(files)
@@ -260,7 +262,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
-    """Names, times and sizes; None while an editor has the file away."""
+    """Return names, times and sizes of the files; None while an editor has removed one."""
     try:
         return tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files())
     except OSError:
@@ -271,7 +273,7 @@ def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
 
 
 def source_kind(candidate: Candidate) -> str:
-    """`cpu` or `cuda` for a C++ or CUDA file; "" for whoever says for itself where it runs."""
+    """Return `cpu` or `cuda` for a C++ or CUDA file, else "": other candidates declare their devices."""
     from autosel.candidates.user_source import UserSource
 
     if not isinstance(candidate, UserSource):
@@ -280,9 +282,9 @@ def source_kind(candidate: Candidate) -> str:
 
 
 def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, as_json: bool) -> AutoselError:
-    """Compile for a device that is not here, and say what can be known of it: nothing was proven or timed.
+    """Compile for a device that is absent, and show what can be known without it. Nothing is proven or timed.
 
-    Raises BuildError with the compiler's words.
+    Raises BuildError with the compiler's output.
     """
     from autosel import ops
     from autosel.candidates.base import support_of
@@ -306,7 +308,7 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
         rows.append([n.label, shape(w), "compiled, not run", bytes_text(moved), f"{microseconds(floor_us)} us"])
         lines = [f"resources  {told}"] if told else []
         lines += [f"compiled   for {fp.name}" + (f" in {built.seconds:.1f} s" if built.seconds else ", found compiled")]
-    lines.append(f"floor      the bytes at {bandwidth(known.read)}, {fp.name}'s read rate; its caches may be faster")
+    lines.append(f"floor      the bytes at {bandwidth(known.read)}, the read rate of {fp.name}; caches may be faster")
     failure = UsageError(
         "not run: this machine has no GPU",
         why="nothing was proven and nothing was timed; parity and race need the device",
@@ -327,7 +329,7 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
 
 
 def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:
-    """What the compiler said of it; "" for what is not compiled."""
+    """Return the compiler's log of a candidate; "" for a candidate that is not compiled."""
     from autosel.candidates.base import support_of
     from autosel.native.compile import find_artefact, source_digest
 
@@ -343,7 +345,9 @@ def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:
 
 
 def explanation(tried: Tried, name: str, log: str) -> list[str]:
-    """Below a workload's row: resources, what the candidate and the baseline reached, why the verdict."""
+    """Return the lines below a workload's row: resources, the rates of candidate and baseline, the reason of the
+    verdict.
+    """
     from autosel import ops
     from autosel.candidates.user_source import resources_in
 
@@ -363,7 +367,7 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
         lines.append(f"reached    {who}: {rate}{share}; {flops / (t.median_us * 1e3):.3g} GFLOP/s")
     if verdict.read_bytes_per_s:
         lines.append(
-            f"ceiling    {bandwidth(verdict.read_bytes_per_s)} read from memory beside this race (caches read faster)"
+            f"ceiling    {bandwidth(verdict.read_bytes_per_s)} read from memory during this race (caches read faster)"
         )
     lines.append(f"verdict    {verdict.outcome}: {verdict.reason}")
     return lines
@@ -372,7 +376,7 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
 def reproduce_case(
     candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str, device: str = "cpu"
 ) -> str:
-    """One case of parity at the first workload that has it. Raises ParityError with the values seen, UnknownName."""
+    """Run one case of parity at the first workload that has it. Raises ParityError with the values, UnknownName."""
     from autosel.parity.reproduce import reproduce
 
     for n in named[:-1]:
@@ -382,7 +386,7 @@ def reproduce_case(
 
 
 def again_command(ctx: click.Context) -> str:
-    """This race's command."""
+    """Return the command that repeats this race."""
     words = [settings.spelling(), "race", str(ctx.params["op"]), "--candidate", str(ctx.params["target"])]
     return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq", "shapes", "device"))])
 
@@ -399,7 +403,7 @@ def _row(tried: Tried, name: str) -> list[str]:
         return [*start, "failed parity", "", "", "", ""]
     own, cases = verdict.timings.get(name), f"{tried.parity.cases} cases"
     if own is None:
-        return [*start, "fell while racing", "", "", cases, ""]
+        return [*start, "failed in the race", "", "", cases, ""]
     base, won = next(t for c, t in verdict.timings.items() if c != name), verdict.winner == name
     faster = verdict.effect.median if won and verdict.effect is not None else base.median_us / own.median_us
     roofline = f"{verdict.roofline:.0%}" if verdict.roofline and won else ""
@@ -424,7 +428,7 @@ def _document(tried: Tried) -> dict[str, object]:
 
 
 def judge(tried: Sequence[Tried], again: str, inputs: str) -> AutoselError | None:
-    """What there is to say beside the figures: the worst that was found, with its exit code."""
+    """Return the most serious problem of the race as an error with its exit code, or None."""
     for t in tried:
         if isinstance(t.parity, Failed):
             return ParityError(
@@ -435,9 +439,9 @@ def judge(tried: Sequence[Tried], again: str, inputs: str) -> AutoselError | Non
                 else f'reproduce:  {again} --case "{t.parity.case}" --inputs {inputs}',
             )
         if t.verdict is not None and t.reason:
-            return ParityError("the candidate fell while racing", why=t.reason)
+            return ParityError("the candidate failed in the race", why=t.reason)
     if all(t.parity is None for t in tried):
-        return UsageError("the candidate takes none of these workloads", why=tried[0].reason)
+        return UsageError("the candidate accepts none of these workloads", why=tried[0].reason)
     open_ones = [t for t in tried if t.verdict is not None and t.verdict.outcome == "undecided"]
     if open_ones:
         reasons = "\n".join(f"{t.named.workload.key}: {t.verdict.reason}" for t in open_ones if t.verdict)

@@ -1,4 +1,4 @@
-"""`doctor --ranks`: what each rank of a distributed job would serve, and which of them differ."""
+"""`doctor --ranks`: show what each rank of a distributed job would serve, and which ranks differ."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ WAIT = timedelta(seconds=60)  # for the slowest rank to start
 
 
 def show_ranks(as_json: bool) -> int:
-    """Compare the ranks; rank 0 prints. Return the exit code, the same on every rank. Raises UsageError outside a
-    job."""
+    """Compare the ranks; rank 0 prints. Return the exit code, which is the same on every rank.
+
+    Raises UsageError outside a job.
+    """
     from torch import distributed
 
     from autosel.dispatch.agreement import compare, gathered, standing

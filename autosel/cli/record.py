@@ -1,4 +1,4 @@
-"""`record`: run a program, and note which workloads it asks autosel for, and how often."""
+"""Command `record`: run a program and count the workloads that it calls through autosel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.values import Workload
 
-SHOWN = 12  # rows of the table; the file has them all
+SHOWN = 12  # rows of the table; the file has all
 
 
 @verb("record", "record -- python generate.py", "record -o traffic.json -- ./serve.sh --port 8000")
@@ -33,14 +33,14 @@ SHOWN = 12  # rows of the table; the file has them all
     default="recorded.json",
     show_default=True,
     metavar="FILE",
-    help="where to note it",
+    help="the recording to write",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND")
 def record_command(output: Path, command: Sequence[str]) -> None:
-    """Run COMMAND and note the workloads it asks for: shapes, ragged or not, and how often each was called.
+    """Run COMMAND and count its workloads: shapes, ragged or not, and how often each was called.
 
-    All its processes count. What it asks through best(), torch.ops.autosel, activate() and patch() is seen, baseline
-    or not. Its output and exit code are its own; `tune --recorded FILE` then tunes exactly these.
+    All its processes count, and calls through best(), torch.ops.autosel, activate() and patch(), whichever kernel
+    serves. Output and exit code are the command's; afterwards `tune --recorded FILE` tunes exactly these workloads.
     """
     from autosel.dispatch import recorded
 
@@ -52,7 +52,7 @@ def record_command(output: Path, command: Sequence[str]) -> None:
     parts = _parts(output)
     if code and not parts:
         report(
-            BadConfig("nothing was recorded", why=f"{shlex.join(command)} ended with exit code {code} before it asked")
+            BadConfig("nothing was recorded", why=f"{shlex.join(command)} exited with {code} before it called an op")
         )
         raise click.exceptions.Exit(code)
     try:
@@ -70,17 +70,17 @@ def record_command(output: Path, command: Sequence[str]) -> None:
 
 
 def _beside(output: Path, hw_id: str) -> Path:
-    """Where the calls on another device than the one most called are noted."""
+    """Return the file for calls on a device other than the one with most calls."""
     return output.with_name(f"{output.stem}-{hw_id[:8]}{output.suffix}")
 
 
 def _parts(output: Path) -> list[Path]:
-    """What each process noted: the name with a number appended."""
+    """Return the recordings of the processes: the file's name with a number appended."""
     return sorted(p for p in output.absolute().parent.glob(f"{output.name}.*") if p.suffix[1:].isdigit())
 
 
 def _run(command: Sequence[str], output: Path) -> int:
-    """Its exit code, as a shell gives it. Ctrl-C reaches it too, and what it noted until then is kept."""
+    """Run a command and return its exit code as a shell would. Ctrl-C reaches it too; its recording is kept."""
     environment = settings.passed_to_children() | {"AUTOSEL_RECORD": str(output.absolute())}
     try:
         process = subprocess.Popen(list(command), env=environment)
@@ -89,7 +89,7 @@ def _run(command: Sequence[str], output: Path) -> int:
             f"cannot run {shlex.join(command)}", why=error.strerror or str(error), todo="check the command after --"
         ) from error
     while True:
-        with suppress(KeyboardInterrupt):  # it got the signal itself, and may want to end in order
+        with suppress(KeyboardInterrupt):  # the process got the signal too, and may need time to shut down
             code = process.wait()
             return code if code >= 0 else 128 - code
 
@@ -109,8 +109,10 @@ def _summary(output: Path, calls: Mapping[Workload, int]) -> str:
 
 
 def named_workloads(path: Path) -> tuple[Named, ...]:
-    """What a recording asks for, one workload a bucket (the one called most, with the calls of all), those that move
-    most bytes first. Raises BadConfig."""
+    """Return a recording's workloads, those that move the most bytes first. Raises BadConfig.
+
+    Each bucket has one workload: the one with the most calls, with the calls of all.
+    """
     from autosel import ops
     from autosel.dispatch import recorded
     from autosel.models.workloads import Named
@@ -126,7 +128,7 @@ def named_workloads(path: Path) -> tuple[Named, ...]:
 
 
 def place_of(path: Path) -> str:
-    """Which device of this machine, as `tune --device` calls it, a recording is of; "" where it is none of them."""
+    """Return the recording's device in the terms of `tune --device`; "" if this machine does not have it."""
     from autosel.dispatch import devices, recorded
 
     wanted = recorded.read(path).device
@@ -136,9 +138,9 @@ def place_of(path: Path) -> str:
 
 
 def tuned_on(path: Path, otherwise: str) -> str:
-    """The device that a recording is of; `otherwise`, and a word about it, if it is none of this machine.
+    """Return the device of a recording; `otherwise`, with a note, if this machine does not have it.
 
-    Raises UsageError for one of a device that nobody could identify: it may be any, so that it is to be named.
+    Raises UsageError if the recording's device could not be identified: the user must name one.
     """
     from autosel.dispatch import devices, recorded
 
@@ -147,13 +149,13 @@ def tuned_on(path: Path, otherwise: str) -> str:
         return place
     if devices.is_nobody(recorded.read(path).device):
         todo = "name the device to tune (--device cuda), or record again where it can be identified"
-        raise UsageError(f"{path} does not say of which device it is", why="its GPU could not be identified", todo=todo)
+        raise UsageError(f"{path} does not name its device", why="its GPU could not be identified", todo=todo)
     click.echo(f"note: recorded on a device that is not here, tuned on {otherwise}", err=True)
     return otherwise
 
 
 def mode_note(path: Path) -> str:
-    """Why decisions made now would not serve the program that was recorded; "" if they would."""
+    """Return why decisions made now would not serve the recorded program; "" if they would."""
     from autosel.dispatch import recorded
     from autosel.ledger.key import current_mode, matters
 
@@ -161,5 +163,5 @@ def mode_note(path: Path) -> str:
     if matters(found, kind) == matters(now, kind):
         return ""
     threads = found.partition(".t")[2].partition(".")[0]
-    hint = f" (OMP_NUM_THREADS={threads} may be what differs)" if os.environ.get("OMP_NUM_THREADS") != threads else ""
+    hint = f" (recorded with OMP_NUM_THREADS={threads})" if os.environ.get("OMP_NUM_THREADS") != threads else ""
     return f"note: recorded under {found}, tuned under {now}: the decisions will not serve that program{hint}"

@@ -1,7 +1,7 @@
-"""Write one decision's race as a single file that needs only torch (and a C++ compiler where the winner is a kernel).
+"""Write one decision's race as a single file that needs only torch, and a C++ compiler if the winner is a kernel.
 
-The script carries the kernel's sources, the baseline's source, the shapes and how each operand was distributed. It
-draws operands, compares the two results, and times both arms in coin-flipped pairs on cold operands, as the race did.
+The script contains the sources of kernel and baseline, the shapes, and the distribution of each operand. It draws
+operands, compares the two results, and times both arms in coin-flipped pairs on cold operands, as the race did.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ LLC_FALLBACK_BYTES = 32 << 20
 
 
 def script(evidence: Evidence) -> str:
-    """The script's text. Raises UsageError where an arm cannot be carried in a file (a user's, torch.compile), or where
-    no race was run here: what came in by an import is data, and is not made into code."""
+    """Return the script's text.
+
+    Raises UsageError for an arm that does not fit in a file (a user's, torch.compile), and for a decision without a
+    race here: an imported decision is data, which is never turned into code.
+    """
     d = evidence.decision
     if evidence.race is None:
         raise UsageError(
-            f"decision {d.id} rests on no race of this ledger: there is nothing to reproduce",
+            f"decision {d.id} has no race in this ledger, so there is nothing to reproduce",
             why=d.reason,
             todo=f"{settings.spelling()} explain --id {d.id}",
         )
@@ -37,7 +40,7 @@ def script(evidence: Evidence) -> str:
         raise UsageError(
             f"decision {d.id} is about whole decode steps",
             why="a model's weights do not go into one file",
-            todo=f"{settings.spelling()} demote {d.id}, then run that model again: it is raced anew",
+            todo=f"{settings.spelling()} demote {d.id}, then run that model again: it races again",
         )
     if evidence.fingerprint is not None and evidence.fingerprint.kind != "cpu":
         raise UsageError(
@@ -86,7 +89,7 @@ def script(evidence: Evidence) -> str:
 
 
 def again(d: Decision) -> str:
-    """The command that races the decision's winner once more at its workload, on the CPU or the first GPU."""
+    """Return the command that races the decision's winner again at its workload, on the CPU or the first GPU."""
     w = d.workload
     dims = ".".join(f"{name}{size}" for name, size in w.dims)
     words = f"race {w.op} --candidate {d.arm.candidate} --shape {dims} --dtype {w.dtype}"
@@ -110,7 +113,7 @@ def _packed(text: str) -> str:
 
 
 def _sources(source: str) -> dict[str, str]:
-    """The kernel and, transitively, its headers, by their paths below kernels/."""
+    """Return the kernel and all headers that it includes, by their paths below kernels/."""
     root = resources.kernels()
     return {path.relative_to(root).as_posix(): path.read_text() for path in find_sources(root / source)}
 
@@ -129,7 +132,7 @@ def _function(arm: Arm) -> str:
 
 
 def _arguments(w: Workload) -> list[dict[str, Any]]:
-    """How to draw each argument: shape, dtype and spread; small integer tensors as they are."""
+    """Describe how to draw each argument: shape, dtype and spread; small tensors by value."""
     import torch
 
     from autosel.ops import find
@@ -201,7 +204,7 @@ def unpack(text):
 
 
 class View(ctypes.Structure):
-    """As TensorView in plain_c.h."""
+    """Same layout as TensorView in plain_c.h."""
 
     _fields_ = [
         ("data", ctypes.c_void_p), ("ndim", ctypes.c_int64), ("shape", ctypes.c_int64 * 8),
@@ -217,7 +220,7 @@ def view(t):
 
 
 def build(arm):
-    """The kernel as f(*arguments, *outputs)."""
+    """Build the kernel and return it as f(*arguments, *outputs)."""
     folder = tempfile.mkdtemp(prefix="autosel-repro-")
     for name, text in SOURCES.items():
         path = os.path.join(folder, name)
@@ -235,7 +238,7 @@ def build(arm):
     entry.restype = ctypes.c_char_p
 
     def prepared(*values):
-        """Everything but the call itself, done once: ctypes is slow, the kernel is what is timed."""
+        """Convert the operands once, before the timed call: ctypes is slow."""
         kept, pointers = [], (ctypes.c_void_p * (len(values) + len(arm["knobs"])))()
         for i, value in enumerate([*values, *arm["knobs"]]):
             if value is None:

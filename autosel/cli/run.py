@@ -1,4 +1,4 @@
-"""`run`: measure a real decode against the eager baseline, and leave a certificate of it."""
+"""Command `run`: measure a real decode against the eager baseline, and write a certificate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from autosel.decode.run import AskedStep, Plan, Text
     from autosel.ledger.store import Ledger
 
-MOST_ITERS = 20_000  # as certify.certificate.MOST_STEPS, which would load numpy
+MOST_ITERS = 20_000  # equals certify.certificate.MOST_STEPS, whose module loads numpy
 DEFAULT_MODEL = "llama-8b"
 DEFAULT_SEQ = 8192
 LONG_PROMPT_S = 20.0
@@ -54,7 +54,7 @@ EXAMPLES = (
     "run --suite quick --json",
 )
 PATH = click.Path(path_type=Path)
-# What a rerun needs; files to write, prices and objectives change nothing that is measured.
+# Options that a rerun needs. Output files, prices and objectives do not change what is measured.
 MEASURED = (
     "model", "weights", "weight_format", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step",
     "persistent", "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
@@ -69,18 +69,18 @@ MEASURED = (
 @dtype_option()
 @format_option()
 @batch_option
-@click.option("--seq", type=click.IntRange(2, 1 << 24), metavar="N", help="context  [8192, or what the model can]")
+@click.option("--seq", type=click.IntRange(2, 1 << 24), metavar="N", help="context  [8192, or the model's limit]")
 @click.option("--iters", type=click.IntRange(1, MOST_ITERS), default=100, metavar="N", help="timed steps  [100]")
-@click.option("--warmup", type=click.IntRange(0, 10**6), default=10, metavar="N", help="untimed ones before  [10]")
+@click.option("--warmup", type=click.IntRange(0, 10**6), default=10, metavar="N", help="untimed steps before  [10]")
 @click.option(
-    "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
+    "--layers", type=click.IntRange(1), metavar="N", help="run only the first N layers; every result names them"
 )
 @click.option(
     "--step",
     type=Known("step", ("auto", "ops", "graph", "whole")),
     default="auto",
     metavar="FORM",
-    help="ops, a GPU's graph, whole (by one thread team or launch), or auto: as decided, else raced  [default: auto]",
+    help="ops, graph (GPU), whole (one thread team or launch), auto (as decided, else raced)  [default: auto]",
 )
 @click.option("--persistent", is_flag=True, help="the same as --step whole")
 @click.option(
@@ -88,54 +88,54 @@ MEASURED = (
     type=Known("weights layout", ("auto", "plain")),
     default="auto",
     metavar="LAYOUT",
-    help="plain: a team reads weights as they are; auto: packed, where it wins  [default: auto]",
+    help="plain: a team reads unpacked weights; auto: packed where that wins  [default: auto]",
 )
 @renamed("--no-persistent", "--step ops")
 @renamed("--no-packed", "--weights-layout plain")
 @renamed("--graph", "--step graph")
 @renamed("--no-graph", "--step ops, or --step whole")
-@click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="N tokens of one stream in flight")
-@click.option("--no-prealloc", is_flag=True, help="ops allocate their results")
-@click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="KV cache in pages of N tokens")
-@click.option("--advance", is_flag=True, help="the stream goes on; else each step is the same step")
+@click.option("--small-batch", type=click.IntRange(1, 4096), metavar="N", help="decode N tokens of one stream at once")
+@click.option("--no-prealloc", is_flag=True, help="let ops allocate their results")
+@click.option("--paged", type=click.IntRange(1, 4096), metavar="N", help="store the KV cache in pages of N tokens")
+@click.option("--advance", is_flag=True, help="advance the stream by a token a step; else every step is the same")
 @click.option("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy  [default: 0]")
 @click.option("--top-k", type=int, default=0, metavar="N", help="0: all  [default: 0]")
 @click.option("--top-p", type=float, default=1.0, metavar="X", help="1: all  [default: 1]")
 @click.option("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: none  [default: 1]")
-@click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens a step from the text so far")
+@click.option("--speculate", default="", metavar="ngram:K", help="draft K tokens per step from the text so far")
 @device_option()
-@click.option("--seed", type=int, callback=exact, default=0, help="of weights, prompt and coins  [default: 0]")
-@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="perplexity and divergence on this text")
-@click.option("--certify", type=PATH, metavar="FILE", help="append the certificate here, not below the home")
-@click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write each op's time, bytes, limit as JSON")
+@click.option("--seed", type=int, callback=exact, default=0, help="for weights, prompt and coin flips  [default: 0]")
+@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="score this text: perplexity, divergence")
+@click.option("--certify", type=PATH, metavar="FILE", help="append the certificate to FILE, not in autosel's home")
+@click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write time, bytes and limit of each op as JSON")
 @click.option("--trace", "trace_to", type=PATH, metavar="FILE", help="write a trace for Perfetto")
 @click.option(
-    "--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots; of a suite, its rows as JSON"
+    "--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots; for a suite, its rows as JSON"
 )
-@click.option("--compare", type=PATH, metavar="REPORT", help="speedups against an earlier report")
+@click.option("--compare", type=PATH, metavar="REPORT", help="show speedups against an earlier report")
 @click.option("--slo", default="", metavar="TEXT", help='"ttft<500ms,p99_itl<40ms"; exit code 3 if missed')
 @click.option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),
     callback=priced,
     metavar="X",
-    help="gives tokens per dollar",
+    help="show tokens per dollar",
 )
 @click.option("--sign", is_flag=True, help="sign the certificate (Ed25519)")
-@click.option("--key", type=PATH, metavar="FILE", help="with this key, not the one below the home")
+@click.option("--key", type=PATH, metavar="FILE", help="sign with this key, not the one of autosel's home")
 @click.option(
     "--suite",
     type=Known("suite", ("quick", "standard", "full")),
     metavar="LEVEL",
-    help="seven configurations: quick, standard, full (three models)",
+    help="measure seven configurations: quick, standard, full (three models)",
 )
-@click.option("--plan", "only_plan", is_flag=True, help="only say what fits into memory")
+@click.option("--plan", "only_plan", is_flag=True, help="only show what fits into memory")
 @json_option
 @click.pass_context
 def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Level | None, **given: Any) -> None:
-    """Measure a decode, baseline and optimised steps in turn, and certify it.
+    """Measure a decode, with baseline and optimised steps in turn, and certify it.
 
-    Exit code 3: an objective was missed. 4: the tokens or logits were wrong, or a kernel's proof is not known.
+    Exit code 3: an objective was missed. 4: tokens or logits were wrong, or a kernel has no known proof.
     """
     asked = Asked(ctx)
     if suite:
@@ -150,7 +150,7 @@ def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Le
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The command line, as what it means. Each property refuses what cannot be."""
+    """The parsed command line. Each property refuses impossible values."""
 
     ctx: click.Context
 
@@ -163,13 +163,14 @@ class Asked:
 
     @property
     def repro(self) -> str:
-        """The command that measures this again."""
+        """Return the command that repeats this measurement."""
         words = [settings.spelling(), "run", *(w for p in self.ctx.command.params for w in self._words(p))]
         return shlex.join(words)
 
     def _words(self, parameter: click.Parameter) -> list[str]:
-        """An option as it must be written again; nothing where it is at its default. Without a device it is the CPU's:
-        what another machine has by default is not known here.
+        """Return an option as command-line words; empty if it has its default.
+
+        A default device other than the CPU is written out, because another machine may have another default.
         """
         name = str(parameter.name)
         value = self.ctx.params.get(name)
@@ -183,14 +184,14 @@ class Asked:
         return self["certify"] or settings.home() / "certificates.jsonl"
 
     def plan(self) -> Plan:
-        """Raises UsageError, UnknownName, BadConfig."""
+        """Return the plan of the run. Raises UsageError, UnknownName, BadConfig."""
         from autosel import models
         from autosel.decode.run import Plan, Sampling
 
         refuse_absent(self["device"])
         model = replace(models.load(self.model), weight=self["weight_format"])
         if self["small_batch"] and self["batch"] != 1:
-            raise UsageError("--small-batch with --batch", why="each says how many sequences share a step")
+            raise UsageError("--small-batch with --batch", why="each sets the number of sequences in a step")
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
         return Plan(
@@ -231,7 +232,7 @@ class Asked:
         return "whole" if self["persistent"] else asked
 
     def _longest(self, most: int) -> int:
-        """DEFAULT_SEQ, or what the model was made for less what the run adds to it."""
+        """Return DEFAULT_SEQ, or the model's limit minus the tokens that the run adds."""
         advances = self["advance"] or self["speculate"]
         return max(2, min(DEFAULT_SEQ, most - (self["iters"] if advances else 0) - drafted(self["speculate"])))
 
@@ -245,7 +246,7 @@ class Asked:
         return str(self["weights"]) if self["weights"] else weights_of(self.model)
 
     def text(self, plan: Plan) -> Text | None:
-        """What --quality is to score. Raises UsageError, BadConfig."""
+        """Return the text that --quality scores. Raises UsageError, BadConfig."""
         if self["score"] is None:
             return None
         from autosel.decode.prompt import text_to_score
@@ -258,14 +259,14 @@ class Asked:
         if not self["slo"]:
             return ()
         if self["layers"]:
-            raise UsageError("--slo with --layers", why="a part of a model says nothing of what the whole would reach")
+            raise UsageError("--slo with --layers", why="a part of a model does not show what the whole model reaches")
         found = slo.parse(self["slo"])
         if self["prompt"] == "synthetic" and any(o.metric == "ttft" for o in found):
             raise UsageError("--slo ttft with --prompt synthetic", why="no prompt is run")
         return found
 
     def key(self) -> Any:
-        """The key to sign with, or None. The default one is made on first use."""
+        """Return the signing key, or None. The default key is made on first use."""
         if not self["sign"]:
             if self["key"]:
                 raise UsageError("--key without --sign", todo="add --sign")
@@ -281,7 +282,7 @@ class Asked:
 
 
 def drafted(text: str) -> int:
-    """`ngram:4` -> 4. Raises UsageError."""
+    """Return the number of drafted tokens: `ngram:4` gives 4. Raises UsageError."""
     kind, _, count = text.partition(":")
     if text and (kind != "ngram" or not count.isdigit() or not 1 <= int(count) <= 64):
         raise UsageError(
@@ -294,7 +295,7 @@ def drafted(text: str) -> int:
 
 
 def run_once(asked: Asked, as_json: bool) -> None:
-    """Measure, certify, say it, write what was asked for. What goes wrong once it is measured is said beside it."""
+    """Measure, certify, print, and write the requested files. A later error does not lose the result."""
     from autosel.certify import compare
     from autosel.certify.audit import audit, document
     from autosel.certify.run import append, failed
@@ -329,7 +330,7 @@ def run_once(asked: Asked, as_json: bool) -> None:
 
 
 def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Certificate:
-    """Measure, with its progress on stderr. The certificate is in no file yet."""
+    """Measure, with progress on stderr. The certificate is not yet in a file."""
     from autosel.certify.run import Request, certify
 
     request = Request(
@@ -345,7 +346,7 @@ def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Cert
 
 @contextlib.contextmanager
 def ledger_or_none() -> Iterator[Ledger | None]:
-    """Where it stands who takes whole steps; a ledger that cannot be opened costs that, not the run."""
+    """Yield the ledger, or None if it cannot be opened: decisions about whole steps are then made for this run only."""
     from autosel.ledger.store import open_ledger
 
     with contextlib.ExitStack() as stack:
@@ -353,7 +354,7 @@ def ledger_or_none() -> Iterator[Ledger | None]:
         try:
             ledger = stack.enter_context(open_ledger())
         except LedgerError as error:
-            click.echo(f"{error.what}: who takes the step is raced for this run alone", err=True)
+            click.echo(f"{error.what}: the form of the step is raced for this run only", err=True)
         yield ledger
 
 
@@ -369,8 +370,7 @@ def progress() -> Iterator[Progress]:
 
 
 def refuse_unwritable(asked: Asked) -> None:
-    """Before minutes of measuring: places that cannot be written, a missing plotting package, a file not to append
-    to."""
+    """Refuse places that cannot be written and a missing plotting package, before minutes of measuring."""
     from autosel.certify import store
     from autosel.cli.writable import refuse_file, refuse_folder
 
@@ -380,7 +380,7 @@ def refuse_unwritable(asked: Asked) -> None:
     if asked["certify"] is None:
         refuse_folder(asked.certificates.parent)
     if asked["report_to"] is not None:
-        if not asked["suite"]:  # whose report has no plots
+        if not asked["suite"]:  # a suite's report has no plots
             from autosel.certify.plots import refuse_without
 
             refuse_without()
@@ -399,7 +399,7 @@ def _write_files(asked: Asked, made: Certificate, found: Audit, troubles: list[A
 
 
 def earlier(asked: Asked) -> Sequence[Figure]:
-    """The figures of --compare."""
+    """Return the figures of --compare."""
     from autosel.certify import compare
 
     return compare.read(asked["compare"]) if asked["compare"] is not None else ()
@@ -409,7 +409,7 @@ def earlier(asked: Asked) -> Sequence[Figure]:
 
 
 def show_plan(asked: Asked, as_json: bool) -> None:
-    """The memory table."""
+    """Print the memory table."""
     from autosel import fingerprint
     from autosel.certify.capacity import capacity
     from autosel.certify.certificate import Layers, model_name

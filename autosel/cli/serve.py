@@ -1,4 +1,4 @@
-"""`serve`: the daemon. `status`: is one there, and what does it do."""
+"""Commands `serve`, which runs the daemon, and `status`, which shows what the daemon does."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ MOST_USES = 12  # rows
 
 
 @verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit")
-@click.option("--tcp", default="", metavar="HOST:PORT", help="also listen on this loopback port: the dashboard")
-@click.option("--origin", "origins", multiple=True, metavar="URL", help="a web page that may ask; repeatable")
+@click.option("--tcp", default="", metavar="HOST:PORT", help="also listen on this loopback port, for the dashboard")
+@click.option("--origin", "origins", multiple=True, metavar="URL", help="allow requests from this web page; repeatable")
 @click.option(
     "--busy",
     type=click.FloatRange(0.0),
     default=0.5,
     show_default=True,
     metavar="CORES",
-    help="tune while other work keeps at most so many cores busy",
+    help="tune while other work uses at most this many cores",
 )
 @click.option("--tune/--no-tune", default=True, help="--no-tune: only serve and record")
 @click.option("--systemd-unit", "unit", is_flag=True, help="print a systemd user unit that starts this")
 def serve_command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool, unit: bool) -> None:
-    """Own the ledger's writes, tune what clients miss while the device is idle, demote on faults.
+    """Write the ledger for all clients, tune workloads that clients miss while the device is idle, demote on faults.
 
-    Listens on a Unix socket below AUTOSEL_HOME that only this user can reach. Ctrl-C stops it; killed, it loses
-    nothing it acknowledged.
+    Listens on a Unix socket below AUTOSEL_HOME that only this user can reach. Ctrl-C stops it. If it is killed, nothing
+    that it acknowledged is lost.
     """
     try:
         from autosel.daemon import serve
@@ -63,10 +63,12 @@ def _command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool) -> str
 @click.option("--coverage", is_flag=True, help="the share of each process's time in ops that decisions serve")
 @json_option
 def status_command(coverage: bool, as_json: bool) -> None:
-    """Is a daemon serving this home, what serves how many calls, what is tuned. Exit code 1 if there is none.
+    """Show the daemon of this home, which candidates serve how many calls, and what is being tuned.
 
-    --coverage: each process's calls with the time that they take by the races, and why calls miss. Where nothing was
-    raced, the time is derived from the bytes moved and the measured read rate: a lower bound.
+    Exit code 1 if there is no daemon.
+
+    --coverage shows each process's calls with their time from the races, and why calls miss. Without a race, the time
+    is derived from the bytes moved and the measured read rate: a lower bound.
     """
     from autosel.client import Client, Unreachable
 
@@ -137,7 +139,7 @@ def _coverage_line(found: dict[str, Any]) -> str:
 
 
 def _coverage_table(parts: list[dict[str, Any]]) -> str:
-    """The parts that take the most time; the rest in one line."""
+    """Return a table of the parts that take the most time, with the rest in one line."""
     total = sum(p["calls"] * (p["us_per_call"] or 0.0) for p in parts) or 1.0
     rows = [
         [
@@ -154,19 +156,19 @@ def _coverage_table(parts: list[dict[str, Any]]) -> str:
 
 
 def _calls(served: dict[str, Any]) -> str:
-    """Proof of use: what the processes of this home told since the daemon began."""
+    """Return the calls that this home's processes have reported since the daemon started."""
     if not served["calls"]:
         return "no process of this home has called anything yet"
     count = served["processes"]
     covered = sum(u["calls"] for u in served["uses"] if u["decision_id"] is not None) / served["calls"]
     lively = f"{count} {'process' if count == 1 else 'processes'} in the last minute"
-    text = f"{served['calls']} since it began, {covered:.0%} of them by a decision; {lively}"
+    text = f"{served['calls']} since it started, {covered:.0%} of them by a decision; {lively}"
     elsewhere = _under_other_conditions(served["uses"])
     return f"{text}; {elsewhere}" if elsewhere else text
 
 
 def _under_other_conditions(uses: list[dict[str, Any]]) -> str:
-    """Return what most of the calls lack that a decision under other conditions covers; "" if there are none."""
+    """Return which other conditions most of the undecided calls would need; "" if there are none."""
     calls: Counter[str] = Counter()
     for use in uses:
         if use["conditions"]:
@@ -175,7 +177,7 @@ def _under_other_conditions(uses: list[dict[str, Any]]) -> str:
 
 
 def _uses_table(uses: list[dict[str, Any]]) -> str:
-    """The most called; the rest in one line."""
+    """Return a table of the candidates with the most calls, with the rest in one line."""
     lines = [[u["op"], u["candidate"], _number(u["decision_id"]), f"{u['calls']}"] for u in uses[:MOST_USES]]
     rest = uses[MOST_USES:]
     lines += [["rest", f"{len(rest)} others", "", str(sum(u["calls"] for u in rest))]] if rest else []
@@ -190,7 +192,7 @@ def _fleet(found: dict[str, Any]) -> str:
     hosts, odd = len(found["hosts"]), found["disagreements"]
     told = [f"{hosts} hosts share this ledger" if found["shared"] else "this host alone"]
     told += [f"{len(found['waiting'])} decisions of others wait for a proof here"] if found["waiting"] else []
-    told += [f"SICK? {d['slower']} disagrees with its like: doctor says where" for d in odd]
+    told += [f"SICK? {d['slower']} differs from a device of its kind: doctor shows where" for d in odd]
     return "; ".join(told)
 
 
@@ -200,4 +202,4 @@ def _tuning(about: dict[str, Any]) -> str:
         return f"{live['stage']} {live['done']}/{live['total']} {live['detail']}, {live['seconds']:.0f} s"
     if about["jobs"]:
         return f"{about['jobs']} wait; {about['held'] or 'next in a moment'}"
-    return "nothing waits"
+    return "idle"

@@ -1,4 +1,4 @@
-"""`start`: what `./run` without a verb does: fingerprint, tune llama-8b, show the decisions."""
+"""Command `start`, which `./run` without a verb calls: fingerprint, tune llama-8b, show the decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosel.cli.output import paragraph
 @model_option
 @click.pass_context
 def start_command(ctx: click.Context, model: str) -> None:
-    """First contact: fingerprint, tune, show. A second start takes seconds and measures nothing."""
+    """Fingerprint this machine, tune, and show the decisions. A second start takes seconds and measures nothing."""
     from autosel import fingerprint, models
     from autosel.cli.tune import tune_command
     from autosel.fingerprint.describe import headline
@@ -28,7 +28,7 @@ def start_command(ctx: click.Context, model: str) -> None:
     _step(2, "fingerprint", headline(fp), time.monotonic() - started)
     unused = unused_gpu()
     if unused:
-        click.echo(paragraph(f"note: the GPU of this machine is left aside: {unused}", hang="  "), err=True)
+        click.echo(paragraph(f"note: this machine's GPU is not used: {unused}", hang="  "), err=True)
     _step(3, f"tune {model}", f"{shape.dtype}, batch 1, context 8192", None)
     try:
         ctx.invoke(tune_command, model=model, device=device)

@@ -1,4 +1,4 @@
-"""`run --suite`: every configuration of a level, measured, certified and said as one table."""
+"""`run --suite`: measure and certify every configuration of a level, and print one table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     """Measure and certify every configuration of the level.
 
-    Ctrl-C ends it after what is done: that is said and kept, and the exit code is that of any stop.
+    Ctrl-C keeps and prints the finished configurations; the exit code is that of any stop.
     """
     from autosel.certify import compare, suite
     from autosel.certify.run_suite import Request, measure_suite, parts_of
@@ -39,7 +39,7 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     document = suite.document(found.suite)
     changes: Sequence[Change] = []
     troubles = [found.trouble] if found.trouble else []
-    with noted(troubles):  # another suite's report
+    with noted(troubles):  # --compare may name another suite's report
         changes = compare.against(before, lambda: compare.of_suite(found.suite))
     if not as_json:
         where = f"certificates: {settings.spelling()} verify {asked.certificates}"
@@ -53,7 +53,7 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     leave(troubles)
 
 
-# What a suite takes. Batch, context, steps and sampling are its configurations' own, the rest belongs to one run.
+# Options that a suite accepts. Its configurations set batch, context, steps and sampling; the rest belongs to one run.
 TAKEN = (
     "suite", "model", "weights", "dtype", "layers", "step", "weights_layout", "no_prealloc", "device", "seed",
     "certify", "report_to", "compare", "sign", "key", "as_json",
@@ -67,7 +67,7 @@ def _refuse_others(asked: Asked) -> None:
     others = [known[name] for name in given if name not in TAKEN]
     if others:
         taken = " ".join(option for name, option in known.items() if name in TAKEN and name != "suite")
-        why = f"a suite measures the same configurations everywhere; it takes {taken}"
+        why = f"a suite measures the same configurations everywhere; it accepts {taken}"
         raise UsageError(f"{', '.join(others)} with --suite", why=why, todo="measure one run without --suite")
 
 

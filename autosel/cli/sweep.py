@@ -1,4 +1,4 @@
-"""`sweep`: a model's decode step over contexts and batches, tuned on the way; where the winners change."""
+"""Command `sweep`: tune and measure a decode step over contexts and batches, and show where winners change."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ PICTURE_NAMES = "step-against-context, rate-against-batch"
 @verb("sweep", *EXAMPLES)
 @click.option("--model", default="llama-8b", show_default=True, metavar="NAME|DIR", help="a preset or a checkpoint")
 @click.option("--context", default="256:8192", show_default=True, metavar="A:B", help="tokens attended to, doubling")
-@click.option("--batch", default="1", show_default=True, metavar="A:B", help="sequences a step, doubling")
+@click.option("--batch", default="1", show_default=True, metavar="A:B", help="sequences per step, doubling")
 @click.option(
-    "--trace-file", type=click.Path(path_type=Path), metavar="FILE", help="your lengths: PROMPT OUTPUT a line"
+    "--trace-file", type=click.Path(path_type=Path), metavar="FILE", help="your lengths: PROMPT OUTPUT on each line"
 )
 @dtype_option()
 @click.option(
-    "--layers", type=click.IntRange(1), metavar="N", help="only the first N layers: said wherever it is shown"
+    "--layers", type=click.IntRange(1), metavar="N", help="run only the first N layers; every result names them"
 )
-@click.option("--iters", type=click.IntRange(1, 10_000), default=20, metavar="N", help="timed steps a cell  [20]")
-@click.option("--warmup", type=click.IntRange(0, 10_000), default=2, metavar="N", help="untimed ones before  [2]")
-@click.option("--tune/--no-tune", "tunes", default=True, help="--no-tune measures with what is decided already")
-@click.option("--effort", type=Known("effort", ("quick", "full")), help="of tuning; full also races torch.compile")
-@click.option("--budget", default="", metavar="TIME", help="of tuning, for all batches: 90s or 5m")
+@click.option("--iters", type=click.IntRange(1, 10_000), default=20, metavar="N", help="timed steps per cell  [20]")
+@click.option("--warmup", type=click.IntRange(0, 10_000), default=2, metavar="N", help="untimed steps before  [2]")
+@click.option("--tune/--no-tune", "tunes", default=True, help="--no-tune measures with existing decisions")
+@click.option("--effort", type=Known("effort", ("quick", "full")), help="`full` also races torch.compile")
+@click.option("--budget", default="", metavar="TIME", help="stop tuning of all batches after 90s or 5m")
 @device_option()
-@click.option("--seed", type=int, callback=exact, default=0, help="of weights, caches and coins  [default: 0]")
+@click.option("--seed", type=int, callback=exact, default=0, help="for weights, caches and coin flips  [default: 0]")
 @click.option(
     "--report", "report_to", type=click.Path(path_type=Path), metavar="DIR", help="write sweep.json and plots"
 )
@@ -55,9 +55,9 @@ def sweep_command(
 ) -> None:
     """Measure a decode step at every context and batch of a grid, baseline and optimised in turn.
 
-    First each batch is tuned (settled decisions are not measured again), and buckets whose winner changes are split
-    by bisection. What does not fit into memory is said. Exit code 4: a step's logits were wrong. 5: tuning left some
-    undecided.
+    Each batch is tuned first (settled decisions are not measured again), and buckets whose winner changes are split by
+    bisection. Cells that do not fit into memory are reported. Exit code 4: a step's logits were wrong. 5: tuning left
+    some workloads undecided.
     """
     from autosel.certify import sweep
     from autosel.certify.run_sweep import measure_sweep
@@ -84,7 +84,7 @@ def sweep_command(
 
 
 def request_of(asked: dict[str, Any], trace_file: Path | None) -> Request:
-    """Return the grid to measure. Raises UsageError, UnknownName, BadConfig for what no run can be."""
+    """Return the grid to measure. Raises UsageError, UnknownName, BadConfig for impossible values."""
     from autosel import models, settings
     from autosel.certify.run_sweep import Request
     from autosel.certify.sweep import read_traffic, span
@@ -117,14 +117,14 @@ def request_of(asked: dict[str, Any], trace_file: Path | None) -> Request:
 
 
 def _again() -> str:
-    """The options of this sweep, to go on with it. A budget that was too short is left out."""
+    """Return the options that continue this sweep, without a budget that was too short."""
     ctx = click.get_current_context(silent=True)
     cells = ("model", "context", "batch", "trace_file", "dtype", "layers", "iters", "warmup", "device", "seed")
     return " ".join(given_options(ctx, (*cells, "effort", "report_to"))) if ctx is not None else ""
 
 
 class Told:
-    """A listener whose parts each move a line of their own on stderr."""
+    """Listener with a progress line for each part."""
 
     def tuning(self, budget_s: float) -> Progress:
         from autosel.cli.progress import Progress
@@ -146,7 +146,7 @@ def _write(folder: Path, found: Sweep) -> None:
 
 
 def text(found: Sweep) -> str:
-    """The grid, what did not fit, where winners change, and what it means for the traffic."""
+    """Format the grid, cells that did not fit, changes of winners, and the effect on the traffic."""
     from autosel.certify.words import interval_text
 
     lines = [f"{found.model} {found.dtype} on {found.device}: {found.iters} steps each, baseline in turn", ""]
@@ -167,7 +167,7 @@ def text(found: Sweep) -> str:
     if rows:
         rates = [f.read_bytes_per_s for _, f in done]
         lines += [table(heads, rows, right=(0, 1, 2, 3, 4, 6))]
-        lines += [f"roofline: share of {bandwidth(min(rates))} .. {bandwidth(max(rates))}, read beside each step"]
+        lines += [f"roofline: share of {bandwidth(min(rates))} .. {bandwidth(max(rates))}, measured with each step"]
     for cell in found.cells:
         if cell.why:
             told = f"batch {cell.batch}, context {cell.context}: not measured, {cell.why}"
@@ -177,7 +177,7 @@ def text(found: Sweep) -> str:
 
 
 def _winners(found: Sweep) -> list[str]:
-    """Of each op, who serves it where; one line where one serves everywhere."""
+    """Return a table with the candidates of each op and where they serve."""
     from autosel.certify.sweep import route
 
     served: dict[str, dict[str, list[str]]] = {}
@@ -204,10 +204,10 @@ def _changes(found: Sweep) -> list[str]:
 def _traffic(found: Traffic) -> list[str]:
     lines = ["", f"your traffic: {found.requests} requests, {found.prompt_tokens} tokens in, {found.output_tokens} out"]
     if not found.by_batch:
-        lines += ["  0% of its tokens lie within what was measured: no figure holds for it"]
+        lines += ["  0% of its tokens are in the measured range: no figure applies to it"]
     for w in found.by_batch:
         speedup = w.tokens_per_s / w.baseline_tokens_per_s
-        part = "" if w.covered == 1 else f"   {w.covered:.0%} of its tokens lie within what was measured"
+        part = "" if w.covered == 1 else f"   {w.covered:.0%} of its tokens are in the measured range"
         best = "   fastest" if w.batch == found.best_batch and len(found.by_batch) > 1 else ""
         lines.append(f"  batch {w.batch:>4}  {w.tokens_per_s:>8.4g} tok/s of decoding  {speedup:.2f}x{best}{part}")
     return lines

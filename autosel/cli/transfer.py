@@ -1,4 +1,4 @@
-"""`export` and `import`: decisions as one file; `export --repro`: one decision's race as a script."""
+"""Commands `export` and `import`: decisions as one file; `export --repro`: one decision's race as a script."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     "export --to vllm --model qwen3-8b --fingerprint h200 configs/",
 )
 @click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
-@click.option("--sign", is_flag=True, help="a bundle that names this host, signed (Ed25519)")
-@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="with this key, not the one of this home")
+@click.option("--sign", is_flag=True, help="write a bundle that names this host, signed (Ed25519)")
+@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="sign with this key, not this home's")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
 @click.option(
     "--bake",
     "baked",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="decisions, builds and a lock as a read-only home for an image",
+    help="write decisions, builds and a lock as a read-only home for an image",
 )
-@click.option("--to", "engine", type=Known("engine", ENGINES), help="as files that this engine reads, in folder PATH")
-@click.option("--model", default=None, metavar="NAME|DIR", help="with --to: whose products  [default: llama-8b]")
+@click.option("--to", "engine", type=Known("engine", ENGINES), help="write this engine's files into folder PATH")
+@click.option("--model", default=None, metavar="NAME|DIR", help="with --to: the model  [default: llama-8b]")
 @dtype_option()
 @click.option("--tp", type=click.IntRange(1, 1024), default=1, metavar="N", help="with --to: split over N devices")
 @click.option("--fingerprint", "device", metavar="DEVICE", help="with --to: derive undecided rows for h200, l4 ...")
@@ -60,17 +60,17 @@ def export_command(
     tp: int,
     device: str | None,
 ) -> None:
-    """What serves now, as one file in the snapshot's format (PATH, default stdout), or as an engine's own files."""
+    """Write what serves now as a file in the snapshot's format (PATH, default stdout), or as an engine's files."""
     from autosel.ledger.store import open_ledger
 
     if baked is not None:
         if sign or decision_id is not None or engine is not None or str(path) != "-":
-            raise UsageError("--bake stands alone", why="it writes a folder", todo=f"export --bake {baked}")
+            raise UsageError("--bake allows no other options", why="it writes a folder", todo=f"export --bake {baked}")
         _export_baked(baked)
         return
     if engine is not None:
         if sign or decision_id is not None:
-            raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="one of them at a time")
+            raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="give one of them")
         export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
         return
     if model or dtype or device or tp != 1:
@@ -142,13 +142,13 @@ def _write(path: Path, text: str) -> None:
     "import dataset/ --into traffic.json",
 )
 @click.argument("path", type=click.Path(path_type=Path), required=False)
-@click.option("--key", default="", metavar="KEY", help="it must be signed by this key: a file, or its hex")
-@click.option("--check/--no-check", default=True, help="--no-check: prove nothing now; what needs a proof waits")
+@click.option("--key", default="", metavar="KEY", help="require a signature by this key: a file, or hex digits")
+@click.option("--check/--no-check", default=True, help="--no-check: leave proofs for later")
 @click.option(
     "--definition",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="PATH is a flashinfer-bench solution of this: unpack it to race it",
+    help="unpack PATH, a flashinfer-bench solution of this definition, to race it",
 )
 @click.option(
     "--into",
@@ -160,12 +160,12 @@ def _write(path: Path, text: str) -> None:
 def import_command(
     path: Path | None, key: str, check: bool, definition: Path | None, into: Path | None, as_json: bool
 ) -> None:
-    """Take in an export or a bundle; without PATH, what other hosts have decided in the shared ledger.
+    """Read an export or a bundle; without PATH, the decisions of other hosts in the shared ledger.
 
-    Decisions of this machine's kinds of device serve once their kernel has been built and has passed parity here; what
-    served before goes on until then. Decisions of other devices are kept as history.
+    Decisions for this machine's kinds of device serve once their kernel is built and has passed parity here; until then
+    the earlier kernel serves. Decisions for other devices are kept as history.
 
-    A folder is a flashinfer-bench dataset: its traces are kept as evidence from elsewhere, which decides nothing, and
+    A folder is read as a flashinfer-bench dataset. Its traces are kept as outside evidence, which decides nothing, and
     its workloads are written as a recording for `tune --recorded`.
     """
     from autosel.ledger.store import open_ledger
@@ -218,7 +218,7 @@ def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
 
 
 def _adopted(ledger: Ledger) -> list[Adoption]:
-    """Of every device of this machine; two GPUs of a kind have the same decisions, and the first proves them."""
+    """Prove and adopt the offered decisions of every device. Two equal GPUs share decisions; the first proves them."""
     from autosel import fingerprint
     from autosel.cli.device import here
     from autosel.cli.progress import Progress

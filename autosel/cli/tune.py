@@ -1,4 +1,4 @@
-"""`tune`: the pipeline on a model's workloads, with progress, a verdict table and the rejected with reasons."""
+"""Command `tune`: run the pipeline on a model's workloads, with progress, a table of verdicts and the rejections."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ EXAMPLES = (
     "--prompt",
     type=click.IntRange(1, 1 << 20),
     metavar="N",
-    help="also the ops that a prompt of N tokens takes",
+    help="also tune the ops of a prompt of N tokens",
 )
 @click.option(
     "--recorded",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="the workloads of a recording (autosel record), instead of a model's",
+    help="tune the workloads of a recording (autosel record) instead of a model's",
 )
 @click.option(
-    "--threads", default="", metavar="N,N", help="for processes with 1,2 or 1-4 threads  [default: as this one]"
+    "--threads", default="", metavar="N,N", help="tune for processes with 1,2 or 1-4 threads  [default: as this one]"
 )
-@click.option("--budget", default="", metavar="TIME", help="as 90s or 5m; what is unfinished then stays undecided")
-@click.option("--effort", type=Known("effort", ("quick", "full")), help="full also races torch.compile")
-@click.option("--resume/--force", "resume", default=True, help="--force measures again what is settled")
+@click.option("--budget", default="", metavar="TIME", help="stop after 90s or 5m; unfinished workloads stay undecided")
+@click.option("--effort", type=Known("effort", ("quick", "full")), help="`full` also races torch.compile")
+@click.option("--resume/--force", "resume", default=True, help="--force measures settled decisions again")
 @click.option("--wait", is_flag=True, help="wait until other processes leave the machine alone")
 @click.option("--realtime", is_flag=True, help="on a busy machine, take samples at real-time priority")
 @device_option()
 @click.option(
-    "--ray", default="", metavar="ADDRESS", help="on the workers of a Ray cluster; `local` makes one of this machine"
+    "--ray", default="", metavar="ADDRESS", help="tune on the workers of a Ray cluster; `local` starts one here"
 )
 @seed_option
 @json_option
@@ -103,10 +103,10 @@ def tune_command(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Race what is eligible for a model's decode step, prove it right, decide, and keep the evidence.
+    """Prove and race the eligible kernels of a model's decode step, decide, and keep the evidence.
 
     Settled decisions are not measured again. Ctrl-C keeps what is decided; the same command continues. Exit code 5:
-    some stayed undecided.
+    some workloads stayed undecided.
     """
     from autosel import models
     from autosel.models.workloads import step
@@ -143,7 +143,7 @@ def tune_command(
 
 
 def refuse_ordinary() -> None:
-    """Raises UsageError where this process may not raise its priority."""
+    """Raise UsageError if this process may not raise its priority."""
     from autosel.race.realtime import allowed
 
     if not allowed():
@@ -155,15 +155,15 @@ def refuse_ordinary() -> None:
 
 
 def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
-    """Raises UsageError for options that say which workloads a model has."""
+    """Return the workloads of a recording. Raise UsageError for options that choose the workloads of a model."""
     from autosel.cli.record import mode_note, named_workloads
 
     asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if _given(ctx, n)]
     if asked:
         raise UsageError(
-            f"--recorded and --{asked[0].rstrip('s')}",
-            why="a recording says which workloads there are",
-            todo="give one of them",
+            f"--recorded and --{asked[0].rstrip('s')} are mutually exclusive",
+            why="a recording lists its workloads",
+            todo="leave one of them out",
         )
     note = mode_note(path)
     if note:
@@ -185,7 +185,7 @@ def report_on(
     ray: str = "",
     counts: Sequence[int] = (0,),
 ) -> None:
-    """Tune, and say what came of it; `weighted`, also what it is worth to the calls that were counted."""
+    """Tune, and print the results; if `weighted`, also their effect on the recorded calls."""
     from autosel.tuning.ended import unfinished
 
     found = run_to_end(request, len(named), again, ray=ray, counts=counts)
@@ -214,7 +214,7 @@ def by_mode(decisions: Sequence[Decision]) -> dict[str, list[Decision]]:
 
 
 def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> str:
-    """What the recorded calls took by the baseline, and take by what was decided, as the races timed them."""
+    """Return the time of the recorded calls with the baselines and with the decisions, from the times of the races."""
     before = after = 0.0
     timed = 0
     for bucket, row in {d.bucket: decision_json(d) for d in decisions}.items():
@@ -232,8 +232,7 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
 
 
 def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", counts: Sequence[int] = (0,)) -> Report:
-    """The pipeline, here or on the workers of a cluster, with its progress. Raises Stopped on Ctrl-C, with what was
-    kept."""
+    """Run the pipeline here or on a cluster, with progress. Raise Stopped on Ctrl-C, with what was kept."""
     from autosel.cli.progress import Progress
     from autosel.ledger.store import open_ledger
     from autosel.pipeline import tune_at
@@ -251,7 +250,7 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", count
 
 
 def again_command(ctx: click.Context) -> str:
-    """The command that goes on with this one: the same model and what else decides which workloads there are."""
+    """Return the command that continues this one: the model, and the options that choose workloads."""
     how = ("threads", "effort", "wait", "realtime", "device", "ray")
     if ctx.params.get("recorded"):
         words = [settings.spelling(), "tune", "--recorded", shlex.quote(str(ctx.params["recorded"]))]
@@ -277,7 +276,7 @@ def report_json(found: Report) -> dict[str, Any]:
 
 
 def show_remarks(found: Report) -> None:
-    """Below the table: who did not make it, what the roofline stands on, what disturbed."""
+    """Print the remarks below the table: failed candidates, the roofline's rate, disturbances."""
     from autosel.fingerprint.describe import remarks
 
     for candidate, reason in {r.candidate: r.reason for r in found.rejected if r.stage == "build"}.items():
@@ -296,18 +295,18 @@ def show_remarks(found: Report) -> None:
     if rates:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))
         told_rate = low if low == high else f"{low} .. {high}"
-        click.echo(f"roofline: fraction of {told_rate}, read beside these races")
+        click.echo(f"roofline: fraction of {told_rate}, measured during these races")
     if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
-        noisy = f"contended: the device's rates were measured beside other work ({'; '.join(found.fingerprint.notes)})"
+        noisy = f"contended: other work ran while the rates were measured ({'; '.join(found.fingerprint.notes)})"
         click.echo(paragraph(noisy, hang="  "))
     for line in note_lines(remarks(found.fingerprint)):
         click.echo(line)
     if found.measured == 0 and found.decisions:
-        click.echo(f"nothing measured: all {len(found.decisions)} decisions hold ({found.seconds:.1f} s)")
+        click.echo(f"nothing measured: all {len(found.decisions)} decisions are still valid ({found.seconds:.1f} s)")
 
 
 def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
-    """Return the numbers of `1,2` or `1-4`, ascending. Raises UsageError for more threads than cores."""
+    """Return the numbers of `1,2` or `1-4`, ascending. Raise UsageError for more threads than cores."""
     import torch
 
     from autosel.dispatch.devices import this_device
@@ -326,9 +325,9 @@ def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of `90s`, `5m`, `1h30m` or a plain number. Raises UsageError."""
+    """Return the seconds of `90s`, `5m`, `1h30m` or a plain number. Raises UsageError."""
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     found = [float(group or 0) for group in match.groups()] if match and text.strip() else []
     if not sum(found):
-        raise UsageError(f"--budget {text!r} is no time", todo="write it as 90s, 5m or 1h30m")
+        raise UsageError(f"--budget {text!r} is not a duration", todo="write it as 90s, 5m or 1h30m")
     return found[0] * 3600 + found[1] * 60 + found[2]

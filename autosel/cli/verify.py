@@ -1,4 +1,4 @@
-"""`verify`: is a certificate what it claims? Its bytes, its sums, the physics; and with --rerun, the figure itself."""
+"""Command `verify`: check a certificate's bytes, sums and physics; with --rerun, measure it again."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ PATH = click.Path(path_type=Path)
 @click.argument("where", metavar="FILE[:LINE]", required=False, default="")
 @click.option("--rerun", is_flag=True, help="measure LINE (default: the last) again, and compare")
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="where the scored text is now (--rerun)")
-@click.option("--key", default="", metavar="KEY", help="every line must be signed by it: a key file, or its hex")
-@click.option("--head", default="", metavar="SHA256", help="the last line must have this checksum")
-@click.option("--strict", is_flag=True, help="refuse a certificate that is not checkable")
+@click.option("--key", default="", metavar="KEY", help="require signatures by this key: a file, or hex digits")
+@click.option("--head", default="", metavar="SHA256", help="require this checksum of the last line")
+@click.option("--strict", is_flag=True, help="refuse certificates that are not checkable")
 @json_option
 def verify_command(
     where: str, rerun: bool, score: Path | None, key: str, head: str, strict: bool, as_json: bool
 ) -> None:
     """Check a certificate file: bytes, chain, model, device, sums, physics, signatures.
 
-    Without FILE it is the one below the home.
+    Without FILE, check the file in autosel's home.
 
-    Exit code 5: a certificate of an earlier version does not say what its model is made of, so it is not checkable.
+    Exit code 5: a certificate of an earlier version does not describe its model, so it is not checkable.
 
-    --rerun: exit code 3 if the figure, or the score of the text, does not come out again, 5 if the runs are too noisy
-    to tell.
+    With --rerun, exit code 3 if the figure or the score of the text is not reproduced, 5 if the runs are too noisy.
     """
     from autosel.certify import sign
     from autosel.certify.verify import not_checkable, verify
@@ -58,7 +57,7 @@ def verify_command(
     path, line = located(where)
     found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line, strict=strict)
     again = run_again(found.last, score) if rerun else None
-    if again is not None:  # measured with the model at hand, of which its figures were derived
+    if again is not None:  # the rerun measured with the model that its figures describe
         found = replace(found, unchecked=tuple(u for u in found.unchecked if u.line != found.last.sequence))
     trouble = _judged(again) or not_checkable(path, found)
     if as_json:
@@ -83,7 +82,7 @@ def verify_command(
 
 
 def located(where: str) -> tuple[Path, int]:
-    """`certificates.jsonl:7` as file and line; line 0: the last. A file of that very name wins."""
+    """Split `certificates.jsonl:7` into file and line; line 0 is the last. A file of that whole name comes first."""
     if not where:
         return settings.home() / "certificates.jsonl", 0
     name, colon, number = where.rpartition(":")
@@ -104,7 +103,7 @@ def _head(text: str) -> str:
 
 
 def words(path: Path, found: Verified) -> str:
-    """What holds, and what that does not say."""
+    """Return the result in words, and what it does not prove."""
     count, holding = found.certificates, found.certificates - len(found.unchecked)
     signed = f"{found.signed} signed" if found.signed else "none signed"
     held = f"{count} certificate{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}"
@@ -114,9 +113,9 @@ def words(path: Path, found: Verified) -> str:
         f"{path}: {held}, {signed}",
         f"head sha256:{found.head}",
         paragraph(
-            "The checksums show accidents and partial edits. Whoever can rewrite the file can compute them again, and "
-            "a cut tail looks complete: keep the head elsewhere, and sign. Nothing here proves that a measurement was "
-            "honest: --rerun measures it again."
+            "The checksums show accidents and partial edits. A person who can rewrite the file can also compute them "
+            "again, and a file cut at the end looks complete: keep the head elsewhere, and sign. None of this proves "
+            "that a measurement was honest; --rerun measures it again."
         ),
     ]
     return "\n".join(lines)
@@ -126,9 +125,9 @@ def words(path: Path, found: Verified) -> str:
 
 
 def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
-    """Measure the certificate's plan on this device, with its progress on stderr; `score`: where the text is now.
+    """Measure the certificate's plan on this device, with progress on stderr. `score` is the path of the text now.
 
-    Raises UsageError where the certificate is another device's, or this is no longer the plan, the prompt or the text.
+    Raises UsageError if the certificate is another device's, or if the plan, the prompt or the text has changed.
     """
     from autosel.certify import run_again as again
     from autosel.certify.run import Request
@@ -144,7 +143,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
 
 
 def command_of(certified: Certificate) -> Any:
-    """The certificate's command line, parsed as data: only `run`'s options are looked at, nothing is executed."""
+    """Parse the certificate's command line as data. Only `run`'s options are read; nothing is executed."""
     from autosel.certify.command import translated
     from autosel.cli.run import Asked, run_command
 
@@ -154,7 +153,7 @@ def command_of(certified: Certificate) -> Any:
         raise BadConfig("the certificate's repro_cmd cannot be read", why=str(error)) from error
     if "run" not in parts[:2] or "--suite" in parts:
         raise BadConfig(
-            "this certificate's command cannot be run again by itself", why=certified.repro_cmd[:200], todo="run it"
+            "--rerun cannot repeat this certificate's command", why=certified.repro_cmd[:200], todo="run it"
         )
     arguments = translated(parts[parts.index("run") + 1 :], certified.mode.partition(".")[0])
     try:
@@ -163,7 +162,7 @@ def command_of(certified: Certificate) -> Any:
         return Asked(run_command.make_context("run", arguments, default_map={"device": "cpu"}))
     except (click.ClickException, click.exceptions.Exit) as error:
         why = f"{certified.repro_cmd[:200]}: {error}"
-        raise BadConfig("the certificate's repro_cmd is no command of this version", why=why) from error
+        raise BadConfig("this version does not accept the certificate's repro_cmd", why=why) from error
 
 
 def _judged(again: Rerun | None) -> AutoselError | None:
@@ -182,7 +181,7 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
     from autosel.certify.derive import claimed_interval
     from autosel.certify.words import interval_text
 
-    what = {"reproduced": "it comes out again", "faster": "it comes out again, and faster"}
+    what = {"reproduced": "reproduced", "faster": "reproduced, and faster"}
     lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
     interval = claimed_interval(certified)
     told = f"{interval.lo:.3g} .. {interval.hi:.3g}" if interval else interval_text(interval)

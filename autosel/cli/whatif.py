@@ -1,4 +1,4 @@
-"""`whatif`: the workloads that matter here, raced under another Python's torch, before anyone deploys it."""
+"""Command `whatif`: race this machine's workloads under another Python's torch before anyone deploys it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autosel.values import WHOLE_STEP
 if TYPE_CHECKING:
     from autosel.values import Workload
 
-# What the other environment says of itself; also the way to learn that it cannot run autosel, and why.
+# The other environment's versions; it fails, with the reason, if that environment cannot run autosel.
 ASKED = (
     "import json, sys, torch, autosel.pipeline, autosel.ledger; from autosel.ledger.key import current_mode; "
     "print(json.dumps({'python': sys.version.split()[0], 'torch': torch.__version__, 'mode': current_mode()}))"
@@ -33,7 +33,7 @@ QUICK_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One bucket under both environments; times in microseconds, None where nothing was timed."""
+    """One bucket under both environments. Times are in microseconds, None if nothing was timed."""
 
     bucket: str
     here: str
@@ -50,22 +50,22 @@ class Change:
 
     @property
     def gain(self) -> float | None:
-        """Above 1: the same call is faster there, each served by its own decision."""
+        """Return the speedup of a call there over here, each with its own decision; above 1 is faster."""
         return self.here_us / self.there_us if self.here_us and self.there_us else None
 
 
 @verb(
     "whatif", "whatif --python ~/next/bin/python", "whatif --python ~/next/bin/python --recorded recorded.json --json"
 )
-@click.option("--python", "python", type=click.Path(path_type=Path), required=True, help="the other environment's")
+@click.option("--python", "python", type=click.Path(path_type=Path), required=True, help="the other bin/python")
 @click.option(
     "--recorded",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="the workloads of a recording  [default: those decided here]",
+    help="try the workloads of a recording  [default: those decided here]",
 )
 @ops_option
-@click.option("--budget", default="", metavar="TIME", help="seconds the other environment may race, as 90s or 5m")
+@click.option("--budget", default="", metavar="TIME", help="let the other environment race for 90s or 5m")
 @device_option()
 @seed_option
 @json_option
@@ -78,9 +78,9 @@ def whatif_command(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """What would be decided under another Python's torch and libraries, and what that gains or costs.
+    """Show what would be decided under another Python's torch and libraries, and the gain or loss.
 
-    It tunes there in a home that is thrown away: nothing decided here changes.
+    It tunes there with a temporary home; decisions here stay as they are.
     """
     from autosel.cli.tune import parse_budget
 
@@ -104,7 +104,7 @@ def whatif_command(
 
 
 def ask(python: Path) -> Mapping[str, str]:
-    """Who it is. Raises UsageError if it is no Python, or cannot run this autosel."""
+    """Return the other environment's versions. Raises UsageError if it is not a Python, or cannot run this autosel."""
     try:
         done = subprocess.run(
             [str(python), "-P", "-c", ASKED], capture_output=True, text=True, timeout=QUICK_S, env=_environment()
@@ -112,7 +112,7 @@ def ask(python: Path) -> Mapping[str, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"cannot run {python}", why=str(error), todo="name an environment's bin/python") from error
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UsageError(
             f"{python} cannot run autosel",
             why=last,
@@ -123,22 +123,22 @@ def ask(python: Path) -> Mapping[str, str]:
 
 
 def _package() -> str:
-    """What to install there: this checkout, or the wheel that this is from."""
+    """Return what to install there: this checkout, or the wheel that this installation is from."""
     root = Path(__file__).resolve().parents[2]
     return shlex.quote(str(root)) if (root / "pyproject.toml").is_file() else "WHEEL  (the one installed here)"
 
 
 def _environment(home: str = "") -> dict[str, str]:
-    """Ours, with this very autosel first on its path: only what is around it shall differ."""
+    """Return this environment with this autosel first on its path, so that only other packages differ."""
     made = settings.passed_to_children() | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    made.pop("AUTOSEL_DB", None)  # nothing measured there may reach this ledger
+    made.pop("AUTOSEL_DB", None)  # measurements there must not reach this ledger
     return made | ({"AUTOSEL_HOME": home} if home else {})
 
 
 def _tuned_there(
     python: Path, calls: Mapping[Workload, int], budget: str, device: str, seed: int | None
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Decisions by bucket, as `tune --json` tells them. Its progress goes to our stderr."""
+    """Return decisions by bucket, from `tune --json`. Its progress goes to this process's stderr."""
     from autosel.dispatch import recorded
     from autosel.ledger.key import current_mode
 
@@ -163,7 +163,7 @@ def _tuned_there(
 def decided_there(
     decisions: Iterable[Mapping[str, Any]], undecided: Iterable[str], asked: Iterable[Workload]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """By bucket. What the budget left undecided kept its baseline for now: no winner flipped."""
+    """Return decisions by bucket, without those that the budget left undecided: their baseline is not a winner."""
     open_ = set(undecided)
     left = {w.bucket for w in asked if w.key in open_}
     return {d["bucket"]: d for d in decisions if d["bucket"] not in left}
@@ -173,7 +173,9 @@ def decided_there(
 
 
 def _workloads(path: Path | None, ops: Sequence[str], hw_id: str) -> dict[Workload, int]:
-    """Those recorded, or those that something serves on that device here; raises AutoselError if there are none."""
+    """Return the recorded workloads, or those that decisions serve on the device. Raises AutoselError if there are
+    none.
+    """
     from autosel.candidates.registry import op_name
     from autosel.cli.record import named_workloads
 
@@ -189,7 +191,7 @@ def _workloads(path: Path | None, ops: Sequence[str], hw_id: str) -> dict[Worklo
     found = {w: n for w, n in found.items() if not wanted or w.op in wanted}
     if not found:
         raise AutoselError(
-            "there is nothing to try there",
+            "there is no workload to try",
             why="nothing is decided here" if path is None else f"{path} has no such workload",
             todo=f"{settings.spelling()} tune, or name a recording with --recorded",
         )
@@ -208,7 +210,7 @@ def _decided_here(hw_id: str) -> Mapping[str, Mapping[str, Any]]:
 def compare(
     here: Mapping[str, Mapping[str, Any]], there: Mapping[str, Mapping[str, Any]], calls: Mapping[str, int]
 ) -> list[Change]:
-    """One for each bucket asked for, those first whose winner changes, then those that cost most."""
+    """Return a Change for each bucket, those with another winner first, then by cost."""
     changes = []
     for bucket, count in calls.items():
         ours, theirs = here.get(bucket, {}), there.get(bucket, {})
@@ -243,7 +245,7 @@ def summary(changes: Sequence[Change]) -> list[str]:
         there = sum((c.there_us or 0.0) * c.calls for c in both)
         lines.append(
             f"{len(both)} timed under both: {here / 1e3:.3g} ms here, {there / 1e3:.3g} ms there: {here / there:.2f}x "
-            "(two runs apart: a machine that is busier at one of them shows here too)"
+            "(two separate runs: a busier machine in one of them changes this too)"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""Can it be written? To be asked before minutes of measuring, by a file of the name that the real one is made under."""
+"""Check that files and folders can be written, before minutes of measuring, by creating and removing a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosel.errors import UsageError
 
 
 def is_folder(path: Path) -> bool:
-    """False for what cannot be one too: of a name that is too long Path.is_dir raises OSError."""
+    """Return True for a folder. Return False, not OSError, for a name that is too long."""
     try:
         return path.is_dir()
     except OSError:
@@ -19,7 +19,7 @@ def is_folder(path: Path) -> bool:
 
 
 def refuse_file(path: Path) -> None:
-    """Raises UsageError where no file can be put: its folder must be there."""
+    """Raise UsageError if the file cannot be written. Its folder must exist."""
     with _refused(path):
         if not path.absolute().parent.is_dir():
             raise UsageError(f"cannot write {path}", why=f"there is no folder {path.parent}")
@@ -30,21 +30,21 @@ def refuse_file(path: Path) -> None:
 
 
 def refuse_folder(path: Path) -> None:
-    """Raises UsageError where no folder can be made, or none written into. Nothing is left behind."""
+    """Raise UsageError if the folder cannot be made or written. Leave nothing behind."""
     with _refused(path):
         if path.exists() and not path.is_dir():
             raise UsageError(f"cannot write into {path}", why="it is a file", todo="name a folder")
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         _try(path.absolute() / "report")
-        with suppress(OSError):  # somebody has put something there
+        with suppress(OSError):  # another process has put something there
             for folder in missing:
                 folder.rmdir()
 
 
 def _try(path: Path) -> None:
     making = path.with_name(f".{path.name}.{os.getpid()}")
-    making.unlink(missing_ok=True)  # left by a killed process that had our number
+    making.unlink(missing_ok=True)  # from a killed process with the same number
     os.close(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     making.unlink()
 

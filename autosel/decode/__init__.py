@@ -1,4 +1,4 @@
-"""A small, readable decoder whose every op is served by `best()`, and the run that a certificate is made of.
+"""A small, readable decoder whose ops are all served by `best()`, and the measured run behind a certificate.
 
-`run` holds the values and loads no torch; `weights`, `model`, `generate` and `measure` do.
+`run` holds the values and does not import torch; `weights`, `model`, `generate` and `measure` do.
 """

@@ -1,4 +1,4 @@
-"""What a step is made of: which candidate served each op, what each op took, what it must move, what Python costs."""
+"""Account of a step: the candidate that served each op, each op's time and bytes, and the cost of Python."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from autosel.values import DTYPE_BYTES, SERVING, Decision, Workload
 
 OP_ROUNDS = 11
 OVERHEAD_ROUNDS = 51
-AS_IT_WAS = "PyTorch takes the whole step"  # the reason of a baseline that no decision chose
+AS_IT_WAS = "PyTorch takes the whole step"  # reason of a baseline without a decision
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def saved_bytes(step: object) -> int:
-    """What the step reads less than its ops with plain weights would: of prepared weights (candidates.layouts)."""
+    """Return how many bytes less than with plain weights the step reads, because of layouts (candidates.layouts)."""
     if isinstance(step, Step):
         return sum(_saved_by(call) for call in step.calls)
     return sum(saved_bytes_of(task) for task in getattr(step, "tasks", ()))
 
 
 def _saved_by(call: Call) -> int:
-    """Of one call: by the layout of the kernel that serves it."""
+    """Return what one call saves by its kernel's layout."""
     reader = getattr(call.function, "reader", None)
     return 0 if reader is None else reader.saved_bytes({a.name: call[a.name] for a in reader.op.args})
 
@@ -45,17 +45,19 @@ def saved_bytes_of(task: object) -> int:
     return found
 
 
-# --- who served ------------------------------------------------------------------------------------------------------
+# --- candidates ------------------------------------------------------------------------------------------------------
 
 
 def names(plan: Plan) -> Mapping[str, str]:
-    """Workload key -> label, at the context of the first timed step."""
+    """Return labels by workload key, at the context of the first timed step."""
     return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
 
 
 def choices_of(step: AnyStep, plan: Plan) -> tuple[Choice, ...]:
-    """From the callables that the step is bound to, in the order a step runs them; of a whole step, from its tasks; the
-    baselines of PyTorch's step."""
+    """Return the candidates of a step in the order in which they run.
+
+    They come from the callables of a list, from the tasks of a whole step, or, for PyTorch's step, are the baselines.
+    """
     if isinstance(step, TorchStep):
         replaced = _by_workload(step.replaced).values()
         return (*_choices_of_torch(replaced, plan), *_choices_of_list(step.last, plan))
@@ -75,14 +77,14 @@ def _choices_of_torch(groups: Iterable[Sequence[Call]], plan: Plan) -> Iterator[
 
 
 def _choice_of(calls: Sequence[Call], plan: Plan) -> Choice:
-    """Of a workload's calls in a step, all bound to one callable."""
+    """Return the choice for a workload's calls in a step, which share one callable."""
     w, bound = calls[0].workload, calls[0].function
     assert w is not None
     return _choice(w, len(calls), plan, bound.candidate, bound.decision, bound.reason)  # type: ignore[attr-defined]
 
 
 def _choices_of_whole(step: WholeStep, plan: Plan) -> tuple[Choice, ...]:
-    """The kernels that the tasks are made of. A decision stands behind one where it chose that very kernel."""
+    """Return the kernels of the tasks. One has a decision only if the decision chose that kernel."""
     made = []
     for calls in _by_workload([call for task in step.tasks for call in task.calls]).values():
         w, function = calls[0].workload, calls[0].function
@@ -101,14 +103,14 @@ def _by_workload(calls: Sequence[Call]) -> dict[str, list[Call]]:
 
 
 class Uses:
-    """What ran from here on, by the counters in the callables themselves."""
+    """Calls since this object was made, by the callables' own counters."""
 
     def __init__(self) -> None:
         self.before = {key: count for key, (_, count) in _counts().items()}
         self.counted = dispatch.board().counted()
 
     def served(self) -> Mapping[str, Mapping[str, int]]:
-        """Workload key -> candidate -> calls: proof of use, whatever bound the callables."""
+        """Return calls by workload key and candidate: the proof of use, whatever bound the callables."""
         found: dict[str, dict[str, int]] = {}
         for key, count in dispatch.board().counted().items():
             w, candidate, *_ = key
@@ -119,7 +121,7 @@ class Uses:
         return found
 
     def choices(self, plan: Plan, steps: int) -> tuple[Choice, ...]:
-        """Averaged over so many steps; a workload run less than every other step is left out."""
+        """Return the choices averaged over the steps; workloads in fewer than half of the steps are left out."""
         found = []
         for key, (r, count) in _counts().items():
             each = round((count - self.before.get(key, 0)) / steps)
@@ -129,7 +131,7 @@ class Uses:
 
 
 def _counts() -> dict[str, tuple[Resolution, int]]:
-    """How often each workload ran; one that came in several layouts or cache lengths is counted once."""
+    """Return how often each workload ran; layouts and cache lengths of one workload are counted together."""
     found: dict[str, tuple[Resolution, int]] = {}
     for op in ops.OPS:
         for resolution, count in dispatch.best(op).uses():
@@ -139,7 +141,7 @@ def _counts() -> dict[str, tuple[Resolution, int]]:
 
 
 def proven(choices: Sequence[Choice], served: Mapping[str, Mapping[str, int]]) -> tuple[Choice, ...]:
-    """Each with what its workload's counter says."""
+    """Return each choice with the calls that its workload's counter shows."""
     return tuple(replace(c, served=tuple(sorted(served.get(c.workload_key, {}).items()))) for c in choices)
 
 
@@ -158,11 +160,11 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
     )
 
 
-# --- how long each took ----------------------------------------------------------------------------------------------
+# --- times -----------------------------------------------------------------------------------------------------------
 
 
 def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
-    """Medians over every call of each op in whole steps with a clock around each op; none of PyTorch's step."""
+    """Return the median time of each op in whole steps, with a clock around each op; none for PyTorch's step."""
     if isinstance(step, TorchStep):
         return ()
     step = step.ops if isinstance(step, GraphStep) else step
@@ -182,8 +184,10 @@ def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTim
 
 
 def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
-    """As the device's own clock saw them: from the end of the task before to the end of this one. What a task does
-    besides the op that it is named after (norms, rotation, append) is in its time."""
+    """Time tasks by the device's clock, from the end of the previous task to the end of this one.
+
+    The time includes what a task does besides the op that it is named after (norms, rotation, append).
+    """
     main = [task.calls[0] for task in step.tasks]
     saved: dict[str, list[int]] = {}
     for task in step.tasks[1:]:
@@ -192,7 +196,7 @@ def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
     took: dict[str, list[int]] = {}
     for _ in range(OP_ROUNDS):
         ends = step.task_ns()
-        for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first begins with the call itself
+        for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first includes the call itself
             took.setdefault(call.workload.key if call.workload else call.site, []).append(end - begin)
     groups = _by_workload(main[1:])
     times = {key: _op_time(calls, took[key], plan) for key, calls in groups.items()}
@@ -214,7 +218,7 @@ def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTim
 
 
 def _bytes_moved(call: Call, plan: Plan) -> int:
-    """What one call moves, by the operands that it has now: sequences of a batch differ in length."""
+    """Return the bytes of one call with its current operands: sequences of a batch differ in length."""
     if call.workload is None:
         return _glue_bytes(call, plan)
     contract = ops.find(call.op)
@@ -222,18 +226,18 @@ def _bytes_moved(call: Call, plan: Plan) -> int:
 
 
 def _glue_bytes(call: Call, plan: Plan) -> int:
-    """Embedding rows or a packed copy: what is written, and as much read. Of the greedy choice, the logits."""
+    """Return the bytes of embedding rows or a packed copy, written and read; for the greedy choice, the logits."""
     if call.site == "argmax":
         return int(call["logits"].numel()) * DTYPE_BYTES[plan.dtype]
     return 2 * int(call["out"].numel()) * DTYPE_BYTES[plan.dtype]
 
 
-# --- what Python costs -----------------------------------------------------------------------------------------------
+# --- cost of Python --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nothing:
-    """A list like a step's, every op bound in the same way to a kernel that does nothing."""
+    """A list like a step's, with every op bound in the same way to a function that does nothing."""
 
     flat: list[tuple[Callable[..., object], list[object]]]
 
@@ -243,8 +247,11 @@ class _Nothing:
 
 
 def overhead_ns(step: AnyStep, clock: Callable[[], int]) -> float | None:
-    """Median time to go through the step's list, through the cell behind every op, with no work done; of a whole step,
-    to call it with nothing to do; of a graph, until the call that replays it has returned. None of PyTorch's step."""
+    """Return the median time of a step's Python part, with no work done; None for PyTorch's step.
+
+    For a list this goes through the cell of every op. For a whole step it is a call with no task. For a graph it is the
+    call that starts the replay.
+    """
     if isinstance(step, TorchStep):
         return None
     if isinstance(step, Step):

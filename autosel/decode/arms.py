@@ -1,8 +1,8 @@
-"""The arms of a measurement: our step in its forms, and the eager baseline.
+"""The arms of a measurement: the optimised step in its forms, and the eager baseline.
 
-An arm takes one step from where the scene stands and leaves moving on to the measurement. A step has two parts, so that
-a GPU can be timed by its own clock: `enqueue` begins everything, up to the choice of the tokens; `tokens` waits for
-them. On a CPU `enqueue` has done the work when it returns.
+An arm runs one step from the scene's state; the measurement advances the state. A step has two parts, so that a GPU can
+be timed by its own clock: `enqueue` starts everything, up to the choice of the tokens; `tokens` waits for them. On a
+CPU the work is done when `enqueue` returns.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Arm(Protocol):
     logits: Tensor  # [B, V] after the token that was fed
 
     def enqueue(self) -> None:
-        """Begin one step, with the choice of its tokens."""
+        """Start one step, with the choice of its tokens."""
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step. Return the tokens chosen for each row, on the host; several only when speculating."""
+        """Wait for the step and return each row's tokens, on the host; several only when speculating."""
 
     def remember(self, tokens: list[int]) -> None:
-        """The stream went on by these."""
+        """Append these tokens to the arm's stream."""
 
 
 def step(arm: Arm) -> list[list[int]]:
-    """Take one step. Return its tokens."""
+    """Run one step and return its tokens."""
     arm.enqueue()
     return arm.tokens()
 
 
 class _Choosing:
-    """Greedy, or sampled; each arm has the same stream of uniforms for itself."""
+    """Choice of tokens, greedy or sampled; each arm has the same stream of uniforms."""
 
     def __init__(self, scene: Scene, *, plain: bool = False) -> None:
         plan, weights = scene.plan, scene.decoder.weights
@@ -64,7 +64,7 @@ def _rows(tokens: Tensor) -> list[list[int]]:
 
 
 class Written(_Choosing):
-    """Our step in one form, with buffers made beforehand."""
+    """The optimised step in one form, with preallocated buffers."""
 
     def __init__(self, scene: Scene, chosen: Chosen) -> None:
         super().__init__(scene)
@@ -88,7 +88,7 @@ class Written(_Choosing):
 
 
 class AtOnce(_Choosing):
-    """Our step op by op, each allocating its result (--no-prealloc)."""
+    """The optimised step op by op, each op allocating its result (--no-prealloc)."""
 
     def __init__(self, scene: Scene, chain: Chain) -> None:
         super().__init__(scene)
@@ -100,14 +100,16 @@ class AtOnce(_Choosing):
 
 
 class Speculating:
-    """Our pass over the last token and its draft (one greedy stream). `passed` holds the logits after each of them."""
+    """The optimised pass over the last token and its draft, for one greedy stream. `passed` holds the logits after
+    each.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.run = scene, Direct(scene.decoder.weights)
 
     def enqueue(self) -> None:
         place, device = self.scene.place, self.scene.place.tokens.device
-        room = self.scene.plan.longest - place.longest  # the stream's end is no place to draft beyond
+        room = self.scene.plan.longest - place.longest  # do not draft beyond the end of the stream
         self.drafted = draft(self.scene.text[0], min(self.scene.plan.speculate, room))
         tokens = torch.tensor([self.scene.text[0][-1], *self.drafted], device=device)
         s = len(tokens)
@@ -131,7 +133,7 @@ class Speculating:
 
 
 class Baseline(_Choosing):
-    """Hugging Face's way in plain PyTorch."""
+    """Hugging Face's decoder in plain PyTorch."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene, plain=True)
@@ -147,7 +149,7 @@ Ours = Written | AtOnce | Speculating
 
 
 def our_arm(scene: Scene, chosen: Chosen) -> Ours:
-    """Return our step: speculating or allocating if the plan asks for that, else written in the chosen form."""
+    """Return the optimised arm: speculating or allocating if the plan says so, else written in the chosen form."""
     if scene.plan.speculate:
         return Speculating(scene)
     return Written(scene, chosen) if scene.plan.prealloc else AtOnce(scene, chosen.chain)

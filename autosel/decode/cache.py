@@ -1,7 +1,7 @@
-"""Keys and values of past tokens: contiguous [B, Hkv, Lmax, D] a layer, or pages [P, page, Hkv, D] and a block table.
+"""Keys and values of past tokens: contiguous [B, Hkv, Lmax, D] per layer, or pages [P, page, Hkv, D] and a block table.
 
-A cache knows where its tensors are; how many tokens each sequence holds is the caller's to say, so that a step can be
-taken back by counting one less. Everything is allocated at once, on 2 MiB pages where there are any.
+The caller counts the tokens of each sequence, so a step can be undone by counting one less. All memory is allocated at
+once, on 2 MiB pages if available.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from autosel.models import cost
 from autosel.models.shape import ModelShape
 from autosel.values import DTYPE_BYTES, DTypeName
 
-NOWHERE = -1  # a block table's entry for a page not yet given out
+NOWHERE = -1  # block table entry of a page that is not assigned yet
 
 
 @dataclass(slots=True, kw_only=True)
 class Cache:
-    """`k[i]`, `v[i]` of layer i. `block_table` int32 [B, blocks] makes it paged; `free` are pages not given out."""
+    """Keys `k[i]` and values `v[i]` of layer i. `block_table` int32 [B, blocks] makes the cache paged."""
 
     rows: int
-    room: int  # tokens a sequence may hold
+    room: int  # tokens per sequence
     page: int  # 0: contiguous
     k: list[Tensor]
     v: list[Tensor]
     block_table: Tensor | None = None
     free: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)  # pages of each row
+    held: list[int] = field(default_factory=list)  # pages per row
 
     @property
     def paged(self) -> bool:
@@ -44,7 +44,7 @@ class Cache:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
 
     def reserve(self, row: int, tokens: int) -> None:
-        """Room for the row's first `tokens` tokens. Raises UsageError where there is none."""
+        """Reserve room for the row's first `tokens` tokens. Raises UsageError if there is none."""
         if tokens > self.room:
             raise UsageError(
                 f"sequence {row} would hold {tokens} tokens; the cache has room for {self.room}",
@@ -54,12 +54,12 @@ class Cache:
             return
         while self.held[row] * self.page < tokens:
             if not self.free:
-                raise UsageError("the KV cache has no free page", why=f"{sum(self.held)} are given out")
+                raise UsageError("the KV cache has no free page", why=f"{sum(self.held)} are in use")
             self.block_table[row, self.held[row]] = self.free.pop()
             self.held[row] += 1
 
     def part(self, first: int, last: int) -> Cache:
-        """These rows of it, for one pass: they share its memory and give out no pages."""
+        """Return a view of some rows for one pass. It shares memory and assigns no pages."""
         table, rows = self.block_table, min(last, self.rows) - first
         if table is not None:
             return replace(self, rows=rows, block_table=table[first:last], free=[], held=self.held[first:last])
@@ -67,7 +67,7 @@ class Cache:
         return replace(self, rows=rows, k=k, v=v)
 
     def release(self, row: int) -> None:
-        """The row's pages go back to the others."""
+        """Free the row's pages."""
         if self.block_table is None:
             return
         self.free += self.block_table[row, : self.held[row]].tolist()
@@ -78,15 +78,15 @@ class Cache:
 def make_cache(
     shape: ModelShape, dtype: DTypeName, *, rows: int, room: int, page: int = 0, device: torch.device | str = "cpu"
 ) -> Cache:
-    """An empty cache for `rows` sequences of at most `room` tokens; `page` above 0 makes it paged.
+    """Make an empty cache for `rows` sequences of at most `room` tokens; `page` above 0 makes it paged.
 
-    A window does not make it shorter: the ops address a cache by absolute position.
+    A window does not make it shorter, because the ops address a cache by absolute position.
     """
     size = cost.cache_size(shape, rows, room, page)
     each = math.prod(size) * DTYPE_BYTES[dtype]
     arena = Arena(2 * shape.layers * padded(each), torch.device(device))
     pairs = [(arena.tensor(size, dtype), arena.tensor(size, dtype)) for _ in range(shape.layers)]
-    if torch.device(device).type != "cpu":  # junk beyond a row's length must be finite
+    if torch.device(device).type != "cpu":  # values beyond a row's length must be finite
         arena.memory.zero_()
     cache = Cache(rows=rows, room=room, page=page, k=[k for k, _ in pairs], v=[v for _, v in pairs])
     if page:
@@ -98,7 +98,7 @@ def make_cache(
 
 
 def cache_bytes(plan: Plan) -> int:
-    """What the cache of a plan takes."""
+    """Return the bytes of a plan's cache."""
     page = plan.page if plan.cache == "paged" else 0
     each = math.prod(cost.cache_size(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
     return 2 * plan.layers_run * padded(each)

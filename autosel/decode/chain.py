@@ -1,7 +1,7 @@
-"""Which ops the step is made of: a fused op is taken only if the whole step gets faster with it.
+"""Choose the ops of the step: a fused op is used only if the whole step becomes faster.
 
-The two halves of a layer are decided one after the other, each by racing whole steps; what every other form of a half
-would cost, all else as it was chosen, is kept: leave one out, and see what the whole loses.
+The two halves of a layer are decided one after the other, by races of whole steps. The times of all forms of each half
+are kept, with everything else as chosen, so that a user sees what leaving one out would cost.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from autosel.decode.step import Runnable, write_step
 from autosel.race.idle import wait_until_idle
 
 ROUNDS = 9
-# In nine rounds the medians of equal steps differ by a per cent or so; a gain below that is none.
+# In nine rounds, the medians of equal steps differ by about one per cent; a smaller gain does not count.
 LEAST_GAIN = 1.01
 
 
 def choose_chain(scene: Scene) -> tuple[Chain, tuple[Way, ...]]:
-    """The chain, and of each half every way to make it, timed with the other half as chosen."""
+    """Return the chain, and each half's forms with the step's time, the other half as chosen."""
     chain, found = Chain(attn="normed", mlp="normed"), {}
     for half in HALVES:
         form, found[half] = _race(scene, chain, half)
         chain = replace(chain, **{half: form})
-    if chain.mlp != "normed":  # the first half was timed beside another second one
+    if chain.mlp != "normed":  # the first half was raced with another form of the second
         form, found["attn"] = _race(scene, chain, "attn")
         chain = replace(chain, attn=form)
     return chain, tuple(way for half in HALVES for way in found[half])
 
 
 def _race(scene: Scene, chain: Chain, half: Half) -> tuple[Form, tuple[Way, ...]]:
-    """The form of one half with which the whole step is fastest; the plain one unless another gains enough."""
+    """Return the form of one half with the fastest whole step; the plain form unless another gains enough."""
     forms = [form for form in FORMS if form != "added" or not scene.decoder.shape.sandwich]
     medians = _medians(scene, [replace(chain, **{half: form}) for form in forms])
     times = dict(zip(forms, medians, strict=True))
@@ -52,7 +52,9 @@ def _medians(scene: Scene, chains: list[Chain]) -> list[float]:
 
 
 def step_medians(scene: Scene, steps: Sequence[Runnable]) -> list[float]:
-    """Median ns of each step by the clock that certifies steps; each round takes all of them in an order drawn anew."""
+    """Return the median ns of each step, by the clock that certifies steps; each round runs all steps in a new random
+    order.
+    """
     timer = step_timer(scene.plan.device, scene.clock)
     times: list[list[float]] = [[] for _ in steps]
     for step in steps:
@@ -60,6 +62,6 @@ def step_medians(scene: Scene, steps: Sequence[Runnable]) -> list[float]:
         step.settle()
     for _ in range(ROUNDS):
         for i in scene.rng.sample(range(len(steps)), len(steps)):
-            wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
+            wait_until_idle()  # PyTorch's threads that still poll for work would use these cores
             times[i].append(timer.mean_ns(steps[i], 1))
     return [statistics.median(t) for t in times]

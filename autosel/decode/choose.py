@@ -1,6 +1,6 @@
-"""How steps are taken: made of which ops, and in which form. The story of choosing, as `pipeline.tune` is of tuning:
+"""Choose the ops and the form of the steps. One function tells the whole story, as `pipeline.tune` does for tuning:
 
-what the device offers -> what the ledger decided -> prove each form that may be tried -> race -> record -> obey
+what the device offers -> stored decision -> prove the forms that may be tried -> race -> record -> apply
 
     chosen = choose(scene, ledger)        # Chosen: form, chain, ways, note
 """
@@ -32,14 +32,15 @@ TAKEN: Mapping[StepForm, str] = {
 }
 
 
-UNCHAINED = (*WHOLE, "torch")  # forms to which the race of chains says nothing
+UNCHAINED = (*WHOLE, "torch")  # forms that the race of chains does not affect
 
 
 def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chosen:
-    """Return how the scene's steps are taken: as the plan says, else as decided, else as a race of whole steps finds.
+    """Return the form of the scene's steps: from the plan, else from a stored decision, else from a race of whole
+    steps.
 
-    The race is recorded if `decides` and the ledger can be written; else it is short, and holds for this run alone.
-    Raises UsageError, BuildError, ParityError, DeviceFault if the form that the plan asks for cannot be had.
+    The race is recorded if `decides` and the ledger can be written; else it is short, and applies to this run only.
+    Raises UsageError, BuildError, ParityError, DeviceFault if the form that the plan requires fails.
     """
     question = ask(scene, ledger)
     scene.listener.stage("chain", "whole steps", 0, 1)
@@ -61,12 +62,12 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chos
             raise
         why = fault.why or fault.what
     except LedgerError as error:
-        why = f"it could not be decided: {error.what}"
+        why = f"the race was not recorded: {error.what}"
     return Chosen(chain=chain, ways=ways, note=_joined(proven.note, f"no {scene.kind.name}: {why}"))
 
 
 def again(scene: Scene, chosen: Chosen) -> Chosen:
-    """Return what an earlier run on these weights chose; weights as they are where packed ones have no room now."""
+    """Return an earlier run's choice for these weights; with unpacked weights if packed ones do not fit now."""
     if chosen.form != "packed":
         return chosen
     try:
@@ -79,7 +80,7 @@ def again(scene: Scene, chosen: Chosen) -> Chosen:
 def _decision(
     scene: Scene, ledger: Ledger | None, question: Question, proven: Proven, chain: Chain, *, decides: bool
 ) -> Decision | None:
-    """Return the decision between the proven forms, after a race if there was none yet; None where none can be had."""
+    """Return the decision between the proven forms, after a race if there was none; None if it is impossible."""
     if ledger is None or not question.arms:
         return None
     if question.known is not None:
@@ -88,8 +89,7 @@ def _decision(
 
 
 def _served(form: StepForm | None, proven: Proven) -> StepForm | None:
-    """Return the form that a decision for `form` gives here: weights as they are where there is no room to pack them;
-    None where it was not proven."""
+    """Return the proven form for a decision: unpacked weights if packed ones do not fit; None if none was proven."""
     if form == "packed" and form not in proven.proofs:
         form = "whole"
     return form if form in proven.proofs else None
@@ -98,7 +98,7 @@ def _served(form: StepForm | None, proven: Proven) -> StepForm | None:
 def _obeyed(
     scene: Scene, question: Question, decision: Decision, proven: Proven, chain: Chain, ways: Sequence[Way]
 ) -> Chosen:
-    """Return what the decision says, and what it was raced against."""
+    """Return the decided form, with the times of its race."""
     form = form_of(decision.arm.candidate)
     timings = decision.verdict.timings if decision.verdict else {}
     timed = {f: timings[arm.candidate] for f, arm in question.arms.items() if arm.candidate in timings}
@@ -111,7 +111,7 @@ def _obeyed(
 
 
 def _fastest(scene: Scene, proven: Proven, chain: Chain, ways: Sequence[Way]) -> Chosen:
-    """Return what the plan forces, else the fastest form: each in turn has to gain enough on the best before it."""
+    """Return the form that the plan requires, else the fastest; each must gain enough over the best before it."""
     steps, asked = proven.steps, scene.plan.step
     ns = dict(zip(steps, step_medians(scene, list(steps.values())), strict=True))
     best: StepForm = "ops" if asked == "auto" else asked
@@ -122,7 +122,7 @@ def _fastest(scene: Scene, proven: Proven, chain: Chain, ways: Sequence[Way]) ->
 
 
 def _chosen(form: StepForm, chain: Chain, ways: Sequence[Way], raced: Sequence[Way], note: str) -> Chosen:
-    """Leave the race of chains out where the step is taken whole, which is always fused, or by PyTorch."""
+    """Return the choice, without the race of chains for a whole step, which is always fused, or PyTorch's."""
     if form in UNCHAINED:
         return Chosen(form=form, chain=AS_PYTORCH if form == "torch" else FUSED, ways=tuple(raced), note=note)
     return Chosen(form=form, chain=chain, ways=(*ways, *raced), note=note)

@@ -1,8 +1,8 @@
-"""Race the forms of a step, and record what the samples justify: op `step`, mode `team`.
+"""Race the forms of a step and record the verdict: op `step`, mode `team`.
 
     decision = decide(scene, ledger, question, chain, proofs)
 
-How they are timed is race.py's.
+race.py times the forms.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def decide(
             parities=list(zip(raced, proofs.values(), strict=True)),
             arm=next(a for a in raced if a.candidate == verdict.winner) if promoted else baseline,
             baseline=baseline,
-            entrants=digests,  # those too that could not be written, or promised too little
+            entrants=digests,  # also those that could not be built, or promised too little
             mode=question.mode,
             state="promoted" if promoted else "kept",
             reason=verdict.reason,
@@ -57,7 +57,7 @@ def decide(
 
 
 def _with_roofline(verdict: Verdict, moved: int) -> Verdict:
-    """Fraction of what the read rate of this very race allows."""
+    """Add the fraction of the limit given by the read rate of this race."""
     if not verdict.read_bytes_per_s or verdict.winner not in verdict.timings:
         return verdict
     floor_us = moved / verdict.read_bytes_per_s * 1e6

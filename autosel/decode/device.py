@@ -1,5 +1,4 @@
-"""What a measurement asks of a device besides its ops: how fast memory reads, what a step and each op took, how much
-was held.
+"""Measurements of a device other than its ops: read rate of memory, times of steps and ops, peak memory.
 
 Status of the GPU's half: not yet run on silicon.
 """
@@ -22,22 +21,24 @@ from autosel.errors import BuildError
 from autosel.fingerprint import probe
 
 PROBE_S = 0.02
-HELD_CYCLES = 20_000  # a call: some 10 us, more than the host takes to enqueue it between two events
+HELD_CYCLES = 20_000  # per call: about 10 us, more than the host needs to enqueue it between two events
 
 
 def current(device: str) -> AbstractContextManager[Any]:
-    """The device of a plan as PyTorch's current one: libraries launch on that, wherever their operands are."""
+    """Make the plan's device PyTorch's current one: libraries launch there, wherever their operands are."""
     return nullcontext() if device == "cpu" else torch.cuda.device(torch.device(device))
 
 
 def read_windows(device: str = "cpu") -> list[float]:
-    """Bytes/s that memory gives just now: on a CPU in some twenty windows of about a millisecond, on a GPU the best of
-    five."""
+    """Return the current read rates of memory in bytes/s.
+
+    On a CPU about twenty windows of a millisecond; on a GPU the best of five.
+    """
     if device != "cpu":
         return [_gpu_reader(torch.device(device).index or 0)()]
     try:
         return probe.load().read(torch.get_num_threads(), PROBE_S)
-    except BuildError:  # no compiler: by numpy, a lower bound
+    except BuildError:  # without a compiler: numpy's rate, a lower bound
         return [probe.read_rate(torch.get_num_threads(), PROBE_S)]
 
 
@@ -49,7 +50,7 @@ def _gpu_reader(ordinal: int) -> Callable[[], float]:
 
 
 def forget_peak(device: str) -> None:
-    """Let `peak_memory` start anew from what is held now; where the system cannot, it goes on."""
+    """Reset `peak_memory` to the current use. If the system cannot, the old peak remains."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(torch.device(device))
         return
@@ -58,7 +59,7 @@ def forget_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> int:
-    """Bytes held at most so far."""
+    """Return the peak memory so far, in bytes."""
     if device != "cpu":
         return int(torch.cuda.max_memory_allocated(torch.device(device)))
     with suppress(OSError, StopIteration):
@@ -74,14 +75,14 @@ TimedBy = Literal["host", "CUDA events"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Took:
-    """One step: `ns` by the clock that is certified, `host_ns` until its tokens were on the host."""
+    """Times of one step: `ns` by the certified clock, `host_ns` until its tokens are on the host."""
 
     ns: int
     host_ns: int
 
 
 class StepTimer(Protocol):
-    """Times one step after another: `begin`, the step is enqueued, `enqueued`, its tokens arrive, `took`."""
+    """Timer of single steps. Order: `begin`, enqueue the step, `enqueued`, its tokens arrive, `took`."""
 
     by: TimedBy
 
@@ -92,7 +93,7 @@ class StepTimer(Protocol):
     def took(self) -> Took: ...
 
     def mean_ns(self, step: Timeable, calls: int) -> float:
-        """Nanoseconds of a step by this clock, over `calls` steps, each settled before the next."""
+        """Return nanoseconds per step by this clock, over `calls` steps, each settled before the next."""
 
 
 class Timeable(Protocol):
@@ -108,7 +109,7 @@ def step_timer(device: str, clock: Callable[[], int]) -> StepTimer:
 
 
 class HostTimer:
-    """A CPU's step is over when its tokens are there."""
+    """Timer of a CPU: its step ends when the tokens are available."""
 
     by: TimedBy = "host"
 
@@ -119,7 +120,7 @@ class HostTimer:
         self.began = self.clock()
 
     def enqueued(self) -> None:
-        """The work is done by now."""
+        """Do nothing: the work is already done."""
 
     def took(self) -> Took:
         ns = self.clock() - self.began
@@ -134,9 +135,11 @@ class HostTimer:
 
 
 class EventTimer:
-    """A GPU's step: between an event ahead of its first kernel and one behind the choice of its tokens, on the current
-    stream. The stream is not held: where the host enqueues too slowly the device waits, and a user does too. Reading
-    the tokens back is in the host's time alone."""
+    """Timer of a GPU: between an event before a step's first kernel and one after the choice of its tokens.
+
+    The events are on the current stream, which is not held: if the host enqueues too slowly, the device waits, as it
+    does for a user. Reading the tokens back counts only in the host's time.
+    """
 
     by: TimedBy = "CUDA events"
 
@@ -157,7 +160,7 @@ class EventTimer:
         return Took(ns=round(self.first.elapsed_time(self.last) * 1e6), host_ns=host_ns)
 
     def mean_ns(self, step: Timeable, calls: int) -> float:
-        """Each step is between two events, so that no pause of the host between steps is counted."""
+        """Return the mean over steps between two events each, without the host's pauses between steps."""
         total = 0
         for _ in range(calls):
             self.begin()
@@ -172,8 +175,10 @@ class EventTimer:
 
 
 def time_calls(step: Step, clock: Callable[[], int]) -> list[int]:
-    """Nanoseconds of each call of one step. On a GPU by events, all of them enqueued while the stream is held: no delay
-    of the host is counted."""
+    """Return nanoseconds of each call of one step.
+
+    On a GPU events measure them while the stream is held until all are enqueued, so that no delay of the host counts.
+    """
     if step.logits.device.type == "cuda":
         return _by_events(step.calls, step.logits.device)
     took = []

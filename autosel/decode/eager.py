@@ -1,7 +1,7 @@
 """The baseline: the decoder as Hugging Face writes it, in plain PyTorch with SDPA, on the same weights and cache.
 
-benchmarks/bench_eager.py holds it against the model classes themselves. With `precision` the same lines give the
-reference that both arms are judged by: every weight, key and value widened first.
+benchmarks/bench_eager.py compares it with the model classes themselves. With `precision`, the same code gives the
+reference for both arms: every weight, key and value is widened first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": 
 
 
 class Eager:
-    """One decoder. Sequences of a batch are equally long; tokens [B, S] follow `held` others."""
+    """One decoder. Sequences of a batch have equal length; tokens [B, S] follow `held` others."""
 
     def __init__(self, weights: Weights, precision: torch.dtype | None = None) -> None:
         self.weights, self.shape, self.precision = weights, weights.shape, precision
@@ -42,17 +42,17 @@ class Eager:
         self.inv_freq = frequencies(weights.shape, weights.device)
 
     def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
-        """[B, V] after the last of the tokens, whose keys and values are appended (a reference leaves no trace)."""
+        """Return [B, V] after the last token, and append keys and values (a reference does not append)."""
         return self.times(self.hidden(tokens, cache, held, last=True)[:, -1], self.weights.head)
 
     def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """The same of whole prompts into an empty cache, some rows at a time."""
+        """Return the logits of whole prompts into an empty cache, some rows at a time."""
         rows = rows_at_once(tokens.shape[1])
         starts = range(0, len(tokens), rows)
         return torch.cat([self.logits(tokens[b : b + rows], cache.part(b, b + rows), 0) for b in starts])
 
     def hidden(self, tokens: Tensor, cache: Cache, held: int, *, last: bool = False) -> Tensor:
-        """[B, S, d], normalised for the output head; with `last` only of the last token."""
+        """Return [B, S, d], normalised for the output head; with `last` only of the last token."""
         s = self.shape
         x = self._wide(self.weights.look_up("embedding", tokens))
         if s.embedding_scale != 1.0:
@@ -63,7 +63,7 @@ class Eager:
         return self._norm(x[:, -1:] if last else x, self.weights.norm)
 
     def _after(self, layer: Layer, x: Tensor, o: Tensor) -> tuple[Tensor]:
-        """The residual stream behind a layer, from that before it and the layer's attention."""
+        """Return the residual stream after a layer, from its input and the layer's attention."""
         h = self.times(o, layer.o)
         x = x + (h if layer.attn_post_norm is None else self._norm(h, layer.attn_post_norm))
         h = self._norm(x, layer.mlp_norm)
@@ -72,8 +72,7 @@ class Eager:
         return (x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm)),)
 
     def times(self, x: Tensor, w: Matrix, precision: torch.dtype | None = None) -> Tensor:
-        """x @ w^T; of a weight in a format by PyTorch's way with its codes, or, in a higher precision, by its exact
-        values."""
+        """Return x @ w^T. A weight in a format uses PyTorch's code for it, or exact values in a higher precision."""
         precision = precision or self.precision
         if isinstance(w, Tensor):
             return F.linear(x, w if precision is None else w.to(precision))
@@ -87,7 +86,7 @@ class Eager:
         return t if self.precision is None else t.to(self.precision)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Llama stores the normalised value before it multiplies by the weight; Gemma multiplies first."""
+        """Normalise. Llama stores the normalised value before it multiplies by the weight; Gemma multiplies first."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide = x.to(dtype)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.shape.rms_eps)
@@ -98,7 +97,7 @@ class Eager:
     # --- attention ---------------------------------------------------------------------------------------------------
 
     def _turns(self, held: int, s: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]]:
-        """cos and sin [S, D] by the frequencies they come from."""
+        """Return cos and sin [S, D] by the id of their frequencies."""
         found = {}
         for inv_freq in self.inv_freq:
             if id(inv_freq) not in found:
@@ -121,7 +120,7 @@ class Eager:
         return o.transpose(1, 2).reshape(b, n, -1)
 
     def _projected(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, S, D], turned."""
+        """Return queries, keys and values [B, heads, S, D], rotated."""
         s, (b, n, _), h = self.shape, x.shape, self._norm(x, layer.attn_norm)
         parts = split(layer.qkv, (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
         q, k, v = (self.times(h, w).view(b, n, -1, s.D) for w in parts)
@@ -131,7 +130,7 @@ class Eager:
         return _rotate(q, cos, sin, s), _rotate(k, cos, sin, s), v
 
     def _past(self, cache: Cache, i: int, k: Tensor, v: Tensor, held: int, first: int) -> tuple[Tensor, Tensor]:
-        """Keys and values from `first` on, the new ones last."""
+        """Return keys and values from `first` on, the new ones last."""
         end = held + k.shape[2]
         if self.precision is not None:
             old = (self._wide(c[i][:, :, first:held]) for c in (cache.k, cache.v))
@@ -143,8 +142,10 @@ class Eager:
 
 
 def _by_parts(make: Callable[..., Made], x: Tensor, *more: Tensor) -> Made:
-    """`make` of x [B, S, d] and of what else goes with its positions [..., S, n], CHUNK tokens at a time; what it makes
-    has the positions there too. No token of it knows of another, so that parts change no result."""
+    """Apply `make` to x [B, S, d] and the other operands of its positions [..., S, n], CHUNK tokens at a time.
+
+    Results have the positions in the same dimension. Tokens are independent, so the parts do not change the result.
+    """
     width = max(1, CHUNK // len(x))
     if x.shape[1] <= width:
         return make(x, *more)
@@ -165,7 +166,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, shape: ModelShape) -> Tensor:
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [1, 1, S, keys]: does query i, of the last S positions, see key j?"""
+    """Return bool [1, 1, S, keys]: True where query i, of the last S positions, sees key j."""
     last = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     seen = key <= last

@@ -1,7 +1,7 @@
-"""Text in, text out, in token ids: prefill, then one step a token; or, speculating, several tokens a step.
+"""Generate token ids: prefill, then one step per token; with speculation, several tokens per step.
 
-Sequences of a batch may differ in length: shorter prompts are filled up on the right, where causal attention never
-looks back from, and each sequence's next token overwrites the filling.
+Sequences of a batch may differ in length. Shorter prompts are padded on the right, where causal attention never looks
+back from, and each sequence's next token overwrites the padding.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from autosel.errors import UsageError
 from autosel.models.passes import CHUNK, rows_at_once
 from autosel.values import Fingerprint
 
-NGRAM = 3  # longest run of tokens looked for in the text so far
+NGRAM = 3  # longest n-gram searched for in the text so far
 
 
 @dataclass(slots=True, kw_only=True)
 class Generated:
-    """`tokens[b]` are the new ones of row b. `passes` counts the forward passes after prefill."""
+    """Generated tokens; `tokens[b]` are row b's new ones. `passes` counts the forward passes after prefill."""
 
     tokens: list[list[int]]
     passes: int = 0
-    logits: list[Tensor] = field(default_factory=list)  # [B, V] of each step, where asked for
+    logits: list[Tensor] = field(default_factory=list)  # [B, V] of each step, if requested
 
 
 def generate(
@@ -51,11 +51,10 @@ def generate(
     form: StepForm = "ops",
     fp: Fingerprint | None = None,
 ) -> Generated:
-    """`count` new tokens for each prompt, fewer where one of `stop` comes up (it is the last one then).
+    """Return `count` new tokens for each prompt; fewer if one of `stop` occurs, which is then the last one.
 
-    `speculate` K drafts K tokens a step from what the text has said before and keeps those that greedy decoding would
-    have chosen. `heard` gets each step's tokens as they come. `form` and `fp` as in `persistent.write`.
-    Raises UsageError.
+    `speculate` K drafts K tokens per step from the earlier text and keeps those that greedy decoding would have chosen.
+    `heard` receives each step's tokens. `form` and `fp` are as in `persistent.write`. Raises UsageError.
     """
     asked = [list(p) for p in prompts]
     _refuse(decoder, asked, count, sampling, speculate)
@@ -101,7 +100,7 @@ def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sa
 
 
 def prefill(decoder: Decoder, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Run the prompts; their keys and values are in the cache. Logits [B, V] after each prompt's last token."""
+    """Run the prompts and fill the cache. Return logits [B, V] after each prompt's last token."""
     longest, run = max(map(len, prompts)), Direct(decoder.weights)
     for row in range(len(prompts)):
         cache.reserve(row, longest)
@@ -112,7 +111,7 @@ def prefill(decoder: Decoder, cache: Cache, prompts: Sequence[Sequence[int]]) ->
 
 
 def _last(decoder: Decoder, run: Direct, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """[B, d] after each prompt's last token, CHUNK positions at a time."""
+    """Return [B, d] after each prompt's last token, computed CHUNK positions at a time."""
     device, longest = decoder.weights.device, max(map(len, prompts))
     filled = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
     last = torch.tensor([len(p) - 1 for p in prompts], device=device)
@@ -126,7 +125,7 @@ def _last(decoder: Decoder, run: Direct, cache: Cache, prompts: Sequence[Sequenc
 
 
 def batch_of(tokens: Tensor, start: int) -> Batch:
-    """Tokens [B, S] that follow `start` others in every row."""
+    """Return the batch of tokens [B, S] that follow `start` others in every row."""
     rows, s = tokens.shape
     position = torch.arange(start, start + s, device=tokens.device)
     return Batch(
@@ -150,7 +149,7 @@ class _Written:
         self.step, self.cache, self.place, self.sampler = step, step.cache, step.place, sampler
 
     def __call__(self) -> tuple[Tensor, list[int]]:
-        """(logits, tokens chosen); the place is fed them next."""
+        """Run a step. Return logits and chosen tokens, which the place feeds next."""
         assert self.step.chosen is not None
         self.sampler.draw()
         self.step.run()
@@ -161,7 +160,7 @@ class _Written:
 
 
 class _AtOnce:
-    """Steps op by op, each allocating its result."""
+    """Steps op by op, each op allocating its result."""
 
     def __init__(self, decoder: Decoder, cache: Cache, place: Place, chain: Chain, sampler: Sampler) -> None:
         self.decoder, self.cache, self.place, self.chain, self.sampler = decoder, cache, place, chain, sampler
@@ -173,7 +172,7 @@ class _AtOnce:
 
 
 def at_once(decoder: Decoder, cache: Cache, place: Place, run: Direct, chain: Chain = FUSED) -> Tensor:
-    """One decode step op by op: logits [B, V]."""
+    """Run one decode step op by op; return logits [B, V]."""
     rows = place.tokens.shape[0]
     batch = Batch(
         tokens=place.tokens,
@@ -219,7 +218,7 @@ def _decoding(
 
 
 def draft(text: Sequence[int], count: int) -> list[int]:
-    """What followed the last time the text ended like this: at most `count` tokens, by the longest n-gram found."""
+    """Return at most `count` tokens that followed the last occurrence of the longest n-gram at the text's end."""
     for n in range(min(NGRAM, len(text) - 1), 0, -1):
         ending = list(text[-n:])
         for start in range(len(text) - n - 1, -1, -1):
@@ -237,8 +236,10 @@ def _speculating(
     speculate: int,
     stop: frozenset[int],
 ) -> Generated:
-    """Each pass is fed the last token and its draft, row by row; a draft token is kept if it is what greedy decoding
-    chose in its place. All rows are fed the same number; what is filled up is never kept."""
+    """Feed each row's last token and its draft in every pass, and keep draft tokens that greedy decoding chose too.
+
+    All rows are fed the same number of tokens; padding is never kept.
+    """
     run, rows, device = Direct(decoder.weights), len(prompts), decoder.weights.device
     held = [len(p) for p in prompts]  # tokens in the cache
     done = [row[-1] in stop or len(row) >= count for row in told.tokens]
@@ -268,7 +269,7 @@ def _speculating(
 
 
 def accepted(drafted: list[int], chosen: list[int]) -> list[int]:
-    """The chosen tokens up to the first that the draft did not foresee, that one included."""
+    """Return the chosen tokens up to and including the first that differs from the draft."""
     agreed = 0
     while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:
         agreed += 1
@@ -276,7 +277,7 @@ def accepted(drafted: list[int], chosen: list[int]) -> list[int]:
 
 
 def _append(told: list[int], kept: list[int], count: int, stop: frozenset[int]) -> bool:
-    """Is the row done?"""
+    """Append the kept tokens. Return True if the row is done."""
     for token in kept:
         told.append(token)
         if token in stop or len(told) >= count:

@@ -1,8 +1,8 @@
-"""The step as a CUDA graph: the written list, captured once and replayed.
+"""The step as a CUDA graph: the list of calls, captured once and replayed.
 
-A graph holds the numbers that it was captured with, the context length among them: where that changes, or a decision no
-longer serves (`dispatch.epoch`), the list is captured again. A stream that goes on would be captured at every token, so
-it runs call by call. Status: not yet run on silicon.
+A graph holds the numbers of its capture, among them the context length. If that changes, or a decision no longer serves
+(`dispatch.epoch`), the list is captured again. An advancing stream would need a capture for every token, so it runs
+call by call. Status: not yet run on silicon.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ Run = Callable[[], None]
 
 
 def supports(plan: Plan) -> Support:
-    """Can the plan's steps be replayed? Asked before weights are loaded."""
+    """Return whether the plan's steps can be replayed. Call it before weights are loaded."""
     if plan.device == "cpu":
         return Rejected(reason="graphs are captured on a GPU")
     if plan.advance:
-        return Rejected(reason="--advance: a graph holds one context length, and the stream's grows with every step")
+        return Rejected(reason="--advance: a graph holds one context length, which grows with every step of the stream")
     if not plan.prealloc:
-        return Rejected(reason="--no-prealloc: a graph writes into buffers made beforehand")
+        return Rejected(reason="--no-prealloc: a graph writes into preallocated buffers")
     return Accepted()
 
 
 @dataclass(slots=True, kw_only=True)
 class GraphStep(Rewritten):
-    """One decode step by one replay; `ops` is the list it came from, and holds place, cache and buffers."""
+    """One decode step by one replay; `ops` is its list of calls, which holds place, cache and buffers."""
 
     replay: Run
-    length: int  # that was captured
+    length: int  # at the capture
     epoch: int
 
     @staticmethod
     def of(ops: Step) -> GraphStep:
-        """Raises UsageError where the list cannot be captured."""
+        """Capture the list. Raises UsageError if it cannot be captured."""
         return GraphStep(ops=ops, replay=captured(ops), length=ops.place.longest, epoch=dispatch.epoch())
 
     def run(self) -> None:
@@ -55,10 +55,11 @@ class GraphStep(Rewritten):
 
 
 def captured(ops: Step) -> Run:
-    """What replays the list at its present length. A step leaves its place as it was, so it may run before.
+    """Return a replay of the list at its current length. A step leaves its place unchanged, so it may run before the
+    capture.
 
-    Kernels of ours are captured as programmatic dependents of what is ahead of them: edges of the graph that let them
-    begin early.
+    autosel's kernels are captured as programmatic dependents of the previous kernel: graph edges that let them start
+    early.
     """
 
     def run(count: int) -> None:

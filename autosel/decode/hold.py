@@ -1,6 +1,6 @@
-"""A step that faulted is put in quarantine, and not tried again there until somebody releases it.
+"""Put a step that faulted in quarantine, so that it is not tried again until a user releases it.
 
-As with ops, a failure counts only if the control works afterwards: the step op by op.
+As with ops, a failure counts only if the control, the step op by op, works afterwards.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from autosel.errors import DeviceFault, EnvironmentFault, LedgerError, UsageErro
 from autosel.ledger.store import Ledger
 from autosel.values import Arm, Fingerprint
 
-STEP = "step"  # the op under which whole steps are filed
+STEP = "step"  # the op of whole steps in the ledger
 WORKED = {CONTROL: "the step op by op worked afterwards"}
 
 
 @contextmanager
 def holding(ledger: Ledger | None, fp: Fingerprint, step: object, digests: Collection[str] = ()) -> Iterator[None]:
-    """Put a whole step in quarantine if the device fails under it in here, and pass the fault on.
+    """Put a whole step in quarantine if the device fails while it runs in this context, and raise the fault.
 
-    Raises UsageError if one of the digests is in quarantine already; DeviceFault, also for an error of the device's own
-    under a launch (an illegal access, say), which is told to whoever calls CUDA next; EnvironmentFault if the control
-    fails too.
+    Raises UsageError if one of the digests is already in quarantine; EnvironmentFault if the control fails too;
+    DeviceFault otherwise. An error of the device under a launch (an illegal access, say) counts too, although CUDA
+    reports it only at the next call.
     """
     refuse_held(ledger, fp, getattr(step, "candidate", ""), digests)
     try:
@@ -45,8 +45,8 @@ def holding(ledger: Ledger | None, fp: Fingerprint, step: object, digests: Colle
 def blame(ledger: Ledger | None, fp: Fingerprint, control: Step, arm: Arm, error: Exception) -> DeviceFault:
     """Return the failure as a fault of the arm, which is put in quarantine if there is a ledger.
 
-    `control` is the step op by op. Raises EnvironmentFault if it does not work right after, in this process: then
-    nothing is recorded.
+    `control` is the step op by op. Raises EnvironmentFault, and records nothing, if it fails right after in this
+    process.
     """
     fault = error if isinstance(error, DeviceFault) else _fault(arm, error)
     _require(control, fault)
@@ -65,7 +65,7 @@ def _fault(arm: Arm, error: Exception) -> DeviceFault:
 
 
 def _require(control: Step, fault: DeviceFault) -> None:
-    """Run the step op by op. Raises EnvironmentFault where it fails, or gives no numbers."""
+    """Run the step op by op. Raises EnvironmentFault if it fails or its logits are not finite."""
     try:
         why = "" if torch.isfinite(fresh_logits(control)).all() else "its logits are not finite"
     except RuntimeError as error:  # also torch.AcceleratorError

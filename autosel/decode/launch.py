@@ -1,7 +1,7 @@
 """The step as one launch: its program (program.py), encoded as tasks of the whole-step kernel (kernels/cuda/step.cu).
 
-What a thread team is to a CPU (team.py), this is to a GPU: all CTAs go through the same program. Status: the way from
-list to tokens runs in tests on emulated threads; not yet run on silicon.
+This is the GPU's counterpart of the thread team (team.py): all CTAs run the same program. Status: the path from list to
+tokens runs in tests on emulated threads; not yet run on silicon.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from autosel.native.compile import source_digest
 from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support, Workload, length_bucket
 
 CANDIDATE = kernel.CANDIDATE
-WAITING_CC = (9, 0)  # from here on a kernel can wait for the one ahead of it: CUDA C++ Programming Guide, PDL
+WAITING_CC = (9, 0)  # from here on a kernel can wait for the previous one: CUDA C++ Programming Guide, PDL
 PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
-# The op of the list -> the single-op kernel whose arithmetic the task has.
+# Op of the list -> the single-op kernel with the task's arithmetic.
 KERNELS = {
     "norm_qkv": "cuda:norm_qkv",
     "linear": "cuda:gemv",
@@ -48,9 +48,9 @@ KERNELS = {
 
 @dataclass(slots=True, kw_only=True)
 class LaunchStep(Rewritten):
-    """One decode step by one launch; `ops` is the list it came from, and holds place, cache and buffers.
+    """One decode step by one launch; `ops` is its list of calls, which holds place, cache and buffers.
 
-    It serves every length up to `reach`, the end of the length bucket, and is written anew beyond.
+    It serves every length up to `reach`, the end of the length bucket, and is written again beyond.
     """
 
     fp: Fingerprint
@@ -59,8 +59,8 @@ class LaunchStep(Rewritten):
     entries: Entries
     bound: Bound
     reach: int
-    ctas: int  # of the launch: all that can be resident
-    said: Tensor  # int32 [1] on the host: why it stopped, once the step has ended
+    ctas: int  # of the launch: as many as can be resident
+    said: Tensor  # int32 [1] on the host: why it stopped, after the step's end
 
     @property
     def candidate(self) -> str:
@@ -68,7 +68,7 @@ class LaunchStep(Rewritten):
 
     @property
     def tasks(self) -> tuple[ProgramOp, ...]:
-        """What all CTAs do between two waits: each op of the program."""
+        """Return the ops of the program, each done by all CTAs between two waits."""
         return self.program.ops
 
     @property
@@ -84,7 +84,7 @@ class LaunchStep(Rewritten):
         return KERNELS
 
     def run(self) -> None:
-        """Enqueue the step. Raises DeviceFault where the device refuses the launch."""
+        """Enqueue the step. Raises DeviceFault if the device refuses the launch."""
         if self.place.longest > self.reach:
             self._reach()
         self._launch(None)
@@ -92,21 +92,21 @@ class LaunchStep(Rewritten):
             call.function(*call.arguments)
 
     def settle(self) -> None:
-        """Until the step has ended. Raises DeviceFault where its watchdog stopped it."""
+        """Wait until the step has ended. Raises DeviceFault if its watchdog stopped it."""
         _wait_for(self.said, self.logits)
         why = int(self.said)
         if why:
             raise self._stopped(why - 1)
 
     def task_ns(self) -> list[int]:
-        """One step: when the last CTA was done with each task, by the device's clock."""
+        """Run one step and return when the last CTA finished each task, by the device's clock."""
         times = torch.zeros(len(self.tasks), dtype=torch.int64, device=self.logits.device)
         self._launch(times)
         self.settle()
         return [int(t) for t in times.tolist()]
 
     def idle(self) -> Callable[[], None]:
-        """The same call with next to nothing to do: one CTA, which embeds the tokens."""
+        """Return the same call with almost no work: one CTA that embeds the tokens."""
         state = torch.zeros(kernel.STATE_WORDS + 1, dtype=torch.int32, device=self.logits.device)
         b = self.bound
         one = Bound(
@@ -123,7 +123,7 @@ class LaunchStep(Rewritten):
 
     @property
     def arm(self) -> Arm:
-        """What a quarantine names."""
+        """Return the arm that a quarantine names."""
         return _arm(self.compiled, self.build, self.build)
 
     def _launch(self, times: Tensor | None) -> None:
@@ -134,7 +134,9 @@ class LaunchStep(Rewritten):
         self.said.copy_(self.bound.state[:1], non_blocking=True)
 
     def _reach(self) -> None:
-        """Another length bucket: the keys are cut anew. State and counters begin again."""
+        """Encode the program again for another length bucket, which splits the keys differently; state and counters
+        restart.
+        """
         self.reach = _reach(self.ops)
         tasks = _encoded(self.program, self.compiled, self.fp, self.reach)
         self.bound = tasks.bound(self.entries.step, self.entries.check, self.logits)
@@ -157,7 +159,7 @@ def _wait_for(said: Tensor, like: Tensor) -> None:
 
 
 class OneLaunch:
-    """How a GPU takes whole steps: a `Kind`."""
+    """How a GPU runs whole steps: a `Kind`."""
 
     candidate = CANDIDATE
     name = "whole-step launch"
@@ -181,7 +183,7 @@ class OneLaunch:
         return write_launch(step, fp)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
-        """Where it cannot be, or the rates that were measured say that it gains too little."""
+        """Return why a launch is impossible, or why it gains too little by the measured rates."""
         answer = supports(fused, fp)
         if isinstance(answer, Rejected):
             return answer.reason
@@ -191,19 +193,21 @@ class OneLaunch:
         return "" if found.wins else found.text
 
 
-# --- whether, and how ------------------------------------------------------------------------------------------------
+# --- limits and launch -----------------------------------------------------------------------------------------------
 
 
 def supports(step: Step, fp: Fingerprint) -> Support:
-    """Can one launch take this step there? Nothing is compiled for the answer."""
+    """Return whether one launch can run this step on the device. Nothing is compiled."""
     if step.cache.paged:
         return Rejected(reason="--paged: the whole-step kernel reads a contiguous cache")
     return kernel.supports(_first_attention(step), fp)
 
 
 def predict(step: Step, kernels: int, bytes_read: float, flops: float, fp: Fingerprint) -> persistent.Prediction:
-    """What the fused list `step` would take as one launch, against a graph of `kernels`: of dependent launches where
-    all of them are our own kernels."""
+    """Predict the fused list `step` as one launch against a graph of `kernels`.
+
+    The graph has dependent launches if all kernels are autosel's.
+    """
     tasks = len(lower(step).ops)
     dtype = step.decoder.weights.dtype
     cost = StepCost(kernels=kernels, bytes_read=bytes_read, flops=flops, dtype=dtype)
@@ -213,9 +217,9 @@ def predict(step: Step, kernels: int, bytes_read: float, flops: float, fp: Finge
 
 
 def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
-    """The list's step for one launch; the list was written with the fused chain. Compiles the kernel on first use.
+    """Return the list's step for one launch; the list must have the fused chain. Compiles the kernel on first use.
 
-    Raises UsageError with what `supports` says, or where the device cannot hold its CTAs at once; BuildError.
+    Raises UsageError with the reason of `supports`, or if the device cannot hold all CTAs at once; BuildError.
     """
     answer = supports(step, fp)
     if isinstance(answer, Rejected):
@@ -241,7 +245,7 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
 
 
 def arm_of(step: Step, fp: Fingerprint) -> Arm | None:
-    """The launch that would be written from the list, as it would be compiled; None where `supports` refuses it."""
+    """Return the arm of the launch that would be written from the list; None if `supports` refuses it."""
     if isinstance(supports(step, fp), Rejected):
         return None
     build = _build(step, fp)
@@ -250,7 +254,7 @@ def arm_of(step: Step, fp: Fingerprint) -> Arm | None:
 
 
 def _build(step: Step, fp: Fingerprint) -> StepBuild:
-    """Raises UsageError."""
+    """Return the build for a list. Raises UsageError."""
     products = [c.workload for c in step.calls if c.op in PRODUCTS and c.workload is not None]
     smallest = min(products, key=lambda w: gemv.projection(w).outputs)
     return StepBuild.of(_first_attention(step), smallest, fp)
@@ -272,7 +276,7 @@ def _first_attention(step: Step) -> Workload:
 
 
 def _attention(call: Call, length: int) -> Workload:
-    """Its workload at a context of `length`; without a window, which only some layers have."""
+    """Return the attention's workload at a context of `length`, without the window that only some layers have."""
     assert call.workload is not None
     ragged = bool(call.workload.trait("ragged", default=False))
     dims = {**dict(call.workload.dims), "L": length}
@@ -283,13 +287,13 @@ def _attention(call: Call, length: int) -> Workload:
 
 
 def _reach(step: Step) -> int:
-    """The longest context that one program serves: the end of the length bucket, or of the cache."""
+    """Return the longest context that one program serves: the end of the length bucket, or of the cache."""
     longest = step.place.longest
     return max(longest, min(length_bucket(longest)[1], step.cache.k[0].shape[2]))
 
 
 def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) -> kernel.Program:
-    """The tasks of the program, for contexts up to `reach`."""
+    """Return the tasks of the program, for contexts up to `reach`."""
     made = kernel.Program(build)
     for op in program.ops:
         if isinstance(op, Embed):
@@ -351,7 +355,7 @@ def _attend(made: kernel.Program, op: Attend, chunk: int, reach: int) -> None:
 
 
 def _chunk(op: Attend, build: StepBuild, fp: Fingerprint, reach: int) -> int:
-    """Keys a CTA."""
+    """Return the keys per CTA."""
     attn = _attention(op.call, min(reach, op.window) if op.window else reach)
     return persistent.chunk(attn, int(build.knobs["slots"]), facts(fp))
 
@@ -362,7 +366,7 @@ def _norm(made: kernel.Program, program: Program, op: Norm) -> None:
 
 
 def _flat(heads: Tensor) -> Tensor:
-    """[B, H, D], or [B, H, 1, D] of one position, as [B, H D]: the same memory."""
+    """View [B, H, D], or [B, H, 1, D] of one position, as [B, H D] in the same memory."""
     rows = heads.shape[0]
     assert heads[:1].is_contiguous() or heads.transpose(1, 2)[:1].is_contiguous()
     return heads.as_strided((rows, heads.shape[1] * heads.shape[-1]), (heads.stride(0), 1))

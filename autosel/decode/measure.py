@@ -1,7 +1,8 @@
-"""Measure a decode: our step and the eager baseline's, in turn, in a coin-flipped order, on one model and one cache.
+"""Measure a decode: the optimised step and the eager baseline in turn, in coin-flipped order, on one model and one
+cache.
 
-Both arms are fed the same tokens in the same state, so that their tokens and logits can be compared step by step, and
-so that whatever the machine does meets both.
+Both arms are fed the same tokens in the same state, so that tokens and logits can be compared step by step, and
+disturbances of the machine affect both.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def measure(
     decides: bool = True,
     chosen: Chosen | None = None,
 ) -> DecodeRun:
-    """Run the plan; score the text with the step that was timed, if one is given. `clock` gives nanoseconds.
+    """Run the plan; score the text, if given, with the timed step. `clock` gives nanoseconds.
 
-    How steps are taken is chosen with the ledger, see `choose`; `chosen` is what an earlier run on this model and
-    layout of the cache found, and is not asked again.
+    `choose` selects the form of the steps with the ledger; `chosen` is the result of an earlier run on this model and
+    layout of the cache, and is used instead.
 
     Raises UsageError, BadConfig.
     """
@@ -69,7 +70,7 @@ def measure(
     assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, fp = listener or Silent(), fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    plain = plan.layout == "plain" or not plan.listed  # of other steps it is not known beforehand what they read
+    plain = plan.layout == "plain" or not plan.listed  # it is not known beforehand what other steps read
     with torch.inference_mode(), current(plan.device), STORE.paused(plain):
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
@@ -137,8 +138,10 @@ def measure(
 
 
 def refuse(plan: Plan) -> None:
-    """Raises UsageError for what cannot be measured, BadConfig for a rope that cannot be decoded. To be asked before
-    weights are loaded, which takes minutes."""
+    """Raise UsageError for a plan that cannot be measured, BadConfig for a rope that cannot be decoded.
+
+    Call it before weights are loaded, which takes minutes.
+    """
     frequencies(plan.shape, torch.device("cpu"))
     support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
@@ -148,20 +151,20 @@ def refuse(plan: Plan) -> None:
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
         raise UsageError(
             "speculation with a batch, a fixed context or sampling",
-            why="it is measured on one greedy stream that goes on",
+            why="it is measured on one greedy, advancing stream",
             todo="use --batch 1 and greedy decoding",
         )
 
 
 def refuse_wrong(step: Any) -> None:
-    """Raises ParityError if the guard found a whole step wrong: its times are those of two ways to take it."""
+    """Raise ParityError if the guard found a whole step wrong: its times mix two forms."""
     watch = getattr(step, "watch", None)
     if watch is not None and watch.fault:
         todo = "run it again: the step then runs op by op" if watch.decision is not None else "use --step ops"
-        raise ParityError(f"{step.candidate} no longer takes the step", why=watch.fault, todo=todo)
+        raise ParityError(f"{step.candidate} no longer serves the step", why=watch.fault, todo=todo)
 
 
-EARLIER = "how a step is taken was chosen by an earlier run of the same suite"
+EARLIER = "the form of the step was chosen by an earlier run of the same suite"
 
 
 def _notes(plan: Plan, chosen: Chosen, text: Text | None = None) -> tuple[str, ...]:
@@ -188,7 +191,7 @@ def _said(notes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _weights(step: object) -> tuple[str, ...]:
-    """In what form the step reads them, where that is not their own."""
+    """Return a note about the weights' layout if it is not plain."""
     told: str = getattr(step, "weights_told", "")
     return (told,) if told else ()
 
@@ -202,11 +205,11 @@ class _Pair:
     baseline: Took
     optimised_first: bool
     verdict: Verdict  # of its tokens
-    kept: int  # tokens our step gave a row
+    kept: int  # tokens per row from the optimised step
 
 
 def _warm_up(scene: Scene, ours: Arm, theirs: Arm) -> None:
-    """Where the first timed step stands: clocks, caches, the guard's first checks and the allocator settle."""
+    """Run both arms until clocks, caches, the guard's first checks and the allocator have settled."""
     for i in range(scene.plan.warmup):
         scene.listener.stage("warmup", "", i, scene.plan.warmup)
         step(ours)
@@ -221,7 +224,7 @@ def _pairs(scene: Scene, ours: Ours, theirs: Arm, timer: StepTimer, power: Meter
         first = scene.rng.random() < 0.5
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
-            wait_until_idle()  # the other arm's threads look for work for some milliseconds, and would take our cores
+            wait_until_idle()  # the other arm's threads poll for work for some milliseconds and would use these cores
             if arm is ours:
                 power.begin()
             timer.begin()

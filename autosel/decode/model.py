@@ -1,8 +1,8 @@
 """The decoder: Llama, Mistral, Qwen3 and Gemma 3, each op by `best()`.
 
-It is written once, as calls through a `Runner`: one runs them at once (prefill, several tokens a sequence, ops that
-allocate), one writes them down as a flat list of (callable, arguments) with every buffer made beforehand (the decode
-step). Rows are tokens, M = B * S of them: x[M, d]. An operand that is a string is a weight, by its name.
+It is written once, as calls through a `Runner`. One runner executes them at once (prefill, several tokens per sequence,
+ops that allocate). Another writes them as a flat list of (callable, arguments) with preallocated buffers (the decode
+step). Rows are tokens, M = B * S of them: x[M, d]. An operand that is a string names a weight.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from autosel.models.workloads import ACTIVATION_CODE
 
 
 class Runner(Protocol):
-    """Runs ops. `site` names the place in the step, and with it the buffer of the result; a string among the operands
-    names a weight."""
+    """Runner of ops. `site` names the place in the step, and so the result's buffer; string operands name weights."""
 
     def __call__(self, op: str, site: str, *operands: Any) -> Any: ...
 
     def embed(self, table: str, tokens: Tensor, scale: float) -> Tensor: ...
 
     def packed(self, site: str, heads: Tensor) -> Tensor:
-        """[M, H, D] as [M * H, D]."""
+        """Return [M, H, D] as [M * H, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The tokens that one forward pass adds: S of each of B sequences, the first at `starts`.
 
-    `lengths` (None for a single sequence, and in prefill) counts what each sequence holds with them, `max_len` the
-    longest. `fresh`: nothing came before, so attention needs no cache.
+    `lengths` (None for a single sequence, and in prefill) counts each sequence's tokens including these; `max_len` is
+    the longest. `fresh` means that nothing came before, so attention needs no cache.
     """
 
     tokens: Tensor  # int64 [M]
@@ -53,7 +52,7 @@ class Batch:
 
 
 class Decoder:
-    """Weights, the angles of rope, and the order of the ops."""
+    """Weights, rotation frequencies, and the order of the ops."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.shape = weights, weights.shape
@@ -61,7 +60,7 @@ class Decoder:
         self.norm = (weights.shape.rms_eps, weights.shape.norm_offset)
 
     def hidden(self, run: Runner, batch: Batch, cache: Cache, chain: Chain = FUSED) -> Tensor:
-        """Tokens -> [M, d], normalised for the output head; their keys and values are in the cache afterwards."""
+        """Return [M, d] for tokens, normalised for the output head; their keys and values are then in the cache."""
         s = self.shape
         x, branch = run.embed("embedding", batch.tokens, s.embedding_scale), None
         for i in range(s.layers):
@@ -75,22 +74,22 @@ class Decoder:
         return run("rmsnorm", "norm", x, "norm", *self.norm)  # type: ignore[no-any-return]
 
     def logits(self, run: Runner, hidden: Tensor) -> Tensor:
-        """[M, d] -> [M, V]."""
+        """Return [M, V] for [M, d]."""
         return run("lm_head", "logits", hidden, self.weights.head_name, 0)  # type: ignore[no-any-return]
 
-    # --- one block's way in ------------------------------------------------------------------------------------------
+    # --- a block's input ---------------------------------------------------------------------------------------------
 
     def _project_qkv(
         self, run: Runner, i: int, x: Tensor, branch: Tensor | None, chain: Chain
     ) -> tuple[Tensor, Tensor]:
-        """(queries, keys and values [M, (Hq + 2 Hkv) D], the residual stream)."""
+        """Return queries, keys and values [M, (Hq + 2 Hkv) D], and the residual stream."""
         if branch is None and chain.attn == "fused":
             return run("norm_qkv", "qkv", x, f"{i}.attn_norm", f"{i}.qkv", *self.norm), x
         h, x = self._normed(run, "attn", x, branch, f"{i}.attn_norm")
         return run("linear", "qkv", h, f"{i}.qkv", None, None), x
 
     def _gated(self, run: Runner, i: int, x: Tensor, branch: Tensor | None, chain: Chain) -> tuple[Tensor, Tensor]:
-        """(act(gate) * up [M, I], the residual stream)."""
+        """Return act(gate) * up [M, I], and the residual stream."""
         kind = ACTIVATION_CODE[self.shape.activation]
         if branch is None and chain.mlp == "fused":
             return run("gate_up", "gate_up", x, f"{i}.mlp_norm", f"{i}.gate", f"{i}.up", *self.norm, kind), x
@@ -106,12 +105,12 @@ class Decoder:
             return run("rmsnorm", f"{site} norm", x, weight, *self.norm), x
         return run("add_rmsnorm", f"{site} add", branch, x, weight, *self.norm, 0)  # type: ignore[no-any-return]
 
-    # --- and its way out ---------------------------------------------------------------------------------------------
+    # --- a block's output --------------------------------------------------------------------------------------------
 
     def _leave(
         self, run: Runner, i: int, site: str, y: Tensor, x: Tensor, post_norm: str, *, later: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(the residual stream, what is yet to be added to it)."""
+        """Return the residual stream, and what must still be added to it."""
         w = f"{i}.{site}"
         if self.shape.sandwich:
             made = run("linear", site, y, w, None, None)
@@ -123,7 +122,7 @@ class Decoder:
     # --- attention ---------------------------------------------------------------------------------------------------
 
     def _attention(self, run: Runner, i: int, qkv: Tensor, batch: Batch, cache: Cache) -> Tensor:
-        """[M, (Hq + 2 Hkv) D] -> [M, Hq D]."""
+        """Return [M, Hq D] for [M, (Hq + 2 Hkv) D]."""
         s, m = self.shape, qkv.shape[0]
         q, k, v = qkv.view(m, -1, s.D).split((s.Hq, s.Hkv, s.Hkv), 1)
         if s.qk_norm:
@@ -148,6 +147,6 @@ class Decoder:
         return run("attn", "attn", q, *past, batch.lengths, batch.max_len, scale, window, 0.0)  # type: ignore[no-any-return]
 
     def window(self, i: int, length: int) -> int:
-        """Layer i's window at a context of `length`: 0 where it cuts nothing, which is another workload's key."""
+        """Return layer i's window at a context of `length`; 0 if the context fits, which has another workload key."""
         window = self.shape.window if self.shape.layer_types[i] == "sliding" else 0
         return window if length > window else 0

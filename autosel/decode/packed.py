@@ -1,13 +1,13 @@
-"""A model's matrices in the lossless layout of 12 bits (kernels/cpu/packed.h), read by a thread team in their place.
+"""A model's matrices in the lossless layout of 12 bits (kernels/cpu/packed.h), which a thread team reads.
 
-    packed = pack(decoder.weights, fp)     # UsageError: no room beside the original, or nothing gained by it;
-                                           # ParityError: some unit does not unpack to the same bits
-    packed.of("0.gate")                    # its bytes, or None: a matrix that stays as it is
-    packed.saved_bytes("0.gate")           # what a step needs to read less
+    packed = pack(decoder.weights, fp)     # UsageError: no room for a copy, or no gain;
+                                           # ParityError: a unit does not unpack to the same bits
+    packed.of("0.gate")                    # its bytes, or None for a matrix that stays unpacked
+    packed.saved_bytes("0.gate")           # bytes that a step saves
 
-They are made by the `prepare` of `cpp:gemv_packed`, and kept where single ops find them too (candidates/layouts.py).
-The original stays: prefill, the baseline and every op by itself read it. What is packed is kept for as long as the
-weights are, for all steps that are written; a run that needs the room takes it back.
+The `prepare` of `cpp:gemv_packed` makes them, and they are kept where single ops find them too (candidates/layouts.py).
+The original remains: prefill, the baseline and single ops read it. Packed matrices live as long as the weights, for all
+steps; a run that needs the memory frees them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from autosel.native.compile import compile_source
 from autosel.ops.stored import tensors
 from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Prepared, Rejected, Support, Workload
 
-CANDIDATE = "cpp:gemv_packed"  # whose layout it is
-UNIT, ROWS = 128, 8  # a team shares a matrix in whole units and eights of rows
-MOST_THREADS = 255  # of the kernels' team
+CANDIDATE = "cpp:gemv_packed"  # the candidate that owns the layout
+UNIT, ROWS = 128, 8  # a team divides a matrix into whole units and groups of eight rows
+MOST_THREADS = 255  # limit of the kernels' team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeights:
-    """The matrices of a model that are packed, by the name of the original."""
+    """The packed matrices of a model, by the original's name."""
 
     matrices: Mapping[str, Packed]
     prepared: Prepared
@@ -48,7 +48,7 @@ class PackedWeights:
         return None if found is None else found.operand
 
     def saved_bytes(self, *names: str) -> int:
-        """What a step that reads these reads less."""
+        """Return how many bytes a step that reads these matrices saves."""
         return sum(self.matrices[name].saved_bytes for name in names if name in self.matrices)
 
     @property
@@ -61,27 +61,27 @@ class PackedWeights:
 
     @property
     def told(self) -> str:
-        sizes = f"{self.bytes / 1e9:.2f} GB beside {self.plain_bytes / 1e9:.2f}"
+        sizes = f"{self.bytes / 1e9:.2f} GB for {self.plain_bytes / 1e9:.2f}"
         return f"weights in 12 bits, without loss: {sizes} GB, packed in {self.prepared.seconds:.1f} s"
 
 
-_KEPT = WeakTensorKeyDictionary()  # by the embedding of the weights: PackedWeights
+_KEPT = WeakTensorKeyDictionary()  # embedding of the weights -> PackedWeights
 
 
 def _key(weights: Weights) -> Tensor:
-    """What lives as long as they do."""
+    """Return a tensor that lives as long as the weights."""
     return tensors(weights.embedding)[0]
 
 
 def layout_format() -> str:
-    """Name layout and version, for the settings of an arm."""
+    """Return the layout's name and version, for the settings of an arm."""
     layout = registry.find("linear", CANDIDATE).layout
     assert layout is not None
     return f"{layout.name}, version {layout.version}"
 
 
 def supports(dtype: DTypeName, fp: Fingerprint, weight: str = PLAIN) -> Support:
-    """Has the device's team a kernel for them? Said without a look at the weights."""
+    """Return whether the device's team has a kernel for packed weights, without a look at the weights."""
     if fp.kind != "cpu":
         return Rejected(reason="packed weights are a thread team's, on a CPU")
     if weight != PLAIN:
@@ -93,7 +93,7 @@ def supports(dtype: DTypeName, fp: Fingerprint, weight: str = PLAIN) -> Support:
 
 
 def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> PackedWeights:
-    """Packed once, then found again. `to_come_bytes` are not free: they are still to be taken by whoever asks.
+    """Return the packed weights; they are packed once. `to_come_bytes` is memory that the caller will still need.
 
     Raises UsageError, BuildError, ParityError.
     """
@@ -104,8 +104,10 @@ def pack(weights: Weights, fp: Fingerprint, *, to_come_bytes: int = 0) -> Packed
 
 
 def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
-    """Return the form that reads packed weights, where the team has a kernel for them; refused where there is no room
-    beside the original and what the plan still takes. By the least that packed weights can take."""
+    """Return the packed form if the team has a kernel for it; refused if memory is short.
+
+    The estimate uses the least that packed weights can need, besides the original and what the plan will use.
+    """
     if isinstance(supports(plan.dtype, fp, plan.shape.weight), Rejected):
         return Offer()
     STORE.sweep()
@@ -116,7 +118,7 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
 
 
 def make_room(weights: Weights, plan: Plan) -> None:
-    """For a run on these weights that needs the room of what an earlier one packed, for a team or for single ops."""
+    """Free packed copies of an earlier run, the team's and those of single ops, if this run needs the memory."""
     STORE.sweep()
     if weights.device.type == "cpu" and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
         STORE.forget([w for _, w in weights.matrices()])
@@ -124,14 +126,14 @@ def make_room(weights: Weights, plan: Plan) -> None:
 
 
 def forget(weights: Weights) -> None:
-    """Nobody reads them packed. Steps that do keep their bytes until they are gone; single ops pack theirs again."""
+    """Free the packed copies. Steps that use them keep theirs until they end; single ops pack again."""
     if _key(weights) in _KEPT:
         STORE.forget([w for _, w in weights.matrices()])
         del _KEPT[_key(weights)]
 
 
 def prepare_of(fp: Fingerprint) -> Prepare:
-    """Return what packs a matrix on this device. Compiles on first use. Raises BuildError."""
+    """Return the function that packs a matrix on this device. Compiles on first use. Raises BuildError."""
     candidate, w = registry.find("linear", CANDIDATE), Workload(op="linear", dims=(), dtype="bf16")
     recipe = candidate.recipe(w, fp, Knobs())
     assert isinstance(recipe, NativeRecipe) and recipe.layout is not None
@@ -140,8 +142,8 @@ def prepare_of(fp: Fingerprint) -> Prepare:
 
 
 def _no_room(need: int, free: int) -> str:
-    have = f"{max(free, 0) / 2**30:.1f} GiB are to be had"
-    return f"they would take {need / 2**30:.1f} GiB beside the original; {have}"
+    have = f"{max(free, 0) / 2**30:.1f} GiB are free"
+    return f"they would take {need / 2**30:.1f} GiB in addition to the original; {have}"
 
 
 def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> PackedWeights:

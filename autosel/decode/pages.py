@@ -1,4 +1,4 @@
-"""Memory for what a step streams: weights and caches in a few large mappings, on 2 MiB pages where there are any."""
+"""Memory for weights and caches: a few large mappings, on 2 MiB pages if available."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autosel.ops.contract import DTYPE
 from autosel.values import DTYPE_BYTES, DTypeName
 from autosel.workers import pages
 
-ALIGN = 4096  # of each tensor: whole pages, so that threads share none
+ALIGN = 4096  # alignment of each tensor: whole pages, so that threads share none
 
 
 class Arena:
-    """One mapping that tensors are cut from, in order. It lives as long as they do."""
+    """One mapping that is divided into tensors, in order. It lives as long as they do."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.used = 0
@@ -28,17 +28,17 @@ class Arena:
                 self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except (OSError, ValueError, torch.OutOfMemoryError) as error:
             raise UsageError(
-                f"no {size_bytes / 2**30:.1f} GiB of memory to be had",
+                f"cannot allocate {size_bytes / 2**30:.1f} GiB of memory",
                 why=str(error)[:200],
                 todo="use fewer --layers, a shorter --seq or a smaller --batch",
             ) from error
 
     def tensor(self, shape: Sequence[int], dtype: DTypeName) -> Tensor:
-        """Uninitialised on a GPU, zeros on a CPU (untouched pages)."""
+        """Return a tensor: uninitialised on a GPU, zeros on a CPU (untouched pages)."""
         return self.bytes(math.prod(shape) * DTYPE_BYTES[dtype]).view(DTYPE[dtype]).view(*shape)
 
     def bytes(self, size: int) -> Tensor:
-        """uint8 [size]."""
+        """Return uint8 [size]."""
         assert self.used + size <= len(self.memory), "the arena was sized for fewer tensors"
         part = self.memory[self.used : self.used + size]
         self.used += padded(size)
@@ -46,5 +46,5 @@ class Arena:
 
 
 def padded(size_bytes: int) -> int:
-    """What a tensor takes of an arena."""
+    """Return the bytes that a tensor needs in an arena."""
     return -(-size_bytes // ALIGN) * ALIGN

@@ -1,4 +1,4 @@
-"""What a prompt's passes through the layers hold at once, beside weights and cache."""
+"""Memory for a prompt's passes through the layers, in addition to weights and cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from autosel.values import DTYPE_BYTES
 
 
 def activation_bytes(plan: Plan) -> int:
-    """What the larger of both arms' prompts holds at once; a synthetic prompt is not run.
+    """Return the most memory that either arm's prompt needs at once; a synthetic prompt does not run.
 
-    Ours holds the residual stream twice, projected heads and their rotated copy, and four feed-forward tensors; the
-    norms' fp32 copies. The baseline holds the same of CHUNK tokens; of whole rows, for its attention sees all of a
-    prompt, three of the stream and three of the heads.
+    The optimised arm holds the residual stream twice, projected heads and their rotated copy, four feed-forward
+    tensors, and the norms' fp32 copies. The baseline holds the same for CHUNK tokens. Its attention sees whole prompts,
+    so it also holds three copies of the stream and three of the heads for whole rows.
     """
     if plan.prompt == "synthetic":
         return 0

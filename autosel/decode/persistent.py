@@ -1,13 +1,13 @@
-"""The step taken whole by the device itself, whichever that is: the one place of decode that asks.
+"""The step run whole by the device itself. This is the only module of decode that selects by kind of device.
 
     kind = kind_of(plan.device)          # a thread team on a CPU (team.py), one launch on a GPU (launch.py)
     kind.supports(plan)                  # Accepted, or Rejected(reason): before weights are loaded
     step = kind.write(written, fp)       # the list of ops, lowered; compiles on first use
-    step = serve(decoder, cache, place)  # the same under the guard: what generates, or is measured as it serves
+    step = serve(decoder, cache, place)  # the same under the guard, for generation and measurements
     step.run(); step.settle()            # begin; wait for its end
 
-Both are made from the list that runs op by op, hold its buffers, and give its tokens. Whether one should take the step
-is for `choose` to say.
+Both kinds are made from the list that runs op by op, use its buffers, and give its tokens. `choose` decides if the step
+runs this way.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ AnyStep = Step | TorchStep | GraphStep | WholeStep
 
 
 class Kind(Protocol):
-    """How one kind of device takes whole steps."""
+    """How one kind of device runs whole steps."""
 
     candidate: str
     name: str  # in notes
-    taken: str  # the note of a run that it took
+    taken: str  # the note of a run with this form
 
     def supports(self, plan: Plan) -> Support:
-        """Asked before weights are loaded; `write` refuses what depends on the device's limits."""
+        """Return whether the plan is possible. Call it before weights are loaded; `write` checks device limits."""
 
     def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
-        """Return the whole forms that it has for the plan's steps, on these weights just now. With the step `fused`,
-        `arms` are what `write` would make of that in each form, as it would be compiled."""
+        """Return the whole forms that it has now for the plan's steps on these weights.
+
+        If the step `fused` is given, `arms` are what `write` would build from it in each form.
+        """
 
     def write(self, step: Step, fp: Fingerprint, form: StepForm = "whole") -> WholeStep:
         """Return the step, written with the fused chain, as a whole step in this form.
 
-        Raises UsageError, BuildError; ParityError where weights do not unpack to the same bits.
+        Raises UsageError, BuildError; ParityError if weights do not unpack to the same bits.
         """
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
-        """Return why it should not be compiled unasked, or ""; `ops` is the step that serves now."""
+        """Return why it should not be compiled without a request, or ""; `ops` is the step that serves now."""
 
 
 def kind_of(device: str) -> Kind:
@@ -62,12 +64,12 @@ def kind_of(device: str) -> Kind:
 
 
 def supports(plan: Plan) -> Support:
-    """Can the plan's device take its steps whole? Asked before weights are loaded."""
+    """Return whether the plan's device can run whole steps. Call it before weights are loaded."""
     return kind_of(plan.device).supports(plan)
 
 
 def refuse_unsupported(plan: Plan) -> None:
-    """Raises UsageError with the reason."""
+    """Raise UsageError with the reason if the plan's device cannot run whole steps."""
     support = supports(plan)
     if isinstance(support, Rejected):
         raise UsageError("--step whole", why=support.reason, todo="leave it out: the step then runs op by op")
@@ -83,10 +85,10 @@ def write(
     form: StepForm = "ops",
     fp: Fingerprint | None = None,
 ) -> AnyStep:
-    """Write the step in one form: op by op or as a graph with the ops of the chain; by PyTorch alone; or whole, which
-    is always fused. Weights are in the layouts of the kernels that read them when this returns.
+    """Write the step in one form: op by op or as a graph with the chain's ops; by PyTorch alone; or whole and fused.
 
-    `fp` is the device that takes it whole; None: that of the weights.
+    When this returns, weights are in the layouts of the kernels that read them. `fp` is the device that runs a whole
+    step; None means the weights' device.
     """
     if form in WHOLE:
         found = fp or fingerprint.take(str(decoder.weights.device))
@@ -112,8 +114,11 @@ def serve(
     fp: Fingerprint | None = None,
     decision: Decision | None = None,
 ) -> AnyStep:
-    """Write the step as `write` does, under the guard: a thread team's is checked while it serves (watch.py), the ops
-    of a list are in any case. `decision`: the one by which the form serves, which a fault demotes."""
+    """Write the step as `write` does, under the guard.
+
+    A thread team's step is checked while it serves (watch.py); ops of a list are always checked. `decision` is the one
+    by which the form serves; a fault demotes it.
+    """
     found = fp or fingerprint.take(str(decoder.weights.device))
     step, board = write(decoder, cache, place, chain, sampler, form=form, fp=found), dispatch.board()
     if not isinstance(step, TeamStep) or not board.policy.on or not board.policy.spot_rate:

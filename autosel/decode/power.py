@@ -1,11 +1,10 @@
-"""What energy the optimised steps took, where the machine tells: a CPU's packages by RAPL, a GPU's board by NVML, with
-all that runs on them.
+"""Energy of the optimised steps, if the machine measures it: RAPL for CPU packages, NVML for a GPU's board.
 
-RAPL counts anew every millisecond: a meter is read right before and right after each optimised step, outside what is
-timed, and the differences are added up; the baseline's steps lie between them. A board's counter advances every 20 to
-100 ms (Yang et al., "Part-time Power Measurements", SC 2024), too seldom to tell a step from its neighbour: it is read
-over two seconds of optimised steps in a row after the timed ones, from one of its advances to another.
-Status of the GPU's half: not yet run on silicon.
+The figures include everything that runs there. RAPL updates every millisecond: a meter is read right before and right
+after each optimised step, outside the timed region, and the differences are summed; baseline steps run between them. A
+board's counter updates every 20 to 100 ms (Yang et al., "Part-time Power Measurements", SC 2024), too seldom for a
+single step: it is read over two seconds of consecutive optimised steps after the timed ones, from one update to
+another. Status of the GPU's half: not yet run on silicon.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from autosel.fingerprint import nvml
 RAPL = Path("/sys/class/powercap")
 PACKAGE = re.compile(
     r"package-\d+"
-)  # its parts (core, uncore, dram) are domains of their own, and counted in it or not
+)  # parts (core, uncore, dram) have their own domains, which may be included in the package
 SPAN_NS = 2_000_000_000
-PATIENCE_NS = 1_000_000_000  # ten of the slowest counter's advances
+PATIENCE_NS = 1_000_000_000  # ten updates of the slowest counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """One that goes up and, past `most`, begins again; 0: it does not."""
+    """A counter that increases and wraps after `most`; 0 means it does not wrap."""
 
     read: Callable[[], int]  # microjoules
     most: int
@@ -41,8 +40,10 @@ class Counter:
 
 
 class Meter:
-    """Adds up what its counters count between `begin` and `end`. Once one cannot be read, nothing is known: `why`.
-    What else is to be said of the figure: `told`."""
+    """Sum of the counters' increases between `begin` and `end`.
+
+    If a counter cannot be read, the energy is unknown and `why` gives the reason. `told` is a remark on the figure.
+    """
 
     def __init__(self, counters: tuple[Counter, ...], why: str = "") -> None:
         self.counters, self.why = counters, why
@@ -61,7 +62,7 @@ class Meter:
             self.total += sum(c.joules(a, b) for c, a, b in zip(self.counters, self.before, after, strict=True))
 
     def after(self, step: Callable[[], object], steps: int) -> None:
-        """Once `steps` were timed. `step` takes one more that is like them."""
+        """Measure after the `steps` timed steps, if the meter needs it. `step` runs one more like them."""
 
     def _read(self) -> tuple[int, ...]:
         if self.why:
@@ -74,7 +75,7 @@ class Meter:
 
 
 class BoardMeter(Meter):
-    """A GPU's: asked afterwards. `read` gives millijoules."""
+    """Meter of a GPU's board, which measures after the timed steps. `read` returns millijoules."""
 
     def __init__(self, read: Callable[[], int], clock: Callable[[], int] = time.perf_counter_ns) -> None:
         super().__init__(())
@@ -95,25 +96,25 @@ class BoardMeter(Meter):
         self.told = f"energy: the board's, by NVML, over {taken} more steps in a row"
 
     def _to_advance(self, step: Callable[[], object]) -> int:
-        """Steps until the counter advances. Raises ValueError if it does not."""
+        """Run steps until the counter advances, and return their number. Raises ValueError if it does not advance."""
         counted, began, taken = self.read(), self.clock(), 0
         while self.read() == counted:
             if self.clock() - began > PATIENCE_NS:
-                raise ValueError("the board's counter (NVML) stands still")
+                raise ValueError("the board's counter (NVML) does not advance")
             step()
             taken += 1
         return taken
 
 
 def meter(device: str, root: Path = RAPL) -> Meter:
-    """What the device can be metered by; where there is nothing, one that says why."""
+    """Return a meter for the device; if there is none, a meter that says why."""
     if device != "cpu":
         return _board(device)
     packages = _packages(root)
     if not packages:
         return Meter((), f"energy is not known: {root} has no intel-rapl package domain")
     made = Meter(tuple(_counter(folder) for folder in packages))
-    made.begin()  # what may not be read is said before anything is measured
+    made.begin()  # reports an unreadable counter before anything is measured
     return made
 
 
@@ -127,7 +128,7 @@ def _board(device: str) -> Meter:
 
 
 def _packages(root: Path) -> list[Path]:
-    """Folders of whole packages: `intel-rapl:0`, not its parts `intel-rapl:0:0`, nor the same again by `-mmio`."""
+    """Return folders of whole packages: `intel-rapl:0`, not its parts `intel-rapl:0:0` or a duplicate with `-mmio`."""
     found = []
     for folder in sorted(root.glob("intel-rapl:*")):
         try:

@@ -1,11 +1,11 @@
-"""A decode step as a program for a device that takes it whole: ops with named operands, in the order of the step.
+"""A decode step as a program for a device that runs it whole: ops with named operands, in the order of the step.
 
     program = lower(step)              # of a list that was written with the fused chain
     for op in program.ops: ...         # Embed, Project, Rotate, Attend, Norm
 
-This is the one lowering of the list of calls; a thread team (team.py) and a launch (launch.py) encode what it gives. An
-operand that is a tensor is a buffer of the list; one that is a string is a weight, which the encoder looks up where it
-has it: as it is, or packed.
+This is the only lowering of the list of calls; a thread team (team.py) and a launch (launch.py) encode its result. An
+operand that is a tensor is a buffer of the list. An operand that is a string names a weight, which the encoder looks up
+in its own form: plain or packed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autosel.decode.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embed:
-    """out = table[tokens] * scale. `calls` of the list are what an op stands for, the slowest first."""
+    """out = table[tokens] * scale. `calls` are the list's calls that an op replaces, the slowest first."""
 
     calls: tuple[Call, ...]
     table: str
@@ -35,7 +35,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Project:
-    """y = x @ w^T, plus `residual`; of rmsnorm(x) where a norm is named; with `up`: act(that) * (rmsnorm(x) @ up^T)."""
+    """y = x @ w^T, plus `residual`; of rmsnorm(x) if a norm is named; with `up`: act(that) * (rmsnorm(x) @ up^T)."""
 
     calls: tuple[Call, ...]
     x: Tensor
@@ -53,8 +53,10 @@ class Project:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rotate:
-    """From qkv [B, (Hq + 2 Hkv) D]: q, normed where a weight is named and rotated; k likewise, and v as it is, to where
-    they belong in the caches."""
+    """Rotation of q and k from qkv [B, (Hq + 2 Hkv) D], each normed first if a weight is named.
+
+    q is written to `q`; k and the unchanged v are written to their slots in the caches.
+    """
 
     calls: tuple[Call, ...]
     qkv: Tensor
@@ -71,7 +73,7 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attend:
-    """out = attention of q over the caches. `window` is the layer's, whether it cuts here or not; 0: none."""
+    """out = attention of q over the caches. `window` is the layer's, even if the context is shorter; 0 means none."""
 
     calls: tuple[Call, ...]
     q: Tensor  # [B, Hq, 1, D]
@@ -104,7 +106,9 @@ ProgramOp = Embed | Project | Rotate | Attend | Norm
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Program:
-    """`rest` of the list comes behind the ops: the choice of the tokens. All norms have one eps and one offset."""
+    """The program. `rest` of the list follows the ops: the choice of the tokens. All norms share one eps and one
+    offset.
+    """
 
     ops: tuple[ProgramOp, ...]
     rest: tuple[Call, ...]
@@ -117,11 +121,11 @@ class Program:
 
 
 def lower(step: Step) -> Program:
-    """Return the program of a list. Nothing in it depends on the context's length."""
+    """Return the program of a list. It does not depend on the context's length."""
     assert step.chain == FUSED and not step.cache.paged, "a whole step is fused, over a contiguous cache"
     ops: list[ProgramOp] = []
     rest: list[Call] = []
-    before: list[Call] = []  # what is made of q and k on their way to the cache
+    before: list[Call] = []  # operations on q and k before they are appended
     for call in step.calls:
         if call.op == "sample" or call.site == "argmax":
             rest.append(call)
@@ -130,7 +134,7 @@ def lower(step: Step) -> Program:
         elif call.op == "kv_append":
             ops.append(_rotate(ops[-1], before, call))
             before = []
-        elif call.op == "glue" and "scale" in call.names:  # the scale of an embedding is an operand of it
+        elif call.op == "glue" and "scale" in call.names:  # an embedding's scale is one of its operands
             ops[-1] = replace(ops[-1], calls=(*ops[-1].calls, call))
         else:
             ops.append(LOWERED[call.site if call.op == "glue" else call.op](step, call))
@@ -212,7 +216,7 @@ def _attend(step: Step, call: Call) -> Attend:
         q=call["q"],
         k=call["k"],
         v=call["v"],
-        lengths=step.place.lengths,  # the list leaves them out where there is but one sequence
+        lengths=step.place.lengths,  # the list omits them for a single sequence
         scale=float(call["scale"]),
         window=shape.window if shape.layer_types[call.layer] == "sliding" else 0,
         softcap=float(call["softcap"]),

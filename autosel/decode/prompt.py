@@ -1,7 +1,7 @@
-"""The tokens a run is fed: drawn at random, or from a file of token ids or of text.
+"""The prompt's tokens: random ones, or from a file of token ids or text.
 
-Whoever has a prompt can tell whether it is the one of a certificate: `tokens_sha256` is that of the rows as JSON
-without spaces (`[[1,2],[3,4]]`), cut and repeated as they ran; `file_sha256` what `sha256sum` says of the file.
+An owner of a prompt can tell if it is the certificate's: `tokens_sha256` is the sha256 of the rows that ran as JSON
+without spaces (`[[1,2],[3,4]]`), after cutting and repetition; `file_sha256` is `sha256sum` of the file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """`digest`: of these rows, and of the bytes they were made of; None where they are not run."""
+    """Rows of tokens; `digest` is of the rows and of their file, or None if they do not run."""
 
     rows: list[list[int]]
     digest: PromptDigest | None
 
 
 def prompts(plan: Plan) -> Prompts:
-    """One row a sequence, each of the `seq` - 1 tokens that come before the first timed step.
+    """Return one row per sequence, with the `seq` - 1 tokens before the first timed step.
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
@@ -60,7 +60,7 @@ def _drawn(plan: Plan) -> list[list[int]]:
 
 
 def _chosen(rows: list[list[int]], plan: Plan) -> list[list[int]]:
-    """As many rows as the batch has, again from the first on where they are fewer, cut to what is wanted."""
+    """Return as many rows as the batch has, repeated if there are fewer, and cut to length."""
     wanted = plan.seq - 1
     chosen = [rows[b % len(rows)] for b in range(plan.batch)]
     short = min(map(len, chosen))
@@ -74,7 +74,8 @@ def _chosen(rows: list[list[int]], plan: Plan) -> list[list[int]]:
 
 
 def text_to_score(path: Path, plan: Plan) -> Text:
-    """The text of --quality: token ids of a .json file, else the checkpoint's tokenizer, else bytes as tokens.
+    """Return the text of --quality: token ids of a .json file, else by the checkpoint's tokenizer, else bytes as
+    tokens.
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
@@ -104,7 +105,7 @@ def _content(path: Path) -> bytes:
 
 
 def _text(path: Path, content: bytes) -> str:
-    """As a file opened for text is read: every line ends alike."""
+    """Decode a file's bytes as text, with universal newlines."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except UnicodeDecodeError as error:
@@ -112,7 +113,7 @@ def _text(path: Path, content: bytes) -> str:
 
 
 def _token_rows(path: Path, text: str) -> list[list[int]]:
-    """[1, 2, 3] or [[1, 2], [3]]."""
+    """Return the rows of [1, 2, 3] or [[1, 2], [3]]."""
     try:
         data = parse_json(text, what=path.name, depth=3)
     except ValueError as error:
@@ -120,7 +121,7 @@ def _token_rows(path: Path, text: str) -> list[list[int]]:
     rows = data if isinstance(data, list) and data and all(isinstance(r, list) for r in data) else [data]
     for row in rows:
         if not isinstance(row, list) or not row or not all(type(t) is int for t in row):
-            raise BadConfig(f"{path} holds no token ids", why="a list of whole numbers is expected, or a list of such")
+            raise BadConfig(f"{path} has no token ids", why="a list of whole numbers is expected, or a list of such")
     return rows
 
 
@@ -138,6 +139,6 @@ def _tokenize(text: str, folder: Path) -> list[int]:
         raise extras.missing("hf", "a prompt in words", error) from error
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
-    except Exception as error:  # its own errors are plain Exceptions
+    except Exception as error:  # the library raises plain Exceptions
         raise BadConfig(f"{path} cannot be read", why=str(error)[:200]) from error
     return ids

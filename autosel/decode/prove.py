@@ -1,6 +1,6 @@
 """Parity of the forms of a step: each must give the logits of the step op by op, from the same state.
 
-The same bits, or else as close to a pass in higher precision as the judge of a measurement asks.
+The bits must be equal, or the distance from a pass in higher precision within the bound of a measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autosel.values import Decision, Passed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """The forms that may take the step: op by op first, then those that passed. `note`: why others did not."""
+    """The forms that may run the step: op by op, then those that passed. `note` says why others did not."""
 
     steps: Mapping[StepForm, AnyStep] = field(default_factory=dict)
     proofs: Mapping[StepForm, Passed] = field(default_factory=dict)
@@ -35,14 +35,14 @@ class Proven:
 
 
 def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question) -> Proven:
-    """Prove each form that may be tried. What faults meanwhile is put in quarantine.
+    """Prove each form that may be tried. A form that faults is put in quarantine.
 
-    Weights are packed unless a decision says that the step is taken without. Raises BuildError, DeviceFault,
-    ParityError, UsageError if the form that the plan asks for fails.
+    Weights are packed unless a decision excludes it. Raises BuildError, DeviceFault, ParityError, UsageError if the
+    form that the plan requires fails.
     """
     unpacked = question.form == "whole"
     forms = [form for form in question.forms if not (unpacked and form == "packed")]
-    if question.known is not None:  # a whole step: nothing else is asked of the decision
+    if question.known is not None:  # a known decision for a whole step needs only its own proof
         forms = [form for form in forms if form in WHOLE]
     notes = [_refusal(scene, form, why) for form, why in question.refused.items() if not unpacked]
     if not forms:
@@ -50,7 +50,7 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
     if "whole" in forms and question.form not in WHOLE and (why := _reluctance(scene, ledger, ops)):
         forms = [form for form in forms if form not in WHOLE]
-        notes.append(f"no {scene.kind.name}: {why}; --step whole asks for one")
+        notes.append(f"no {scene.kind.name}: {why}; use --step whole to require it")
     steps: dict[StepForm, AnyStep] = {"ops": ops}
     proofs: dict[StepForm, Passed] = {}
     for form in forms:
@@ -64,7 +64,7 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
 
 
 def _reluctance(scene: Scene, ledger: Ledger | None, ops: Step) -> str:
-    """Why a whole step that nothing was decided about promises too little to be compiled unasked, or ""."""
+    """Return why an undecided whole step promises too little to be compiled without a request, or ""."""
 
     def raced(decision: Decision | None) -> frozenset[str]:
         if ledger is None or decision is None or decision.state != "kept":
@@ -86,7 +86,7 @@ def _refusal(scene: Scene, form: StepForm, why: str) -> str:
 def _proven(
     scene: Scene, ledger: Ledger | None, ops: Step, form: StepForm, question: Question
 ) -> tuple[AnyStep, Passed]:
-    """The step in this form, and its proof."""
+    """Return the step in this form, and its proof."""
     arm = question.arms.get(form)
     digests = {arm.digest, arm.build} if arm is not None else set()
     if form == "torch":
@@ -103,7 +103,7 @@ def _proven(
 
 
 def _as_it_was(scene: Scene) -> tuple[TorchStep, Passed]:
-    """PyTorch's step is the baseline that the others are judged by: its own distance from the reference is recorded."""
+    """Return PyTorch's step, the baseline of the others, with its own distance from the reference as its proof."""
     step = TorchStep.of(write_step(scene.decoder, scene.cache, scene.place, AS_PYTORCH))
     logits = fresh_logits(step)
     error, bound = judged(logits, logits, scene.reference(), scene.plan.dtype)
@@ -111,15 +111,15 @@ def _as_it_was(scene: Scene) -> tuple[TorchStep, Passed]:
 
 
 def _refuse_other_logits(scene: Scene, ops: Step, other: AnyStep, name: str) -> Passed:
-    """Raises ParityError, DeviceFault."""
-    expected = fresh_logits(ops).clone()  # a graph of the list writes where the list does
+    """Compare logits with the step op by op. Raises ParityError, DeviceFault."""
+    expected = fresh_logits(ops).clone()  # cloned, because a graph writes into the list's buffers
     found = fresh_logits(other)
     if torch.equal(expected, found):
         return Passed(cases=1, worst=0.0, worst_case="the logits of the step op by op, bit for bit")
     error, bound = judged(found, expected, scene.reference(), scene.plan.dtype)
     if not error <= bound:
         raise ParityError(
-            f"the logits of {name} are not those of the step op by op",
+            f"the logits of {name} differ from the step op by op",
             why=f"{error:.3g} from the reference, {bound:.3g} allowed",
             todo="use --step ops, and report this",
         )

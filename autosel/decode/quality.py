@@ -1,8 +1,8 @@
-"""How good is the text of the path that was timed? Its perplexity on a text, and how far its logits are from the
-reference's: every weight widened to fp32, keys and values never rounded.
+"""Quality of the timed path on a text: perplexity, and the distance of its logits from the reference's.
 
-The text is fed token by token through the very step that was timed, with the same batch and chain; attention is bound
-anew as the text grows, from the lengths of the text and not from --seq.
+The reference widens every weight to fp32 and never rounds keys and values. The text is fed token by token through the
+timed step, with the same batch and chain; attention is bound again as the text grows, by the text's length instead of
+--seq.
 
     difference   mean over tokens of (timed path's -ln p - reference's); its standard error is over the same tokens
     divergence   KL(reference || timed), nats, of each next-token distribution
@@ -26,12 +26,12 @@ from autosel.decode.run import Chosen, Plan, Quality, Text
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, Place
 
-MOST_TOKENS = 512  # of all rows: the reference keeps its logits
-CHUNK = 64  # positions whose logits are made at a time
+MOST_TOKENS = 512  # of all rows: the reference keeps its logits in memory
+CHUNK = 64  # positions whose logits are computed at a time
 
 
 def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
-    """Score the text on both paths, ours as it was chosen."""
+    """Score the text with the reference and with the chosen step."""
     plan, decoder, listener, chain = scene.plan, scene.decoder, scene.listener, chosen.chain
     rows = windows(text.tokens, plan.batch, plan.model.max_context)
     count = len(rows[0])
@@ -45,7 +45,7 @@ def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
     listener.stage("quality", "reference", 0, count)
     reference = _reference(decoder, tokens)
     place = Place.at(tokens[:, 0], [0] * len(rows))
-    form = "ops" if chosen.form == "graph" else chosen.form  # a graph would be captured again at every token
+    form = "ops" if chosen.form == "graph" else chosen.form  # avoids a new capture for every token
     step = write(decoder, cache, place, chain, form=form, fp=scene.fp) if plan.prealloc else None
     run, scores = Direct(decoder.weights), _Scores()
     for i in range(count - 1):
@@ -61,13 +61,13 @@ def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
 
 
 def windows(tokens: Sequence[int], rows: int, context: int = MOST_TOKENS) -> list[list[int]]:
-    """Equal parts of the text, one a row, one after the other, none longer than the model's context."""
+    """Return consecutive equal parts of the text, one per row, none longer than the model's context."""
     count = min(min(len(tokens), MOST_TOKENS) // rows, context)
     return [list(tokens[b * count : (b + 1) * count]) for b in range(rows)]
 
 
 def clipped(plan: Plan, text: Text) -> str:
-    """What of the text the model has no context for, or ""."""
+    """Return a note if the text exceeds the model's context, else ""."""
     whole, most = len(windows(text.tokens, plan.batch)[0]), plan.model.max_context
     if whole <= most:
         return ""
@@ -75,7 +75,7 @@ def clipped(plan: Plan, text: Text) -> str:
 
 
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """fp32 logits [B, S, V] after each token; float64 would be no truer to what a user compares with."""
+    """Return fp32 logits [B, S, V] after each token. float64 would not match what a user compares with any better."""
     reference = Eager(decoder.weights, torch.float32)
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
     hidden = reference.hidden(tokens, nothing, 0)
@@ -85,7 +85,7 @@ def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
 
 
 class _Scores:
-    """Token by token, what both paths made of the text."""
+    """Scores of both paths, token by token."""
 
     def __init__(self) -> None:
         self.timed: list[float] = []

@@ -1,12 +1,12 @@
-"""What there is to choose from for a scene's step, and what is decided about it.
+"""The forms to choose from for a scene's step, and the stored decision about it.
 
     question = ask(scene, ledger)      # Question: the forms that may be tried, each form's arm, the stored decision
 
-A decision holds for the model's dimensions, the batch, the bucket of context lengths, the threads; and for as long as
-every form that could be taken, and what serves every op of the step they were raced against, are what they were.
+A decision is valid for the model's dimensions, the batch, the bucket of context lengths and the threads, as long as
+every form that could run, and the candidates of every op that they raced with, are unchanged.
 
-The forms of a step are arms of the ledger: op by op, the baseline; PyTorch's own step, as it was before autosel; a
-graph of the ops, where the device has graphs; and whole, by the device itself (persistent.py).
+The forms of a step are arms of the ledger: op by op, the baseline; PyTorch's own step, as before autosel; a graph of
+the ops, on devices with graphs; and whole, by the device itself (persistent.py).
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from autosel.values import (
     digest,
 )
 
-OPS = "ops:step"  # in the forms of the chain that was fastest, by whatever serves each op
+OPS = "ops:step"  # each op by its candidate, in the fastest chain
 TORCH = "torch:step"  # PyTorch alone
 GRAPH = "graph:step"
 WRITER = PythonRecipe(target="autosel.decode.step:write_step")
 CAPTURER = PythonRecipe(target="autosel.decode.graph:captured")
 EAGER = PythonRecipe(target="autosel.decode.torch_step:TorchStep")
 _FORMS: Mapping[str, StepForm] = {OPS: "ops", TORCH: "torch", GRAPH: "graph", PACKED: "packed"}
-REST = timedelta(hours=1)  # for so long an undecided step is not raced again
+REST = timedelta(hours=1)  # an undecided step is not raced again for this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which form takes the step, and the answer if there is one.
+    """Question which form runs the step, with the answer if there is one.
 
-    `forms` may be tried besides op by op; `refused` says why the device cannot take others. `arms` are what the ledger
-    is asked about: every form that could be taken, whether there is room for it now or not; none where the plan says
-    how the step is taken, where one form alone can take it, or without a ledger.
+    `forms` may be tried besides op by op; `refused` says why the device excludes others. `arms` are the keys of the
+    ledger: every form that could run, even if memory is short now. It is empty if the plan sets the form, if only one
+    form is possible, or without a ledger.
     """
 
     forms: tuple[StepForm, ...]
@@ -63,18 +63,18 @@ class Question:
     workload: Workload
     mode: str
     arms: Mapping[StepForm, Arm]
-    contested: Mapping[StepForm, Arm]  # those that a race now decides about: not packed weights that have no room
+    contested: Mapping[StepForm, Arm]  # arms that a race can decide now: without packed weights that do not fit
     known: Decision | None
-    form: StepForm | None  # that it says
+    form: StepForm | None  # the form of the known decision
 
 
 def form_of(candidate: str) -> StepForm:
-    """The form that a candidate for the step stands for: the device's own kernel takes it whole."""
+    """Return the form of a step's candidate; the device's own kernel runs it whole."""
     return _FORMS.get(candidate, "whole")
 
 
 def ask(scene: Scene, ledger: Ledger | None) -> Question:
-    """Return what there is to choose from, and what is decided about it."""
+    """Return the forms to choose from, and what is decided about them."""
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())
@@ -114,7 +114,7 @@ def _known(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[Ste
 
 
 def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -> Workload:
-    """The step of these layers: what differs in any dimension or trait is another computation."""
+    """Return the workload of these layers' step; every dimension and trait that changes the computation is in it."""
     sizes = {"B": batch, "layers": shape.layers, "d": shape.d, "I": shape.I, "Hq": shape.Hq, "Hkv": shape.Hkv}
     traits: dict[str, Any] = {"activation": shape.activation}
     traits |= {"sliding": shape.sliding_layers, "window": shape.window} if shape.window else {}
@@ -129,7 +129,7 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
 
 
 def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:
-    """What was left undecided less than REST ago, about these very arms: not every run of a row pays for a race."""
+    """Return a decision of the last REST that stayed undecided about these arms, so that not every run races again."""
     now = {arm.digest for arm in arms.values()}
     for d in ledger.serving_rows(hw_id, bucket, mode):
         undecided = d.verdict is not None and d.verdict.outcome == "undecided"
@@ -151,14 +151,16 @@ def _chains(scene: Scene) -> dict[Form, Step]:
 
 
 def _ours(steps: Iterable[Step]) -> bool:
-    """Return True if a decision of ours serves an op in any of the chains; else PyTorch runs every op anyway."""
+    """Return True if one of autosel's decisions serves an op in any chain; else PyTorch runs every op anyway."""
     candidates = {getattr(call.function, "candidate", "") for step in steps for call in step.calls}
     return any(candidate.partition(":")[0] not in ("", "torch") for candidate in candidates)
 
 
 def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) -> dict[StepForm, Arm]:
-    """Return the forms of the step that Python runs, as they would be written now; the baseline first. `steps`: its
-    chains."""
+    """Return the arms of the forms that Python runs, as they would be written now; the baseline first.
+
+    `steps` are its chains.
+    """
     served = _served(list(steps.values()))
     backend: Backend = "CPP" if scene.fp.kind == "cpu" else "CUDA_EXT"
     found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
@@ -170,7 +172,7 @@ def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) 
 
 
 def _served(steps: Sequence[Step]) -> str:
-    """What serves an op in any of the chains: another decision about one of them makes another arm."""
+    """Return a digest of the candidates of all ops in the chains: another decision makes another arm."""
     served = {}
     for call in (c for step in steps for c in step.calls if c.workload is not None):
         decision = getattr(call.function, "decision", None)

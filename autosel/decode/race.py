@@ -1,8 +1,8 @@
-"""A race of whole steps, and its instrument: they are timed in this process, where their weights are.
+"""A race of whole steps, and its timer: steps are timed in this process, where their weights are.
 
-The rules are those of every race (race.run). What differs is where a session is held: the weights, gigabytes of them,
-are the same tensors for all arms, so that no luck of theirs favours one; what an arm has of its own (its buffers, its
-program, its graph) is made anew for each session.
+The rules are those of every race (race.run). The difference is where sessions run: all arms share the weights, which
+take gigabytes, so that their placement in memory favours none. Each session makes an arm's buffers, program and graph
+again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from autosel.race.waits import Watch, watch
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
 from autosel.values import WHOLE_STEP, Arm, Deployed, Prepared, Race
 
-# The smallest gain that can be promoted; below an op's own (2 %), for the arms of a step differ in little of what gives
-# a process its luck. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them beside
-# other work) one crossed: with 95 % confidence fewer than one in ten do.
+# The smallest gain that can be promoted. It is below an op's own (2 %), because the arms of a step share most of what
+# varies between processes. Of 49 A/A sessions (llama-1b, 4 layers and 1, the step written twice; 24 pairs; 30 of them
+# while other work ran) one crossed: with 95 % confidence fewer than one in ten do.
 MARGIN = Margin(delta=0.01, alpha_session=0.05, pi=0.1, calibrated=True)
-# So long may a race of steps go on for its tail alone: of a step of 50 ms, 200 samples of each arm.
+# The longest time that a race of steps may continue for its tail only: for a step of 50 ms, 200 samples of each arm.
 TAIL_S = 20.0
-BASELINE_SAMPLES = 3  # of which the plan is made
-CACHES = 3  # a step that moves less than so many last-level caches may find its weights in them
+BASELINE_SAMPLES = 3  # samples from which the plan is made
+CACHES = 3  # a step that moves less than this many last-level caches may find its weights in them
 
 
 def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Race:
@@ -66,7 +66,7 @@ def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Rac
         challengers=tuple(map(_entrant, challengers)),
         margins=dict.fromkeys(TIME_CLASSES, MARGIN),
         llc_bytes=last_level_bytes(scene.fp),
-        read_bytes_per_s=math.inf,  # a step that is faster than a probe is believed no more than the probe
+        read_bytes_per_s=math.inf,  # a step faster than the probe is as uncertain as the probe
     )
     for found in run([contest], Terms(rng=scene.rng, debit=debit, progress=progress), steps):
         if not isinstance(found, Disqualified):
@@ -88,10 +88,11 @@ def _entrant(arm: Arm) -> Entrant:
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """Holds sessions of the scene's step in this process: a `Venue`, and each of its rooms. `arms` are what the ledger
-    calls the candidates; a fault that the control does not share puts one in quarantine there.
+    """Sessions of the scene's step in this process: a `Venue`, and each of its rooms.
 
-    `moved`: the bytes of a step by candidate; `told`: what packing its weights took.
+    `arms` are the ledger's names of the candidates. A fault that the control does not share puts an arm in quarantine.
+
+    `moved` has the bytes of a step by candidate; `told` describes the packing of its weights.
     """
 
     scene: Scene
@@ -108,10 +109,10 @@ class Steps:
         return StepSeat(self, arms, plan)
 
     def renew(self) -> None:
-        """Each session's steps are written anew."""
+        """Do nothing: each session writes its steps again."""
 
     def close(self) -> None:
-        """Nothing is held between sessions."""
+        """Do nothing: nothing is kept between sessions."""
 
     def written(self, candidate: str) -> AnyStep:
         scene, form = self.scene, form_of(candidate)
@@ -131,11 +132,11 @@ class StepSeat:
         self.timer = step_timer(steps.scene.plan.device, steps.scene.clock)
         self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
         self.written: dict[str, AnyStep] = {}
-        self.runs = OPS  # the arm at hand
+        self.runs = OPS  # the current arm
         self.watch: Watch | None = watch() if steps.scene.plan.device == "cpu" else None
 
     def sit(self) -> None:
-        """Write each step and run it once; plan from the time of the step op by op."""
+        """Write each step and run it once; make the plan from the time of the step op by op."""
         for arm in self.arms:
             self.runs = arm
             self.written[arm] = self.steps.written(arm)
@@ -147,7 +148,7 @@ class StepSeat:
             self.plan = _affordable(plan(base_ns), base_ns)
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
-        """Steps during which a thread waited for a core are taken again, as samples of ops are."""
+        """Time a pair. Steps during which a thread waited for a core are repeated, as samples of ops are."""
         before, busy = Disturbance.read(), ""
         if self.watch is not None:
             self.watch.begin()
@@ -171,9 +172,9 @@ class StepSeat:
         step.settle()
 
     def _sample(self, arm: str, calls: int) -> float:
-        """Nanoseconds a step, by the clock that certifies steps."""
+        """Return nanoseconds per step, by the clock that certifies steps."""
         self.runs = arm
-        wait_until_idle()  # threads of PyTorch's that another step left looking for work would take our cores
+        wait_until_idle()  # PyTorch's threads that still poll for work would use these cores
         return self.timer.mean_ns(self.written[arm], calls)
 
     @property
@@ -191,7 +192,7 @@ class StepSeat:
 
     @property
     def checked(self) -> Mapping[str, tuple[int, int]]:
-        """Steps are compared in their proofs, and none while they are timed."""
+        """Return nothing: steps are compared in their proofs, not while they are timed."""
         return {}
 
     def probe(self) -> float:
@@ -203,11 +204,11 @@ class StepSeat:
         return ()
 
     def moved_bytes(self, arm: str) -> int:
-        """0 where the weights may be found in a cache."""
+        """Return the bytes of a step; 0 if its weights may be in a cache."""
         return self.steps.moved[arm] if self.streams else 0
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
-        """The step that ran when the device failed, if the step op by op works right after."""
+        """Blame the step that ran when the device failed, if the step op by op works right after."""
         control = self.written.get(OPS)
         if self.runs == OPS or not isinstance(control, Step):
             raise control_fault(str(error)[:300]) from error
@@ -221,10 +222,10 @@ class StepSeat:
 
 
 def bytes_of(scene: Scene) -> int:
-    """What a step of the scene reads with its weights as they are."""
+    """Return the bytes that a step of the scene reads with unpacked weights."""
     return bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
 
 
 def _affordable(found: Plan, base_ns: float) -> Plan:
-    """The tail's samples cut to TAIL_S; a tail that they do not settle stays unsettled."""
+    """Limit the tail's samples to TAIL_S; a tail that they do not settle stays unsettled."""
     return replace(found, tail_samples=min(found.tail_samples, max(1, int(TAIL_S * 1e9 / (2 * base_ns)))))

@@ -1,4 +1,4 @@
-"""The angles a position that each layer's heads turn by; the rotation itself is the op `rope`."""
+"""Rotation frequencies of each layer's heads; the op `rope` does the rotation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autosel.models.shape import ModelShape
 
 
 def frequencies(shape: ModelShape, device: torch.device) -> tuple[Tensor, ...]:
-    """fp32 [rotary_dim / 2] for each layer; layers that turn alike share one tensor.
+    """Return fp32 [rotary_dim / 2] for each layer; layers with equal frequencies share one tensor.
 
     Raises BadConfig for a kind of scaling that also rescales attention.
     """

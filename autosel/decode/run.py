@@ -1,6 +1,6 @@
-"""One measured decode: what was asked (`Plan`), what served it (`Choice`), what came out (`DecodeRun`).
+"""One measured decode: the request (`Plan`), the candidates (`Choice`), the result (`DecodeRun`).
 
-Values alone, free of torch: the command line, the certificate and a report read them without loading a model.
+These are values without torch: the command line, certificates and reports read them without loading a model.
 
     weights = load_weights(plan, listener)                    # decode.weights
     run = measure(plan, weights, listener=listener)           # decode.measure: a DecodeRun
@@ -17,8 +17,8 @@ from autosel.models.shape import ModelShape
 from autosel.values import Arm, Backend, Decision, DTypeName, Fingerprint, State
 
 Layout = Literal["contiguous", "paged"]
-# How a step is run: op by op; by PyTorch alone, as the baseline is; the list of ops replayed as a CUDA graph; by one
-# native call or launch of the device; by that, from weights packed without loss.
+# Form of a step: op by op; by PyTorch alone, as the baseline; the list of ops replayed as a CUDA graph; by one native
+# call or launch of the device; by that call, with lossless packed weights.
 StepForm = Literal["ops", "torch", "graph", "whole", "packed"]
 WHOLE: tuple[StepForm, ...] = ("whole", "packed")
 EXECUTION: Mapping[StepForm, Literal["eager", "torch", "graph", "team"]] = {
@@ -28,8 +28,8 @@ EXECUTION: Mapping[StepForm, Literal["eager", "torch", "graph", "team"]] = {
     "whole": "team",
     "packed": "team",
 }  # the first word of the mode
-# How a block's input becomes its first projection: everything in one op; the residual added by the projection before,
-# then norm and projection apart; or residual and norm in one op, then the projection.
+# How a block's input reaches its first projection: everything in one op; the residual added by the previous projection,
+# then norm and projection; or residual and norm in one op, then the projection.
 Form = Literal["fused", "normed", "added"]
 FORMS: tuple[Form, ...] = ("fused", "normed", "added")
 AskedStep = Literal["auto", "ops", "graph", "whole"]
@@ -66,7 +66,7 @@ class Sampling:
 
     @property
     def changes_greedy(self) -> bool:
-        """Is any token other than the largest logit's possible?"""
+        """Return True if a token other than the largest logit's is possible."""
         return self.temperature > 0.0 or self.repetition_penalty != 1.0
 
 
@@ -75,16 +75,16 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. Raises UsageError for what no run can be.
+    """Request of a run. Raises UsageError for values that no run can have.
 
-    `seq` counts the tokens that a timed step attends to, the one it adds included, so the prompt has seq - 1. With
-    `advance` off each timed step is that very step (the cache is rewound by a token): every sample does the same work.
-    With it on the stream goes on, and timed step i (from 0) attends to seq + i. `layers` below the model's own run the
-    first so many and the output head.
+    `seq` counts the tokens that a timed step attends to, including the one it adds, so the prompt has seq - 1. Without
+    `advance`, every timed step is the same step (the cache is rewound by a token): every sample does the same work.
+    With it, the stream advances, and timed step i (from 0) attends to seq + i. `layers` below the model's own run the
+    first layers and the output head.
     """
 
     model: ModelShape  # the whole model, whatever `layers` says
-    layers: int = 0  # how many of them run; 0: all
+    layers: int = 0  # how many layers run; 0: all
     weights: str = "random"  # or a checkpoint folder
     # "random" tokens, run through the model; "synthetic": the cache is filled with random keys and values instead, and
     # no time to first token is measured; or a file of token ids, or of text (needs the checkpoint's tokenizer)
@@ -96,15 +96,15 @@ class Plan:
     warmup: int = 10
     advance: bool = False
     step: AskedStep = "auto"  # the form of the step; auto: a decision or a race chooses
-    layout: AskedLayout = "auto"  # auto: a whole step reads packed weights where that is faster; plain: it never does
+    layout: AskedLayout = "auto"  # auto: a whole step reads packed weights where that is faster; plain: never
     cache: Layout = "contiguous"
-    page: int = 64  # tokens a page of a paged cache
-    prealloc: bool = True  # every op writes into buffers made once; off: ops allocate their results
-    small_batch: bool = False  # the batch stands for one stream's tokens in flight: time per token = step / batch
+    page: int = 64  # tokens per page of a paged cache
+    prealloc: bool = True  # ops write into preallocated buffers; off: ops allocate their results
+    small_batch: bool = False  # the batch is one stream's tokens in flight: time per token = step / batch
     sampling: Sampling = GREEDY
-    speculate: int = 0  # n-gram speculation: tokens drafted a step; 0: none
+    speculate: int = 0  # n-gram speculation: tokens drafted per step; 0: none
     device: str = "cpu"
-    seed: int = 0  # of random weights, random prompt and the coins that order the steps
+    seed: int = 0  # of random weights, random prompt and the coin flips that order the steps
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("seq", 2), ("iters", 1), ("warmup", 0), ("page", 1), ("speculate", 0)):
@@ -131,23 +131,25 @@ class Plan:
 
     @property
     def shape(self) -> ModelShape:
-        """The model cut to the layers that run."""
+        """Return the model with only the layers that run."""
         types = self.model.layer_types[: self.layers_run]
         slides = "sliding" in types
         return replace(self.model, layers=self.layers_run, layer_types=types, window=self.model.window if slides else 0)
 
     @property
     def not_whole(self) -> str:
-        """Why no device can take a step of this plan whole, or ""."""
+        """Return why no device can run a whole step of this plan, or ""."""
         if self.speculate:
-            return "drafts make steps of several tokens a sequence"
+            return "speculation makes steps of several tokens per sequence"
         if not self.prealloc:
-            return "--no-prealloc: a whole step writes into buffers made beforehand"
+            return "--no-prealloc: a whole step writes into preallocated buffers"
         return "--paged: a whole step reads a contiguous cache" if self.cache == "paged" else ""
 
     @property
     def listed(self) -> bool:
-        """Are its steps lists of calls that are written beforehand? Then there are several forms to choose from."""
+        """Return True if its steps are lists of calls written beforehand, so that there are several forms to choose
+        from.
+        """
         return not self.untimed
 
     @property
@@ -156,20 +158,20 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """The most tokens a sequence will hold: the cache's size."""
+        """Return the most tokens that a sequence will hold: the size of the cache."""
         return self.seq + (self.iters if self.advance else 0) + self.speculate
 
 
 def untimed(*, prealloc: bool, drafts: bool) -> str:
-    """Why the ops of such steps are not timed one by one, or "": only a list of calls can be."""
+    """Return why the ops of such steps are not timed one by one, or "": only lists of calls can be."""
     if drafts:
-        return "no op was timed by itself: drafts make every step another list of calls"
-    return "" if prealloc else "no op was timed by itself: with --no-prealloc a step is no list of calls"
+        return "no op was timed separately: with speculation every step is another list of calls"
+    return "" if prealloc else "no op was timed separately: with --no-prealloc a step is not a list of calls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What served one op of the step. `baseline`: nothing is decided, so PyTorch's way ran."""
+    """The candidate of one op of the step. State `baseline`: undecided, so PyTorch's code ran."""
 
     op: str
     label: str  # its name in tables: `gemv o`
@@ -180,12 +182,12 @@ class Choice:
     decision_id: int | None
     state: State | Literal["baseline"]
     reason: str = ""
-    served: tuple[tuple[str, int], ...] = ()  # candidate and calls, as its counter says of the timed steps
+    served: tuple[tuple[str, int], ...] = ()  # candidate and calls in the timed steps, by its counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTime:
-    """One op's time within real steps, over all its calls of a step; bytes and FLOPs are those of one call."""
+    """One op's time within real steps, over all its calls of a step; bytes and FLOPs are for one call."""
 
     op: str
     label: str
@@ -198,15 +200,15 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDigest:
-    """Which prompt was run: sha256 (hex) of its token ids, and of its file's bytes; see decode.prompt."""
+    """Digest of the prompt: sha256 (hex) of its token ids, and of its file's bytes; see decode.prompt."""
 
     tokens_sha256: str
-    file_sha256: str = ""  # empty: no file was named, the tokens were drawn
+    file_sha256: str = ""  # empty: drawn tokens, no file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A text to be scored, in token ids. `tokenizer`: "checkpoint", "ids" (the file held them) or "bytes"."""
+    """A text to score, in token ids. `tokenizer`: "checkpoint", "ids" (from the file) or "bytes"."""
 
     name: str
     sha256: str  # of the file
@@ -214,12 +216,12 @@ class Text:
     tokens: tuple[int, ...]
 
 
-SUSPICION = 3.3  # standard errors: about one honest path in two thousand is as much better by chance
+SUSPICION = 3.3  # standard errors: about one honest path in two thousand exceeds this by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What the timed path and the fp32 reference made of a text: nats a token, see decode.quality."""
+    """Scores of the timed path and the fp32 reference on a text: nats per token, see decode.quality."""
 
     text: str
     text_sha256: str
@@ -231,11 +233,11 @@ class Quality:
     difference_error: float
     mean_divergence: float
     max_divergence: float
-    same_first: float  # share of positions at which both find the same token likeliest
+    same_first: float  # share of positions where both have the same most likely token
 
     @property
     def suspect(self) -> bool:
-        """Better than the reference beyond noise? Rounding cannot know the text: something is counted wrongly."""
+        """Return True if the path is better than the reference beyond noise, which means a counting error."""
         return suspect(self.difference, self.difference_error)
 
 
@@ -249,14 +251,15 @@ HALVES: tuple[Half, Half] = ("attn", "mlp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to make one half of every layer, and what the whole step took with it, the other half as it was chosen;
-    or, of the step itself, one way to run it.
+    """One form of half of every layer, and the whole step's time with it, the other half as chosen; or a form of the
+    step.
 
-    `fused`: one op from the block's input through its first projection. `normed`: norm and projection apart. `added`:
-    residual and norm in one op, then the projection. `ops`: op by op, in the chosen forms. `torch`: by PyTorch alone,
-    as the baseline is. `graph`: replayed. `team`: the device takes it whole, by one native call or launch. `packed`:
-    the same, its weights packed without loss.
-    A certificate has these words; `Way.of_step` gives them for a form of the step.
+    `fused`: one op from the block's input through its first projection. `normed`: norm and projection separate.
+    `added`: residual and norm in one op, then the projection. `ops`: op by op, in the chosen chain. `torch`: by PyTorch
+    alone, as the baseline. `graph`: replayed. `team`: the device runs it whole, by one native call or launch. `packed`:
+    the same with lossless packed weights.
+
+    Certificates use these words; `Way.of_step` maps a form of the step to them.
     """
 
     half: Half | Literal["step"]
@@ -266,13 +269,13 @@ class Way:
 
     @staticmethod
     def of_step(form: StepForm, step_us: float, *, taken: bool) -> Way:
-        """One form of the whole step."""
+        """Return the way for one form of the whole step."""
         return Way(half="step", form="team" if form == "whole" else form, step_us=step_us, taken=taken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Which ops a step is made of. A sandwich of norms (Gemma) leaves no residual for a projection to add."""
+    """The ops of a step's halves. A sandwich of norms (Gemma) leaves no residual for a projection to add."""
 
     attn: Form = "fused"
     mlp: Form = "fused"
@@ -283,8 +286,11 @@ FUSED = Chain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The whole forms that a device has for the steps of a plan. `refused`: why others cannot be taken, or not now.
-    `arms`: what the ledger calls the forms, where it is asked about a step."""
+    """The whole forms that a device has for the steps of a plan.
+
+    `refused` says why others are impossible, perhaps only now. `arms` are the forms' names in the ledger, if it is
+    used.
+    """
 
     forms: tuple[StepForm, ...] = ()
     refused: Mapping[StepForm, str] = field(default_factory=dict)
@@ -293,8 +299,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """How steps are taken. `ways`: what was raced for it, with times; `note`: why other forms did not take part, or by
-    which decision this one was chosen; `decision`: that one. A whole step is always made of the fused chain."""
+    """The chosen form of the steps. A whole step always uses the fused chain.
+
+    `ways` are the raced forms with times. `note` says why other forms did not take part, or which decision chose this
+    one; `decision` is that decision.
+    """
 
     form: StepForm = "ops"
     chain: Chain = FUSED
@@ -305,28 +314,28 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """What one run measured. Raw times, so that whoever reads them does the arithmetic.
+    """Result of one run. It has raw times, so that each reader does the arithmetic.
 
-    Step i of both arms is the same step: same tokens fed, same context; `optimised_first[i]` is the coin that ordered
-    them. `bytes_per_step` counts each weight, each cached key and value in reach, once, and what is written: what must
-    cross the memory bus. A read probe of some twenty windows comes before each pair: `read_probes[i]` is the median
-    window before pair i, what memory gave just then (rates on a shared machine move by 2-4x); `read_bytes_per_s` is the
-    best window of all, the physical ceiling of this run.
+    Step i of both arms is the same step: same tokens, same context; `optimised_first[i]` is the coin flip of their
+    order. `bytes_per_step` counts each weight and each cached key and value in reach once, and what is written: the
+    traffic of the memory bus. A read probe of about twenty windows precedes each pair: `read_probes[i]` is the median
+    window before pair i, the memory's rate at that time (rates on a shared machine vary by 2-4x); `read_bytes_per_s` is
+    the best window, the physical ceiling of this run.
     """
 
     plan: Plan
     fingerprint: Fingerprint
-    # `eager.t2.highest`: what decisions were looked up under; `team.t2.highest` where the device took it whole
+    # `eager.t2.highest`: the key of decisions; `team.t2.highest` for a whole step
     mode_key: str
     started_at: str  # UTC, ISO 8601
-    seconds: float  # the whole measurement, loading left out
+    seconds: float  # the whole measurement, without loading
     optimised_ns: tuple[int, ...]
     baseline_ns: tuple[int, ...]
     optimised_first: tuple[bool, ...]
-    kept: tuple[int, ...]  # tokens of a sequence that each optimised step gave; above 1 only by speculation
+    kept: tuple[int, ...]  # tokens per sequence from each optimised step; above 1 only with speculation
     ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
     baseline_ttft_ns: int | None
-    prompt_tokens: int  # that the two times above are for, a sequence
+    prompt_tokens: int  # per sequence, for the two times above
     prompt: PromptDigest | None  # None for a synthetic prompt
     bytes_per_step: int
     flops_per_step: int
@@ -337,52 +346,52 @@ class DecodeRun:
     read_probes: tuple[float, ...]
     choices: tuple[Choice, ...]
     per_op: tuple[OpTime, ...]
-    tokens_checked: int  # chosen by both arms from the same state; of speculation, all that were kept
+    tokens_checked: int  # chosen by both arms from the same state; with speculation, all kept tokens
     tokens_equal: int
     # the optimised path's largest distance from the reference logits, or what a differing token needs to be chosen
     max_logit_error: float
-    logit_bound: float  # what it may be
-    # Of a median optimised step: what Python takes to go through its list, every op doing nothing (of a whole step:
-    # to call it with nothing to do). None where the step is neither (--no-prealloc, speculation).
+    logit_bound: float  # allowed error
+    # Share of a median optimised step: the time that Python needs for its list, with every op doing nothing (for a
+    # whole step: a call with nothing to do). None if the step is neither (--no-prealloc, speculation).
     python_overhead_share: float | None
-    tokens_open: int = 0  # that differ, were judged, and may: the bound leaves their order open
-    timed_by: Literal["host", "CUDA events"] = "host"  # what the times of steps are by
-    # Until the tokens of each step were on the host; empty where steps are timed by the host.
+    tokens_open: int = 0  # judged tokens that differ but may: the bound does not decide their order
+    timed_by: Literal["host", "CUDA events"] = "host"  # clock of the step times
+    # Times until the tokens of each step were on the host; empty if the host times steps.
     optimised_host_ns: tuple[int, ...] = ()
     baseline_host_ns: tuple[int, ...] = ()
-    chosen: Chosen = Chosen()  # how its steps were taken
-    quality: Quality | None = None  # where a text was given
-    saved_bytes: int = 0  # what the optimised step reads less than the baseline's: its weights are packed
-    energy_joules: float | None = None  # of the optimised steps, where the machine tells (decode.power)
+    chosen: Chosen = Chosen()  # the form of its steps
+    quality: Quality | None = None  # if a text was given
+    saved_bytes: int = 0  # bytes that the optimised step reads less than the baseline, because weights are packed
+    energy_joules: float | None = None  # of the optimised steps, if the machine measures it (decode.power)
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """What was raced to choose how steps are taken; empty: nothing was."""
+        """Return the forms that were raced; empty if none were."""
         return self.chosen.ways
 
     @property
     def tokens_per_step(self) -> float:
-        """Of a sequence."""
+        """Return the mean number of tokens per step of a sequence."""
         return sum(self.kept) / len(self.kept)
 
 
 class Listener(Protocol):
-    """Who wants to know how it goes."""
+    """Listener of a run's progress."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 class Silent:
-    """A listener that says nothing."""
+    """Listener that does nothing."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 class Measure(Protocol):
-    """`decode.measure.measure`: both arms interleaved in one run. `clock` gives nanoseconds.
+    """Type of `decode.measure.measure`: both arms interleaved in one run. `clock` gives nanoseconds.
 
-    Raises UsageError (what cannot be run), BadConfig (weights or prompt that cannot be read), AutoselError.
+    Raises UsageError (the plan cannot run), BadConfig (weights or prompt cannot be read), AutoselError.
     """
 
     def __call__(self, plan: Plan, weights: Any, *, listener: Listener = ..., clock: Any = ...) -> DecodeRun: ...

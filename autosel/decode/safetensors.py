@@ -1,8 +1,8 @@
-"""A folder of safetensors files as named tensors: headers read strictly, tensors read straight into place.
+"""A folder of safetensors files as named tensors: headers are read strictly, tensors straight into place.
 
 The format: eight bytes of header length (little endian), that many bytes of JSON giving dtype, shape and data_offsets
-of each tensor, then the data. A header can claim anything, so every claim is checked against the file's own size before
-a byte of it is used; nothing is mapped, so that a file cut short under us is an error and not a signal.
+of each tensor, then the data. A header can claim anything, so every claim is checked against the file's size before it
+is used. Nothing is mapped, so a file that is truncated while it is read gives an error, not a signal.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where one tensor lies."""
+    """Place of one tensor."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int  # in the file, bytes
+    start: int  # byte offset in the file
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What a checkpoint folder holds, by name."""
+    """Tensors of a checkpoint folder, by name."""
 
     folder: Path
     entries: Mapping[str, Entry]
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Fill `out`, converting where the dtypes differ. Raises BadConfig for a tensor of another shape or kind."""
+        """Read a tensor into `out`, converted to its dtype. Raises BadConfig for a tensor of another shape or kind."""
         entry = self.entries[name]
         self._refuse(name, entry, out)
         try:
@@ -81,7 +81,7 @@ class Tensors:
 
 
 def open_folder(folder: Path) -> Tensors:
-    """Every tensor of the checkpoint. Raises BadConfig for missing, truncated or lying files."""
+    """Return every tensor of the checkpoint. Raises BadConfig for missing, truncated or inconsistent files."""
     index = folder / INDEX
     if _true(index.is_file):
         return _sharded(folder, index)
@@ -104,30 +104,30 @@ def _sharded(folder: Path, index: Path) -> Tensors:
     files = sorted(set(named.values()))
     for file in files:
         if Path(file).name != file:
-            raise BadConfig(f"{index} names the file {file!r}", why="a shard lies beside its index")
+            raise BadConfig(f"{index} names the file {file!r}", why="a shard must be in the folder of its index")
     missing = [f for f in files if not _true((folder / f).is_file)]
     if missing:
         raise BadConfig(
             f"{folder} lacks {', '.join(f[:100] for f in missing[:3])}{' ...' if len(missing) > 3 else ''}",
-            why=f"{index.name} names {len(files)} shards; {len(files) - len(missing)} are here",
+            why=f"{index.name} names {len(files)} shards; {len(files) - len(missing)} exist",
             todo="fetch the missing files",
         )
     headers = {file: read_header(folder / file) for file in files}
     lost = [name for name, file in named.items() if name not in headers[file]]
     if lost:
-        raise BadConfig(f"{folder / named[lost[0]]} lacks {lost[0]}", why=f"{index.name} says it is there")
+        raise BadConfig(f"{folder / named[lost[0]]} lacks {lost[0]}", why=f"{index.name} lists it in that file")
     return Tensors(folder=folder, entries={name: headers[file][name] for name, file in named.items()})
 
 
 def _true(of_path: Callable[[], bool]) -> bool:
     try:
         return of_path()
-    except OSError:  # a name too long, a folder closed to us
+    except OSError:  # a name that is too long, or a folder without access
         return False
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file. Raises BadConfig."""
+    """Return the tensors of one file. Raises BadConfig."""
     try:
         with files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     except ValueError as error:
         raise _bad(path, str(error)) from error
     if not isinstance(header, dict):
-        raise _bad(path, "the header is no object")
+        raise _bad(path, "the header is not an object")
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, told, 8 + length) for name, told in header.items()}
     _check_extent(path, entries, 8 + length, size)
@@ -151,7 +151,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, told: Any, base: int) -> Entry:
     if not isinstance(told, dict) or set(told) != {"dtype", "shape", "data_offsets"}:
-        raise _bad(path, f"{name!r:.80} has not dtype, shape and data_offsets")
+        raise _bad(path, f"{name!r:.80} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _bad(path, f"{name!r:.80} has the unknown dtype {dtype!r:.40}")
@@ -169,7 +169,7 @@ def _sizes(value: Any) -> bool:
 
 
 def _check_extent(path: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    """The tensors fill the data part exactly: no overlap, no gap, nothing past the end."""
+    """Check that the tensors fill the data part exactly: no overlap, no gap, nothing past the end."""
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
         if entry.start != at:
@@ -198,7 +198,7 @@ def _read(file: BinaryIO, entry: Entry, into: Tensor) -> None:
     while target:
         count = file.readinto(target)  # type: ignore[attr-defined]
         if not count:
-            raise BadConfig(f"{entry.file} ended while it was read", why="it was cut short after it was opened")
+            raise BadConfig(f"{entry.file} ended while it was read", why="it was truncated after it was opened")
         target = target[count:]
 
 
@@ -210,4 +210,4 @@ def _json(path: Path, limit: int) -> Any:
 
 
 def _bad(path: Path, why: str) -> BadConfig:
-    return BadConfig(f"{path} is not a whole safetensors file", why=why, todo="fetch the file again")
+    return BadConfig(f"{path} is not a complete safetensors file", why=why, todo="fetch the file again")

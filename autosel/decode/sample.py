@@ -1,7 +1,7 @@
-"""From logits to the next token, by the op `sample` and a seeded stream of uniforms.
+"""Choose the next token from logits by the op `sample`, with a seeded stream of uniforms.
 
-Greedy decoding is that op at temperature 0. As long as nothing is decided for it, greedy is `largest` instead: the
-baseline's full sampling would be honest work that nobody asked for.
+Greedy decoding is that op at temperature 0. While the op is undecided, greedy decoding uses `largest` instead: the
+baseline's full sampling would do unneeded work.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autosel.candidates import registry
 from autosel.decode.run import Sampling
 from autosel.ops import eager
 
-EMPTY = -1  # a history's entry without a token
+EMPTY = -1  # history entry without a token
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 def largest(logits: Tensor, out: Tensor) -> Tensor:
-    """The index of each row's largest logit, [B, V] -> int64 [B], written to `out`.
+    """Write the index of each row's largest logit to `out`: [B, V] -> int64 [B].
 
-    On a CPU without torch.argmax: that is a parallel region of a runtime whose threads then spin into the next step.
-    Floats of positive sign are ordered as their bits read as integers, and the largest logit of a language model is
-    practically always one; where it is not, or is no number, torch decides.
+    On a CPU this avoids torch.argmax, a parallel region whose threads would still spin in the next step. Bits of
+    positive floats, read as integers, have the same order as the floats, and the largest logit of a language model is
+    practically always positive. If it is not positive or is NaN, torch.argmax runs.
     """
     if logits.device.type != "cpu" or logits.dtype not in BITS:
         return torch.argmax(logits, -1, out=out)
@@ -46,9 +46,9 @@ def _infinity(dtype: torch.dtype) -> int:
 
 
 class Sampler:
-    """Chooses for B rows at a time and remembers what each row has said, prompt included.
+    """Choose tokens for B rows at a time and remember each row's tokens, prompt included.
 
-    Repeatable: the uniforms come from `sampling.seed` alone, one a row and step. `logits` [B, V] show the shape.
+    Repeatable: the uniforms depend only on `sampling.seed`, one per row and step. `logits` [B, V] show the shape.
     `plain` samples in eager PyTorch (the baseline arm of a measurement).
     """
 
@@ -80,7 +80,7 @@ class Sampler:
         self.by_op = self.random or (not plain and self._decided(logits))
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
-        """logits [B, V] -> tokens int64 [B], written to `out`."""
+        """Write the tokens (int64 [B]) for logits [B, V] to `out`."""
         if not self.by_op:
             return self.greedy(logits, out)
         self.draw()
@@ -88,17 +88,17 @@ class Sampler:
         return out
 
     def draw(self) -> None:
-        """The next step's uniforms."""
+        """Draw the next step's uniforms."""
         if self.random:
             torch.rand(self.uniform.shape, generator=self.generator, out=self.uniform)
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """One more token of each row was said."""
+        """Append one more token to each row's history."""
         for row, token in enumerate(tokens):
             self.remember_row(row, (token,))
 
     def remember_row(self, row: int, tokens: Sequence[int]) -> None:
-        if self.random:  # greedy decoding asks nobody what was said
+        if self.random:  # greedy decoding does not need the history
             start = self.said[row]
             self.history[row, start : start + len(tokens)] = torch.tensor(tokens, device=self.history.device)
             self.said[row] += len(tokens)

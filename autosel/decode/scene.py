@@ -1,4 +1,4 @@
-"""What a measurement's parts share: device, model, cache, where the stream stands, coins and clock."""
+"""Shared state of a measurement: device, model, cache, position of the stream, coins and clock."""
 
 from __future__ import annotations
 
@@ -29,49 +29,51 @@ Clock = Callable[[], int]
 
 @dataclass(slots=True, kw_only=True)
 class Scene:
-    """`text` holds each row's tokens so far; its last is the one that `place` feeds next."""
+    """State of a measurement. `text` holds each row's tokens; the last one is what `place` feeds next."""
 
     plan: Plan
     fp: Fingerprint  # of the device
-    kind: Kind  # how that takes whole steps
-    rng: Random  # the coins, from the plan's seed
+    kind: Kind  # how the device runs whole steps
+    rng: Random  # coin flips, from the plan's seed
     listener: Listener
     clock: Clock
     decoder: Decoder
     eager: Eager
-    cache: Cache  # ours
-    eager_cache: Cache  # the same one, unless ours is paged
+    cache: Cache  # the optimised arm's
+    eager_cache: Cache  # the same one, unless the optimised arm's is paged
     place: Place
     text: list[list[int]]
-    prompt: PromptDigest | None  # of what `text` began with
-    probes: list[float] = field(default_factory=list)  # bytes/s: the median window of each
+    prompt: PromptDigest | None  # digest of the prompt that `text` began with
+    probes: list[float] = field(default_factory=list)  # bytes/s: the median window of each probe
     ceiling: float = 0.0  # the best window of all
     ttft_ns: int | None = None
     baseline_ttft_ns: int | None = None
-    logit_error: float = 0.0  # of the check that came closest to its bound
+    logit_error: float = 0.0  # of the check closest to its bound
     logit_bound: float = 0.0
-    exact: Tensor | None = None  # the reference's logits for the tokens fed here, once they were asked for
+    exact: Tensor | None = None  # the reference's logits for the current tokens, if computed
 
     def check_logits(self, ours: Tensor, theirs: Tensor, exact: Tensor) -> float:
-        """Judge both arms' logits [N, V] by those of a pass in higher precision: what an error may be."""
+        """Compare both arms' logits [N, V] with a pass in higher precision; return the allowed error."""
         error, bound = judged(ours, theirs, exact, self.plan.dtype)
         self.hold(error, bound)
         return bound
 
     def hold(self, error: float, bound: float) -> None:
-        """Remember it if none came closer to its bound."""
+        """Remember the check that came closest to its bound."""
         if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:
             self.logit_error, self.logit_bound = error, bound
 
     def reference(self) -> Tensor:
-        """Logits [B, V] for the tokens fed here, by a pass in higher precision; at a fixed context by one for all."""
+        """Return logits [B, V] for the current tokens in higher precision; at a fixed context only once."""
         if self.exact is None:
             self.exact = self.after(self.place.tokens[:, None], wider=True)
         return self.exact
 
     def after(self, tokens: Tensor, *, wider: bool = False) -> Tensor:
-        """Logits [B * S, V] after each of the tokens [B, S] fed here, by the baseline or in higher precision;
-        the cache stays as it is."""
+        """Return logits [B * S, V] after each of the tokens [B, S], by the baseline or in higher precision.
+
+        The cache stays unchanged.
+        """
         own = self.decoder.weights.torch_dtype
         precision = own if not wider else torch.float64 if own == torch.float32 else torch.float32
         pass_ = Eager(self.decoder.weights, precision)
@@ -79,7 +81,7 @@ class Scene:
         return pass_.times(hidden.flatten(0, 1), self.decoder.weights.head, precision)
 
     def advance(self, kept: list[list[int]]) -> None:
-        """The stream goes on by these tokens of each row, equally many."""
+        """Advance the stream by these tokens of each row, the same number for all rows."""
         self.exact = None
         if self.cache.paged and len(kept[0]) > 1:
             _copy_tokens(self, len(kept[0]))
@@ -89,18 +91,18 @@ class Scene:
         self.place.advance(len(kept[0]))
 
     def probe(self) -> None:
-        """How fast memory can be read just now: some twenty windows of about a millisecond."""
+        """Measure the current read rate of memory: about twenty windows of a millisecond."""
         windows = read_windows(self.plan.device)
         self.probes.append(statistics.median(windows))
         self.ceiling = max(self.ceiling, *windows)
 
 
 def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tuple[float, float]:
-    """(our largest error, what it may be) of logits [..., V]; `theirs` are the baseline's.
+    """Return (largest error of `ours`, allowed error) of logits [..., V]; `theirs` are the baseline's.
 
-    Our RMS error may be twice the baseline's, as in parity, taken where the baseline errs most (states differ in how
-    much they amplify a rounding); the largest of N normal errors is about sqrt(2 ln 2N) of their deviation; and storing
-    the largest logit may cost it one rounding.
+    The RMS error may be twice the baseline's, as in parity, at the state where the baseline errs most (states amplify
+    rounding differently). The largest of N normal errors is about sqrt(2 ln 2N) deviations. Storing the largest logit
+    may add one rounding.
     """
     wide = exact.double()
     rms = (theirs.double() - wide).square().mean(-1).sqrt().max().item()
@@ -109,7 +111,7 @@ def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tup
 
 
 def set_scene(plan: Plan, weights: Weights, fp: Fingerprint, listener: Listener, clock: Clock) -> Scene:
-    """Prompt run (by both arms, timed) or cache filled; the first timed step comes next."""
+    """Run the prompt with both arms, timed, or fill the cache. The first timed step comes next."""
     prompt = prompts(plan)
     text = prompt.rows
 
@@ -145,7 +147,7 @@ def set_scene(plan: Plan, weights: Weights, fp: Fingerprint, listener: Listener,
 
 
 def _fill(scene: Scene) -> None:
-    """Keys and values of variance one, the same in both caches."""
+    """Fill both caches with the same keys and values of variance one."""
     generator = torch.Generator(device=scene.place.tokens.device).manual_seed(scene.plan.seed)
     for tensor in (*scene.cache.k, *scene.cache.v):
         tensor.normal_(generator=generator)
@@ -154,7 +156,7 @@ def _fill(scene: Scene) -> None:
 
 
 def _copy_pages(scene: Scene) -> None:
-    """The baseline's cache gets what ours holds, in order."""
+    """Copy the paged cache's content to the baseline's, in order."""
     ours, theirs = scene.cache, scene.eager_cache
     assert ours.block_table is not None
     for mine, other in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True):
@@ -164,7 +166,7 @@ def _copy_pages(scene: Scene) -> None:
 
 
 def _copy_tokens(scene: Scene, count: int) -> None:
-    """So many tokens from the place on, that our pass has kept and the baseline never ran."""
+    """Copy `count` tokens from the current place on, which only the optimised pass has run, to the baseline's cache."""
     ours, theirs, first = scene.cache, scene.eager_cache, scene.place.longest - 1
     assert ours.block_table is not None
     at = torch.arange(first, first + count, device=ours.block_table.device)
@@ -174,7 +176,7 @@ def _copy_tokens(scene: Scene, count: int) -> None:
 
 
 def _prefill(scene: Scene) -> None:
-    """Each arm runs the prompt once, cold, as a user meets it. Then both read what ours left in the cache."""
+    """Run the prompt once with each arm, cold, as a user would. Both then use the optimised arm's cache."""
     listener, clock = scene.listener, scene.clock
     filled = torch.tensor(scene.text, device=scene.place.tokens.device)
 

@@ -1,10 +1,10 @@
-"""Spot checks of a thread team's tasks: a few elements of what a task has just made, recomputed natively.
+"""Spot checks of a thread team's tasks: a few elements of a task's results are recomputed natively.
 
-    checks = checks_of(step, fp)          # one for each task of the step, or None where it has none
+    checks = checks_of(step, fp)          # one for each task of the step, or None
     checks[i](seed)                       # largest |got - expected| / tolerance, right after task i
 
-A task reads and writes the buffers of the list of calls that it came from, until a later layer uses them again. Its
-check reads the same buffers, the list's own weights (a team's packed ones are copies) and the caches.
+A task reads and writes the buffers of the list of calls that it came from, until a later layer reuses them. Its check
+reads the same buffers, the list's own weights (a team's packed ones are copies) and the caches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
 
 
 def checks_of(step: Step, tasks: Sequence[Task], token: Tensor | None, fp: Fingerprint) -> tuple[Check | None, ...]:
-    """Return each task's check; none at all where they cannot be compiled. `token`: where the last task puts the index
-    of each row's largest logit."""
+    """Return each task's check; no checks if they cannot be compiled.
+
+    `token` is where the last task writes the index of each row's largest logit.
+    """
     weights, isa = step.decoder.weights, facts(fp).isa
     made = spot.recipe(weights.dtype, isa)
     try:
@@ -59,7 +61,7 @@ def _check_of(
         assert earlier is not None, "what is attended to was projected"
         return _attention(step, task, earlier.calls[0]["y"], natives["step_attend"])
     if main.op not in PRODUCTS or any(not isinstance(main[name], Tensor) for name in main.weights):
-        return None  # a weight in a format
+        return None  # a weight in a format has no check
     parts = [_product(step, task, natives)]
     parts += [_sandwich(call, natives["add_rmsnorm"]) for call in task.calls[1:] if call.op == "add_rmsnorm"]
     parts += [_largest(main, token, natives["sample"])] if token is not None else []
@@ -71,7 +73,7 @@ def _worst(checks: Sequence[Check], seed: int) -> float:
 
 
 def _embedded(step: Step, call: Call, seed: int) -> float:
-    """One row of the table, bit by bit."""
+    """Check one row of the embedding, bit by bit."""
     row = seed % len(call["tokens"])
     scale = torch.tensor(step.decoder.shape.embedding_scale, dtype=call["out"].dtype)
     expected = step.decoder.weights.look_up(call.weights["table"], call["tokens"][row : row + 1]) * scale
@@ -79,7 +81,7 @@ def _embedded(step: Step, call: Call, seed: int) -> float:
 
 
 def _product(step: Step, task: Task, natives: Mapping[str, Spot]) -> Check:
-    """A projection; with a norm in front, whose result is not stored, a norm and a projection."""
+    """Return the check of a projection; if a norm precedes it, whose result is not stored, of both together."""
     main = task.calls[0]
     norm = next((call for call in task.calls[1:] if call.op == "rmsnorm"), None)
     contract = ops.find(main.op)
@@ -102,13 +104,13 @@ def _sandwich(call: Call, native: Spot) -> Check:
 
 
 def _largest(head: Call, token: Tensor, native: Spot) -> Check:
-    """The token is a largest logit's: what the op `sample` gives at temperature 0."""
+    """Check that the token has a largest logit, as the op `sample` gives at temperature 0."""
     greedy, unused = torch.zeros(len(token)), torch.ones(len(token))
     return partial(native, [head["logits"], unused, greedy, unused, unused, torch.ones(len(token)), unused], [token])
 
 
 def _attention(step: Step, task: Task, qkv: Tensor, native: Spot) -> Check:
-    """From qkv to attention's result, and the new slot of the caches."""
+    """Return the check from qkv to attention's result, including the caches' new slot."""
     attn, by_site = task.calls[0], {call.site: call for call in task.calls}
     append = next(call for call in task.calls if call.op == "kv_append")
     q_norm, k_norm = (by_site[site]["weight"] if site in by_site else None for site in ("q norm", "k norm"))

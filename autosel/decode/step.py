@@ -1,7 +1,7 @@
-"""Two ways to run the decoder's ops: at once, or as a list written down beforehand.
+"""Two ways to run the decoder's ops: at once, or as a list written beforehand.
 
-A written step is plain values: `calls` with op, workload, callable and operands; the buffers are operands. To run it is
-to go through the list; Python then takes a microsecond or two a call and allocates nothing.
+A written step is plain values: `calls` with op, workload, callable and operands; the buffers are operands. Running it
+means going through the list, which costs Python a microsecond or two per call and allocates nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autosel.ops.weight import Matrix
 from autosel.values import Decision, Workload, length_bucket
 
 ATTENTION = ("attn", "paged_attn")
-# The candidates that passed parity before the race behind a decision that kept the baseline.
+# The candidates that passed parity before a race that kept the baseline.
 Raced = Callable[[Decision | None], Collection[str]]
 
 
@@ -35,7 +35,7 @@ Raced = Callable[[Decision | None], Collection[str]]
 
 
 class Direct:
-    """Each op runs as it is called and allocates its result."""
+    """Run each op as it is called; it allocates its result."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -57,16 +57,18 @@ class Direct:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One op of the step: `function(*arguments)`. The op's contract names the operands, arguments and outputs:
-    `call["x"]`. Those of attention change with the length."""
+    """One op of the step: `function(*arguments)`. The op's contract names operands, arguments and outputs: `call["x"]`.
+
+    Attention's operands change with the length.
+    """
 
     op: str  # or "glue": embedding, copies
     site: str
     workload: Workload | None
     function: Callable[..., Any]
     names: tuple[str, ...]
-    arguments: list[Any]  # in the order of the names
-    weights: Mapping[str, str] = field(default_factory=dict)  # operand -> the weight that it is, by its name
+    arguments: list[Any]  # in the order of `names`
+    weights: Mapping[str, str] = field(default_factory=dict)  # operand -> the weight's name
     layer: int = -1  # of attention
 
     def __getitem__(self, name: str) -> Any:
@@ -78,17 +80,17 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Place:
-    """Where each sequence stands: the tensors that change from step to step, and their largest on the host."""
+    """Position of each sequence: the tensors that change from step to step, and the largest length on the host."""
 
-    tokens: Tensor  # int64 [B]: what the next step is fed
-    positions: Tensor  # int64 [B]: of those tokens
+    tokens: Tensor  # int64 [B]: input of the next step
+    positions: Tensor  # int64 [B]: positions of those tokens
     starts: Tensor  # the same, int32
-    lengths: Tensor  # int32 [B]: tokens in the cache once they are appended
+    lengths: Tensor  # int32 [B]: tokens in the cache after the append
     longest: int
 
     @staticmethod
     def at(tokens: Tensor, counts: list[int]) -> Place:
-        """Sequences that hold `counts` tokens, about to be fed `tokens`."""
+        """Return the place of sequences that hold `counts` tokens and are fed `tokens` next."""
         held = torch.tensor(counts, dtype=torch.int64, device=tokens.device)
         return Place(
             tokens=tokens.clone(),
@@ -99,7 +101,7 @@ class Place:
         )
 
     def advance(self, count: int = 1) -> None:
-        """Every sequence holds `count` more tokens (fewer, if negative)."""
+        """Add `count` tokens to every sequence; a negative count removes them."""
         self.positions += count
         self.starts += count
         self.lengths += count
@@ -108,9 +110,10 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One decode step of B sequences, `logits` [B, V] and `chosen` its results. `place` and the cache are its state.
+    """One decode step of B sequences, with the results `logits` [B, V] and `chosen`. `place` and the cache are its
+    state.
 
-    `flat` is what runs; `calls` say what each entry is.
+    `flat` is what runs; `calls` describes each entry.
     """
 
     decoder: Decoder
@@ -119,7 +122,7 @@ class Step:
     place: Place
     calls: list[Call]
     logits: Tensor
-    chosen: Tensor | None  # int64 [B]: the next tokens, where the step chooses them
+    chosen: Tensor | None  # int64 [B]: the next tokens, if the step chooses them
     length: int
     flat: list[tuple[Callable[..., Any], list[Any]]]
 
@@ -130,27 +133,30 @@ class Step:
             function(*arguments)
 
     def run_to(self, end: int) -> None:
-        """Run the first calls alone, up to `end`."""
+        """Run only the calls before `end`."""
         if self.place.longest != self.length:
             self._set_length(self.place.longest)
         for function, arguments in self.flat[:end]:
             function(*arguments)
 
     def run_chained(self) -> None:
-        """The same on a GPU, for a capture: our kernels as programmatic dependents. Each loads its weights while the
-        kernel ahead is ending, which nobody writes here, and waits for that before it reads anything else."""
+        """Run on a GPU for a capture, with autosel's kernels as programmatic dependents.
+
+        Each kernel loads its weights, which no kernel writes, while the previous one ends, and waits for its end before
+        it reads anything else.
+        """
         if self.place.longest != self.length:
             self._set_length(self.place.longest)
         for function, arguments in self.flat:
             (getattr(function, "chained", None) or function)(*arguments)
 
     def settle(self) -> None:
-        """Until what was enqueued has ended: on a GPU a step is only begun when `run` returns."""
+        """Wait until the enqueued work has ended: on a GPU, `run` only starts a step."""
         if self.logits.device.type == "cuda":
             torch.cuda.current_stream(self.logits.device).synchronize()
 
     def _set_length(self, length: int) -> None:
-        """Another bucket, or a window that begins to cut, is another workload: bound anew."""
+        """Bind attention again if the length is in another bucket or passes a window, which is another workload."""
         window, before = self.decoder.shape.window, self.length
         self.length = length
         same = length_bucket(before) == length_bucket(length) and (before <= window) == (length <= window)
@@ -163,7 +169,7 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class Rewritten:
-    """Another way to run a list of calls; `ops`, that list, holds place, cache and buffers."""
+    """Another way to run a list of calls; `ops` is that list, which holds place, cache and buffers."""
 
     ops: Step
 
@@ -196,17 +202,17 @@ class Runnable(Protocol):
 
 
 class Task(Protocol):
-    """A part of a whole step. `calls` of the list are what it stands for, the slowest first."""
+    """A part of a whole step. `calls` are the list's calls that it replaces, the slowest first."""
 
     @property
     def calls(self) -> tuple[Call, ...]: ...
 
 
 class WholeStep(Protocol):
-    """A step that the device takes by itself, from first task to last: a thread team's, or one launch.
+    """A step that the device runs by itself, from first task to last: by a thread team, or as one launch.
 
-    `ops` is the list it came from, and holds its buffers; `kernels` names the single-op kernel whose arithmetic stands
-    for each op; `rest` comes behind it, call by call.
+    `ops` is its list of calls, which holds its buffers. `kernels` names the single-op kernel with each op's arithmetic.
+    `rest` runs after it, call by call.
     """
 
     ops: Step
@@ -219,7 +225,7 @@ class WholeStep(Protocol):
 
     @property
     def build(self) -> str:
-        """The digest of what was compiled."""
+        """Return the digest of the compiled code."""
 
     @property
     def tasks(self) -> Sequence[Task]: ...
@@ -240,20 +246,20 @@ class WholeStep(Protocol):
     def chosen(self) -> Tensor | None: ...
 
     def run(self) -> None:
-        """Begin the step. Raises DeviceFault."""
+        """Start the step. Raises DeviceFault."""
 
     def settle(self) -> None:
-        """Until it has ended. Raises DeviceFault where it was stopped."""
+        """Wait until it has ended. Raises DeviceFault if it was stopped."""
 
     def task_ns(self) -> list[int]:
-        """One step, settled: when each task had ended, in ns of one clock."""
+        """Run one step to its end; return when each task ended, in ns of one clock."""
 
     def idle(self) -> Callable[[], None]:
-        """The same call with nothing to do, for what calling costs."""
+        """Return the same call with nothing to do, to measure the cost of the call."""
 
 
 def fresh_logits(step: Runnable) -> Tensor:
-    """Run the step and wait for its end; NaN where it writes nothing. Raises DeviceFault."""
+    """Run the step and return its logits; NaN where it writes nothing. Raises DeviceFault."""
     step.logits.fill_(math.nan)
     step.run()
     step.settle()
@@ -263,9 +269,9 @@ def fresh_logits(step: Runnable) -> Tensor:
 def write_step(
     decoder: Decoder, cache: Cache, place: Place, chain: Chain = FUSED, sampler: Sampler | None = None
 ) -> Step:
-    """The step as a list, every op bound to what `best()` gives for it and every buffer made.
+    """Write the step as a list, with every op bound by `best()` and every buffer allocated.
 
-    With a sampler the step ends with the choice of the tokens; the caller draws its uniforms before each run.
+    With a sampler, the step ends with the choice of tokens; the caller draws its uniforms before each run.
     """
     rows = place.tokens.shape[0]
     recorder = Recorder(decoder.weights)
@@ -296,10 +302,10 @@ def write_step(
 
 
 class Recorder:
-    """Writes calls down instead of running them. A site's results have one buffer each, shared by all layers.
+    """Record calls instead of running them. Each site has one buffer per result, shared by all layers.
 
-    Sharing is right because a site's result is last read before the same site comes again; the residual stream
-    alternates between the sites that write it.
+    Sharing is safe because a site's result is last read before the same site runs again; the residual stream alternates
+    between the sites that write it.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -349,7 +355,7 @@ class Recorder:
         return out
 
     def _resolved(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The operands, weights in the place of their names; and the names."""
+        """Return the operands with weights instead of names, and the names."""
         weights = {operand: name for operand, name in operands.items() if isinstance(name, str)}
         return {**operands, **{operand: self.weights[name] for operand, name in weights.items()}}, weights
 
@@ -394,7 +400,7 @@ def _shares(operand: Tensor, buffer: Tensor) -> bool:
 
 
 def _lengthen(call: Call, length: int, window: int, *, bind: bool) -> None:
-    """The same attention at another length."""
+    """Set attention's operands for another length."""
     call["max_len"], call["window"] = length, window
     if bind:
         contract = ops.find(call.op)

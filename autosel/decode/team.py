@@ -1,11 +1,11 @@
-"""The step as one native call: its program (program.py), encoded as the tasks of a thread team (kernels/cpu/step.cpp).
+"""The step as one native call: its program (program.py), encoded as tasks of a thread team (kernels/cpu/step.cpp).
 
-    step = write_team(write_step(decoder, cache, place), fp)    # raises UsageError with what `supports` says
+    step = write_team(write_step(decoder, cache, place), fp)    # raises UsageError with the reason of `supports`
     step.run()
 
-The buffers are those of the list of ops, and the workloads of its calls give the knobs. A task does what the list does
-in several calls: q/k norms, rotation, append and attention; the norm in front of a projection; a sandwich of norms in
-front of the next one. The arithmetic is the same, and so are the bits.
+The buffers are those of the list of ops, and the workloads of its calls give the knobs. A task does several calls of
+the list: q/k norms, rotation, append and attention; the norm before a projection; a sandwich of norms before the next
+one. Arithmetic and bits are the same.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from autosel.values import (
     length_bucket,
 )
 
-# Nearly all bytes of a step go through these: where they are not served by the kernels that a team is made of, nothing
-# was decided for it either, and nobody waits for its compilation unasked.
+# Nearly all bytes of a step go through these. If other kernels than the team's serve them, nothing was decided for a
+# team either, and it is not compiled without a request.
 DECIDED = ("linear", "attn", "lm_head")
 SOURCE, ENTRY = "cpu/step.cpp", "step"
-CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads its weights packed (packed.py)
-MOST_ROWS = 8  # dot.h has kernels for so many rows of x
-WEIGHTS = (PLAIN, "int8-row")  # formats that its projections read
-# The op of the list -> the single-op kernel whose arithmetic and knobs the task has.
+CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads packed weights (packed.py)
+MOST_ROWS = 8  # dot.h has kernels for at most this many rows of x
+WEIGHTS = (PLAIN, "int8-row")  # weight formats that its projections read
+# Op of the list -> the single-op kernel with the task's arithmetic and knobs.
 KERNELS = {
     "norm_qkv": "cpp:norm_qkv",
     "linear": "cpp:gemv",
@@ -69,18 +69,18 @@ KERNELS = {
 
 
 def kernel_of(call: Call) -> str:
-    """The single-op kernel whose arithmetic and knobs an op's task has: that of its weights' format."""
+    """Return the single-op kernel with the arithmetic and knobs of an op's task, for its weights' format."""
     plain = call.workload is None or call.workload.weight_format.plain
     return KERNELS[call.op] if plain else f"{KERNELS[call.op]}_int8"
 
 
 def is_of(call: Call, candidate: str) -> bool:
-    """Is the candidate the kernel of the op's task? The same kernel on packed weights is: it has its knobs and bits."""
+    """Return True if the candidate is the kernel of the op's task, or the same kernel on packed weights."""
     return candidate.removesuffix("_packed") == kernel_of(call)
 
 
 def supports(plan: Plan) -> Support:
-    """Can a team take the plan's step? Asked before weights are loaded."""
+    """Return whether a team can run the plan's step. Call it before weights are loaded."""
     if plan.device != "cpu":
         return Rejected(reason="a thread team runs on a CPU")
     if plan.not_whole:
@@ -95,7 +95,7 @@ def supports(plan: Plan) -> Support:
 
 
 class ThreadTeam:
-    """How a CPU takes whole steps: a `Kind`."""
+    """How a CPU runs whole steps: a `Kind`."""
 
     candidate = CANDIDATE
     name = "thread team"
@@ -105,7 +105,7 @@ class ThreadTeam:
         return supports(plan)
 
     def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
-        """Packed weights are one of its forms where it has a kernel for them; refused where there is no room."""
+        """Return the whole forms. Packed weights need a kernel of the team, and memory."""
         answer = supports(plan)
         if isinstance(answer, Rejected):
             return Offer(refused={"whole": answer.reason})
@@ -118,8 +118,10 @@ class ThreadTeam:
         return write_team(step, fp, form)
 
     def reluctant(self, ops: Step, fused: Step, plan: Plan, fp: Fingerprint, raced: Raced) -> str:
-        """Return an op that moves most of the bytes, and whose kernel here is neither served nor proven: a kernel that
-        lost its own race, or was left undecided, may win as a part of the whole."""
+        """Return the op of a heavy call whose kernel here neither serves nor is proven, or "".
+
+        A kernel that lost its own race, or stayed undecided, may win as part of the whole step, so it does not count.
+        """
         for call in (c for c in ops.calls if c.op in DECIDED):
             candidate, kernel = getattr(call.function, "candidate", ""), kernel_of(call)
             if not any(is_of(call, name) for name in (candidate, *raced(getattr(call.function, "decision", None)))):
@@ -132,33 +134,33 @@ class ThreadTeam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What all threads do between two barriers. `calls` of the list are what it stands for, the slowest first."""
+    """Work of all threads between two barriers. `calls` are the list's calls that it replaces, the slowest first."""
 
     calls: tuple[Call, ...]
     words: bytes
-    saved_bytes: int = 0  # what it reads less than its ops, for its weights are packed
+    saved_bytes: int = 0  # bytes that it reads less than its ops, because weights are packed
 
 
 @dataclass(slots=True, kw_only=True)
 class TeamStep(Rewritten):
-    """One decode step by one native call; `ops` is the list it came from, and holds place, cache and buffers.
+    """One decode step by one native call; `ops` is its list of calls, which holds place, cache and buffers.
 
-    `times` int64 [threads, tasks, 2] of the last run: when each thread had done its share of a task, and when the last
-    had (CLOCK_MONOTONIC, ns).
+    `times` int64 [threads, tasks, 2] of the last run: when each thread finished its share of a task, and when the last
+    one did (CLOCK_MONOTONIC, ns).
     """
 
     candidate: str
     tasks: tuple[Task, ...]
     threads: int
-    rest: tuple[Call, ...]  # of the list: the choice of tokens, where the step does not make it itself
+    rest: tuple[Call, ...]  # calls of the list that choose the tokens, unless the last task does
     entry: Callable[..., Any]
     program: Tensor
     times: Tensor
-    build: str = ""  # the digest of what was compiled
-    kept: list[Tensor] = field(default_factory=list)  # what the program points to beside the list's tensors
+    build: str = ""  # digest of the compiled code
+    kept: list[Tensor] = field(default_factory=list)  # tensors of the program other than the list's
     packed: PackedWeights | None = None
-    watch: StepWatch | None = None  # of the step that serves
-    checks: tuple[Check | None, ...] = ()  # for it
+    watch: StepWatch | None = None  # of a step that serves
+    checks: tuple[Check | None, ...] = ()  # the watch's checks
 
     @property
     def weights_told(self) -> str:
@@ -166,7 +168,7 @@ class TeamStep(Rewritten):
 
     @property
     def prepared(self) -> Prepared | None:
-        """What packing its weights took, for the record of a race."""
+        """Return the cost of packing its weights, for the record of a race."""
         return self.packed.prepared if self.packed else None
 
     @property
@@ -176,7 +178,7 @@ class TeamStep(Rewritten):
     def run(self) -> None:
         if self.watch is None:
             self.through()
-        elif not self.watch.run(self):  # it was run op by op, to the choice of the tokens
+        elif not self.watch.run(self):  # False: it ran op by op, including the choice of the tokens
             return
         for call in self.rest:
             call.function(*call.arguments)
@@ -190,12 +192,12 @@ class TeamStep(Rewritten):
         self.entry(self.program, self.ops.logits, self.times, self.threads)
 
     def part(self, begin: int, end: int) -> None:
-        """Run these tasks alone."""
+        """Run only these tasks."""
         if begin < end:
             self.entry(self.program[begin:end], self.ops.logits, None, self.threads)
 
     def list_through(self, task: int) -> None:
-        """Run the step op by op, up to what a task stands for; after the last one, choose the largest logits."""
+        """Run the step op by op, up to the calls of a task; after the last one, choose the largest logits."""
         wanted = {id(call) for call in self.tasks[task].calls}
         last = max(i for i, call in enumerate(self.ops.calls) if id(call) in wanted)
         self.ops.run_to(last + 1)
@@ -203,23 +205,23 @@ class TeamStep(Rewritten):
             torch.argmax(self.ops.logits, -1, out=self.kept[-1])
 
     def settle(self) -> None:
-        """The call returns when the step has ended."""
+        """Do nothing: the step has ended when the call returns."""
 
     def task_ns(self) -> list[int]:
-        """One step: when the last thread was done with each task."""
+        """Run one step; return when the last thread finished each task."""
         self.through()
         ends: list[int] = self.times[0, :, 1].tolist()
         return ends
 
     def idle(self) -> Callable[[], None]:
-        """The same call with no task."""
+        """Return the same call with no task."""
         return replace(self, program=self.program[:0], times=self.times[:, :0], rest=(), watch=None).run
 
 
 def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamStep:
-    """Return the step, which was written with the fused chain, for a thread team. Compiles the kernel on first use.
+    """Return the step, which must have the fused chain, for a thread team. Compiles the kernel on first use.
 
-    Form "packed" packs the weights on first use. Raises BuildError; UsageError and ParityError where that fails.
+    Form "packed" packs the weights on first use. Raises BuildError; UsageError and ParityError if packing fails.
     """
     prepared = packing.pack(step.decoder.weights, fp) if form == "packed" else None
     program = lower(step)
@@ -233,7 +235,7 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
         candidate=PACKED if prepared is not None else CANDIDATE,
         tasks=tasks,
         threads=encoder.threads,
-        rest=tuple(call for call in program.rest if call.op == "sample"),  # the greedy choice is the last task's
+        rest=tuple(call for call in program.rest if call.op == "sample"),  # the last task makes the greedy choice
         entry=load_entry(artefact.digest, ENTRY),
         program=words,
         times=torch.zeros(encoder.threads, len(tasks), 2, dtype=torch.int64),
@@ -244,7 +246,7 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
 
 
 def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
-    """Return the team that would be written from the step's list, as it would be compiled."""
+    """Return the arm of the team that would be written from the step's list."""
     knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
     flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
@@ -262,7 +264,7 @@ def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
 
 
 def _at_longest(call: Call) -> Call:
-    """At its bucket's longest context: a decision is about a bucket, and knobs that are derived differ within it."""
+    """Return the call at its bucket's longest context: a decision is for a bucket, but derived knobs vary within it."""
     w = call.workload
     if w is None or not LENGTH_DIMS & {name for name, _ in w.dims}:
         return call
@@ -279,7 +281,7 @@ Word = int | float | Tensor | None
 
 
 def _pack(kind: int, *words: Word) -> bytes:
-    """A task's place: kind, the number of words, the words; a tensor is its address, None a null."""
+    """Encode a task: kind, number of words, words; a tensor is its address, None a null."""
     packed = b"".join(_word(w) for w in (kind, len(words) + 2, *words))
     assert len(packed) <= TASK_WORDS * 8
     return packed.ljust(TASK_WORDS * 8, b"\0")
@@ -292,7 +294,7 @@ def _word(w: Word) -> bytes:
 
 
 class _Encoder:
-    """Goes through the program once and keeps what a projection or attention does itself until that comes."""
+    """Encoder of a program. Norms and rotations wait for the projection or attention that includes them."""
 
     def __init__(
         self, program: Program, fp: Fingerprint, chosen: Tensor | None, packed: PackedWeights | None = None
@@ -326,7 +328,7 @@ class _Encoder:
 
     def _attend(self, op: Attend, waiting: list[Norm | Rotate]) -> bytes:
         (turn,) = waiting
-        assert isinstance(turn, Rotate), "in front of attention comes rotation alone"
+        assert isinstance(turn, Rotate), "only rotation precedes attention"
         weight, knobs = self.program.weight, knobs_of(op.call, self.fp)
         batch, heads, _, d = op.q.shape
         return _pack(
@@ -344,14 +346,14 @@ class _Encoder:
         )
 
     def _project(self, op: Project, waiting: list[Norm | Rotate]) -> bytes:
-        """What waits goes in front: a sandwich, then a norm; or neither."""
+        """Encode a projection with the waiting norms: a sandwich, then a norm; or neither."""
         norms = [other for other in waiting if isinstance(other, Norm)]
         sandwich = next((n for n in norms if n.residual is not None), None)
         normed = next((n for n in norms if n.residual is None), None)
         weight, x = self.program.weight, op.x if normed is None else normed.x
         post_norm = residual = joined = None
         if sandwich is not None:
-            assert x.data_ptr() == sandwich.out.data_ptr(), "a sandwich's sum is what the next projection is made of"
+            assert x.data_ptr() == sandwich.out.data_ptr(), "the next projection reads a sandwich's sum"
             x, post_norm, residual, joined = sandwich.x, weight(sandwich.weight), sandwich.residual, sandwich.out
         assert all(t is None or t.is_contiguous() for t in (x, op.residual, op.y, residual, joined))
         knobs, w = knobs_of(op.call, self.fp), self.program.weights[op.w]
@@ -369,7 +371,7 @@ class _Encoder:
         )
 
     def _token(self, op: Project) -> Tensor | None:
-        """Where the output head puts the index of each row's largest logit."""
+        """Return where the output head writes the index of each row's largest logit."""
         if op.call.op != "lm_head":
             return None
         token = self.chosen if self.chosen is not None else torch.empty(len(op.y), dtype=torch.int64)
@@ -377,7 +379,7 @@ class _Encoder:
         return token
 
     def _packed_of(self, op: Project) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate and up both, or neither."""
+        """Return the packed operands: both of gate and up, or neither."""
         names = [op.w] if op.up is None else [op.w, op.up]
         found = [self.packed.of(name) for name in names] if self.packed is not None else [None]
         if any(tensor is None for tensor in found):
@@ -391,12 +393,12 @@ class _Encoder:
 
 
 def _parts(w: Any) -> tuple[Any, Any]:
-    """The codes and scales of a weight; of a plain one itself and nothing."""
+    """Return the codes and scales of a weight; for a plain one itself and None."""
     return (w.codes, w.scales) if isinstance(w, Weight) else (w, None)
 
 
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:
-    """Of the decision that serves the op, where that is the kernel the task is made of; else derived."""
+    """Return the knobs of the op's decision if it chose the task's kernel; else derived ones."""
     decision = getattr(call.function, "decision", None)
     if decision is not None and is_of(call, decision.arm.candidate):
         return dict(decision.arm.knobs)

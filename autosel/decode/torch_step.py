@@ -1,8 +1,7 @@
-"""The step by PyTorch alone: what served before autosel, as one of the forms that a step may have.
+"""The step by PyTorch alone, as before autosel: one of the forms that a step may have.
 
-Whole steps race against it, so that a run never serves something slower than the baseline. `ops`, the list of the
-same step, holds place, cache and buffers, and names what a step multiplies; of its calls, only the choice of the tokens
-runs.
+Whole steps race against it, so that a run never serves anything slower than the baseline. `ops`, the list of the same
+step, holds place, cache and buffers, and names the weights of a step; of its calls, only the choice of tokens runs.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from autosel.decode.eager import Eager
 from autosel.decode.run import Chain
 from autosel.decode.step import Call, Rewritten, Step
 
-AS_PYTORCH = Chain(attn="normed", mlp="normed")  # the ops that PyTorch's step is made of
+AS_PYTORCH = Chain(attn="normed", mlp="normed")  # the ops of PyTorch's step
 
 
 @dataclass(slots=True, kw_only=True)
 class TorchStep(Rewritten):
-    """One decode step of equally long sequences by the baseline's own lines (eager.py)."""
+    """One decode step of sequences of equal length, by the baseline's own code (eager.py)."""
 
     eager: Eager
-    last: list[Call]  # of the list, behind the logits: the choice of the tokens
+    last: list[Call]  # the calls of the list after the logits: the choice of the tokens
 
     @staticmethod
     def of(ops: Step) -> TorchStep:
@@ -40,5 +39,5 @@ class TorchStep(Rewritten):
 
     @property
     def replaced(self) -> list[Call]:
-        """Return the calls of the list that PyTorch's lines stand for."""
+        """Return the calls of the list that PyTorch's code replaces."""
         return self.ops.calls[: len(self.ops.calls) - len(self.last)]

@@ -1,7 +1,7 @@
-"""Is each token of ours the baseline's, and where it is not, may it be?
+"""Compare each token with the baseline's, and judge if a different token is allowed.
 
-A token may differ where the error that logits may have (scene.judged) leaves open which of two is the larger, and, if
-it was drawn, where the draw gives it from logits within that error. All of it is asked between steps, off the clock.
+A token may differ if the error that logits may have (scene.judged) does not decide which of two is larger, and, for a
+drawn token, if the draw gives it from logits within that error. All checks run between steps, outside timed regions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from autosel.ops.contract import Match
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Of one step's tokens: how many there are, how many are the baseline's, and how many of the others were judged
-    and may differ."""
+    """Counts for one step's tokens: all, those equal to the baseline's, and judged ones that differ but may."""
 
     checked: int
     equal: int
@@ -30,7 +29,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """N tokens chosen from N states; `exact` makes their logits in higher precision."""
+    """N tokens chosen from N states; `exact` computes their logits in higher precision."""
 
     ours: Sequence[int]
     plain: Sequence[int]
@@ -42,7 +41,7 @@ class _Seen:
 def verdict(
     scene: Scene, ours: Ours, theirs: Arm, kept: list[list[int]], plain: list[list[int]], *, always: bool
 ) -> Verdict:
-    """Of the step that both arms have just taken; the logits are judged where a token differs, or `always`."""
+    """Judge the step that both arms have just run; logits are compared if a token differs, or if `always`."""
     if isinstance(ours, Speculating) and len(kept[0]) > 1:
         seen = _stream(scene, ours, theirs, kept[0])
     else:
@@ -60,7 +59,7 @@ def verdict(
 
 
 def _step(scene: Scene, ours: Arm, theirs: Arm, kept: list[list[int]], plain: list[list[int]]) -> _Seen:
-    """A token a row."""
+    """Return one token per row."""
     return _Seen(
         ours=[row[0] for row in kept],
         plain=[row[0] for row in plain],
@@ -71,8 +70,10 @@ def _step(scene: Scene, ours: Arm, theirs: Arm, kept: list[list[int]], plain: li
 
 
 def _stream(scene: Scene, ours: Speculating, theirs: Arm, kept: list[int]) -> _Seen:
-    """All that speculation kept, against plain greedy decoding of the same stream: the baseline is fed what was kept
-    so far, so that tokens that agree one after the other are its own stream."""
+    """Return all tokens that speculation kept, against plain greedy decoding of the same stream.
+
+    The baseline is fed the tokens kept so far, so that consecutive equal tokens are its own stream.
+    """
     fed = torch.tensor([[scene.text[0][-1], *kept[:-1]]], device=scene.place.tokens.device)
     logits = scene.after(fed)
     logits[0] = theirs.logits[0]
@@ -86,14 +87,16 @@ def _stream(scene: Scene, ours: Speculating, theirs: Arm, kept: list[int]) -> _S
 
 
 def _within(scene: Scene, exact: Tensor, token: int, bound: float) -> bool:
-    """Does it take no more than the bound, of this token's logit and of the largest's, to choose this token?"""
+    """Return True if an error within the bound, of this logit and the largest one, can explain the choice of this
+    token.
+    """
     needed = (exact.max() - exact[token]).item() / 2
     scene.hold(needed, bound)
     return needed <= bound
 
 
 def _drawn(ours: Ours, row: int, token: int) -> bool:
-    """Does the draw give this token from our own logits, by the definition of the op `sample`?"""
+    """Return True if the draw gives this token from the optimised logits, by the definition of the op `sample`."""
     assert not isinstance(ours, Speculating), "drafts are checked against greedy decoding"
     names = [a.name for a in ops.find("sample").args]
     given = (ours.logits, *ours.sampler.arguments)

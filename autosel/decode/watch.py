@@ -1,11 +1,11 @@
-"""The guard of a thread team's steps: a step stops after a few of its tasks, and what they made is looked at.
+"""The guard of a thread team's steps: a step stops after a few of its tasks, and their results are checked.
 
     watch = StepWatch(policy=..., allowance=..., decision=decision, report=board.report)
-    watch.run(step)          # in the place of step.through()
+    watch.run(step)          # instead of step.through()
 
-The tasks are drawn anew for each step, so that every layer has its turn. What a check suspects (spot.py) is judged by
-the step op by op up to the same task, on the same inputs: if that passes, the team runs again three times, gives way,
-and the step is served op by op, now and from then on.
+The tasks are drawn again for each step, so that every layer is checked at times. A suspicion (spot.py) is judged by the
+step op by op up to the same task, on the same inputs. If that passes, the team runs three more times and is demoted;
+the step is then served op by op.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autosel.values import Decision
 
 log = logging.getLogger(__name__)
 Check = Callable[[int], float]  # seed -> largest |got - expected| / tolerance
-SUSPECT = 2.0  # a check's tolerance is an estimate of the first order
+SUSPECT = 2.0  # a check's tolerance is a first-order estimate
 REPLAYS = 3
-# What stopping costs: a second wake-up of the team, and weights that nobody asked for ahead (bench_guard_faults.py).
+# Cost of a stop: a second wake-up of the team, and weights that are not prefetched (bench_guard_faults.py).
 STOP_NS = 20_000
-SHARE = 0.0027  # of the time, for the checks of steps: no other guard runs beside them
+SHARE = 0.0027  # share of the time for checks of steps: no other guard runs with them
 
 
 class Stopping(Protocol):
@@ -41,22 +41,23 @@ class Stopping(Protocol):
 
     @property
     def checks(self) -> Sequence[Check | None]:
-        """One for each task."""
+        """Return one check for each task, or None."""
 
     def part(self, begin: int, end: int) -> None:
-        """Run these tasks alone."""
+        """Run only these tasks."""
 
     def through(self) -> None:
         """Run all tasks."""
 
     def list_through(self, task: int) -> None:
-        """Run the step op by op, up to what a task stands for."""
+        """Run the step op by op, up to the calls of a task."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepWatch:
-    """`decision` is the one by which the team serves, if there is one: without it nothing can be recorded. `report`
-    takes the fault."""
+    """Guard of one step. Without `decision`, by which the team serves, nothing is recorded. `report` receives the
+    fault.
+    """
 
     policy: Policy
     allowance: Allowance
@@ -65,12 +66,12 @@ class StepWatch:
     random: Random = field(default_factory=SystemRandom)
     clock: Callable[[], int] = time.perf_counter_ns
     checks: int = 0
-    typical_ns: float = 2 * STOP_NS  # of a check and the stop for it
-    limit: float = SUSPECT  # grows with each suspicion that was not confirmed
-    fault: str = ""  # why the step is run op by op
+    typical_ns: float = 2 * STOP_NS  # of a check with its stop
+    limit: float = SUSPECT  # increases with each unconfirmed suspicion
+    fault: str = ""  # why the step runs op by op
 
     def run(self, step: Stopping) -> bool:
-        """Run the step. Return False if it was run op by op, from its first call to its last."""
+        """Run the step. Return False if it ran op by op from first to last call."""
         if self.fault:
             step.ops.run()
             return False
@@ -88,8 +89,10 @@ class StepWatch:
         return True
 
     def _drawn(self, step: Stopping) -> list[int]:
-        """Return the tasks after which this step stops: each with the probability of the guard's spot checks, as far as
-        the allowance goes. It is asked for them in an order drawn anew, so that none is left out where it is short."""
+        """Return the tasks after which this step stops, each with the probability of spot checks, within the allowance.
+
+        The allowance is used in random order, so that no task is always left out when it is short.
+        """
         due = [task for task in self._due(len(step.checks)) if step.checks[task] is not None]
         self.random.shuffle(due)
         granted = []
@@ -110,7 +113,7 @@ class StepWatch:
         return found
 
     def _right(self, step: Stopping, task: int) -> bool:
-        """Return False if what the task has made is wrong."""
+        """Return False if the task's results are wrong."""
         check, seed, start = step.checks[task], self.random.getrandbits(60), self.clock()
         assert check is not None
         ratio = check(seed)
@@ -134,7 +137,7 @@ class StepWatch:
         return True
 
     def _again(self, step: Stopping, task: int, check: Check, seed: int) -> float:
-        """The team's once more, which leaves its results where they were."""
+        """Run the team again up to the task, into the same buffers, and check it."""
         step.part(0, task + 1)
         return check(seed)
 

@@ -1,6 +1,6 @@
-"""A model's weights as the step wants them: query, key and value projections stacked, everything in one arena.
+"""A model's weights for the step: query, key and value projections stacked, all in one arena.
 
-Read from a checkpoint folder of safetensors, or drawn at random at the preset's shapes.
+They are read from a checkpoint folder of safetensors, or drawn at random with the preset's shapes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTYPE_BYTES, DTypeName
 
-# Where the decoder's tensors may begin: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling;
-# a base model saved without its head.
+# Prefixes of the decoder's tensors: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling; a base
+# model saved without its head.
 PREFIXES = (("model.", ""), ("model.language_model.", ""), ("language_model.model.", "language_model."), ("", ""))
-# Buffers that some checkpoints carry and that follow from config.json.
+# Buffers of some checkpoints that config.json determines.
 DERIVED = ("rotary_emb.inv_freq",)
 BLOCK = (1 << 24) - 3  # elements drawn; prime, so that no row or tile of a real shape repeats another
-OTHERS_BYTES = 1 << 30  # the interpreter with torch, a step's activations, probes
-PROBE_BYTES = 1 << 30  # what a GPU's read rate is probed in, for as long as the process lives
+OTHERS_BYTES = 1 << 30  # for the interpreter with torch, a step's activations, probes
+PROBE_BYTES = 1 << 30  # buffer that probes a GPU's read rate, for the lifetime of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's tensors. Shapes by the letters of ModelShape; None where the family has no such norm."""
+    """One layer's tensors. Shapes use the letters of ModelShape; None if the family has no such norm."""
 
     attn_norm: Tensor  # [d]
     qkv: Matrix  # [(Hq + 2 Hkv) D, d], queries first
@@ -56,12 +56,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All of them by name: `embedding`, `0.qkv` and the other fields of `Layer` after each layer's number, `norm`, and
-    `head`, which a model that ties it to the embedding lacks."""
+    """All weights by name: `embedding`, `0.qkv` and the other fields of `Layer` after each layer's number, `norm`,
+    `head`.
+
+    A model that ties its head to the embedding has no `head`.
+    """
 
     shape: ModelShape
     dtype: DTypeName
-    named: Mapping[str, Matrix]  # a matrix in the shape's format, a norm as it is
+    named: Mapping[str, Matrix]  # a matrix in the shape's format, a norm in the dtype
     source: str  # "random" or the folder
 
     def __getitem__(self, name: str) -> Any:
@@ -69,25 +72,25 @@ class Weights:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of activations, norms, keys and values."""
+        """Return the dtype of activations, norms, keys and values."""
         return DTYPE[self.dtype]
 
     @property
     def embedding(self) -> Matrix:
-        """[V, d]."""
+        """Return [V, d]."""
         found: Matrix = self["embedding"]
         return found
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Each layer's tensors."""
+        """Return each layer's tensors."""
         names = [f.name for f in fields(Layer)]
         parts = ({n: self.named.get(f"{i}.{n}") for n in names} for i in range(self.shape.layers))
         return tuple(Layer(**part) for part in parts)  # type: ignore[arg-type]
 
     @property
     def norm(self) -> Tensor:
-        """[d]."""
+        """Return [d]."""
         found: Tensor = self["norm"]
         return found
 
@@ -97,12 +100,12 @@ class Weights:
 
     @property
     def head(self) -> Matrix:
-        """[V, d]."""
+        """Return [V, d]."""
         found: Matrix = self[self.head_name]
         return found
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Return what a step multiplies by, with its names."""
+        """Yield name and matrix of every product of a step."""
         for name, matrix in self.named.items():
             if len(matrix.shape) == 2 and name != "embedding":
                 yield name, matrix
@@ -131,7 +134,7 @@ def looked_up(table: Matrix, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
-    """The weights a plan names. Raises BadConfig (unreadable or of another model), UsageError (no memory for them)."""
+    """Load the weights that a plan names. Raises BadConfig (unreadable, or another model's), UsageError (no memory)."""
     shape, device = plan.shape, torch.device(plan.device)
     tensors = refuse_unloadable(plan)
     arena = Arena(arena_bytes(shape, plan.dtype), device)
@@ -141,7 +144,7 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
 
 
 def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
-    """What the weights are read from, None where they are drawn. Only headers are read. Raises as `load_weights`."""
+    """Return the source of the weights, None for random ones. Only headers are read. Raises as `load_weights`."""
     found = None if plan.weights == "random" else open_folder(Path(plan.weights))
     tensors = None if found is None else _Checkpoint(found, plan.shape, plan.full_layers)
     refuse_without_memory(plan)
@@ -156,7 +159,7 @@ def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
 
 
 def _part_bytes(shape: ModelShape, dtype: DTypeName, size: tuple[int, ...]) -> list[int]:
-    """Return what each tensor of a weight takes: the codes and the scales of a matrix in a format."""
+    """Return the bytes of each tensor of a weight: the codes and the scales of a matrix in a format."""
     if len(size) < 2:
         return [math.prod(size) * DTYPE_BYTES[dtype]]
     n, k = size
@@ -164,8 +167,11 @@ def _part_bytes(shape: ModelShape, dtype: DTypeName, size: tuple[int, ...]) -> l
 
 
 def memory_need(plan: Plan) -> int:
-    """Bytes the run will take: weights, the caches of both arms, what the prompt or the reference holds on its way,
-    logits, and the rest of the process."""
+    """Return the bytes that the run will need.
+
+    They are weights, both arms' caches, temporary memory of the prompt or the reference, logits, and the rest of the
+    process.
+    """
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
     held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
@@ -174,25 +180,28 @@ def memory_need(plan: Plan) -> int:
 
 
 def reference_bytes(plan: Plan) -> int:
-    """The pass that both arms are judged by widens one weight at a time, and of one layer keys and values, twice: as
-    they were and with the new ones. The output head and a layer are never wide at once.
+    """Return the temporary memory of the reference pass, which widens one weight at a time.
 
-    On a GPU no kernel of PyTorch's takes grouped heads this wide: its composition of matrix products lays keys and
-    values out once for every query head, and a scaled copy of the keys beside them."""
+    It also widens one layer's keys and values, twice: the old ones, and those with the new ones. The output head and a
+    layer are never wide at the same time.
+
+    On a GPU no kernel of PyTorch's accepts grouped heads this wide: its composition of matrix products copies keys and
+    values for every query head, and makes a scaled copy of the keys.
+    """
     s, wide = plan.shape, 2 * DTYPE_BYTES["fp32"] if plan.dtype == "fp32" else DTYPE_BYTES["fp32"]
     heads = 4 * s.Hkv if plan.device == "cpu" else max(4 * s.Hkv, 2 * s.Hkv + 3 * s.Hq)
     return wide * max(s.V * s.d, heads * plan.batch * plan.longest * s.D)
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be had now without driving anyone out."""
+    """Return the bytes that are free without evicting other processes."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     return machine.free_memory()
 
 
 def refuse_without_memory(plan: Plan) -> None:
-    """Raises UsageError, with the sums, if the plan needs more than is free."""
+    """Raise UsageError, with the sums, if the plan needs more memory than is free."""
     need, free = memory_need(plan), free_memory(plan.device)
     if need <= free:
         return
@@ -208,7 +217,7 @@ def refuse_without_memory(plan: Plan) -> None:
 
 
 def _tensors(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Our name and shape of every tensor, in the order a step reads them."""
+    """Yield name and shape of every tensor, in the order in which a step reads them."""
     yield "embedding", (s.V, s.d)
     for i in range(s.layers):
         for name, size in _layer_tensors(s):
@@ -252,7 +261,7 @@ class _Builder:
         return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
 
     def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
-        """A matrix of a format is rounded to nearest from one of the dtype, which is dropped then."""
+        """Return a matrix; one in a format is rounded to nearest from a temporary matrix of the dtype."""
         format_ = find_weight_format(self.shape.weight)
         if format_.plain or len(size) < 2:
             out = self.arena.tensor(size, self.dtype)
@@ -265,15 +274,14 @@ class _Builder:
         return made.map(self._kept)
 
     def _kept(self, part: Tensor) -> Tensor:
-        """The same in the arena."""
+        """Copy a tensor into the arena."""
         return self.arena.bytes(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
 
 
 def _random(plan: Plan) -> Fill:
-    """Projections of variance 1/fan-in, so that activations stay of order one; norms near one.
+    """Draw projections with variance 1/fan-in, so that activations stay of order one, and norms near one.
 
-    One block of normals is drawn and laid out again and again, each tensor from another start: drawing billions takes
-    minutes.
+    One block of normals is drawn and repeated, for each tensor from another start: drawing billions takes minutes.
     """
     device = torch.device(plan.device)
     generator = torch.Generator(device=device).manual_seed(plan.seed)
@@ -296,7 +304,7 @@ def _random(plan: Plan) -> Fill:
 
 
 def _start(name: str, length: int) -> int:
-    """Somewhere in the block, by the tensor's name."""
+    """Return a start within the block that depends on the tensor's name."""
     from zlib import crc32
 
     return crc32(name.encode()) % length
@@ -306,19 +314,19 @@ def _start(name: str, length: int) -> int:
 
 
 class _Checkpoint:
-    """Tensors by our names. Raises BadConfig at once for what is missing or what we would leave out."""
+    """Tensors by autosel's names. Raises BadConfig at once for missing tensors and for unused ones."""
 
     def __init__(self, tensors: Tensors, shape: ModelShape, layers_there: int) -> None:
         self.tensors, self.shape = tensors, shape
         names = tensors.entries
         if not names:
-            raise BadConfig(f"{tensors.folder} holds no tensors", todo="name a whole checkpoint")
+            raise BadConfig(f"{tensors.folder} has no tensors", todo="name a complete checkpoint")
         quantised = next(
             (n for n in names if n.endswith(("weight_scale", "weight_scale_inv", "qweight", "absmax"))), ""
         )
         if quantised:
             raise BadConfig(
-                f"{tensors.folder} is quantised: it holds {quantised}",
+                f"{tensors.folder} is quantised: it has {quantised}",
                 why="quantised weights are another workload, not a cheaper bf16 one",
                 todo="name the unquantised checkpoint",
             )
@@ -341,7 +349,7 @@ class _Checkpoint:
         some = ", ".join(sorted(self.tensors.entries)[:3])
         raise BadConfig(
             f"{self.tensors.folder} has no embed_tokens.weight",
-            why=f"it holds {some}, ...",
+            why=f"it has {some}, ...",
             todo="name a checkpoint of a supported family, in Hugging Face's names",
         )
 
@@ -356,7 +364,8 @@ class _Checkpoint:
         return tuple(f"{self.base}layers.{layer}.{theirs}.weight" for theirs in self._theirs(part))
 
     def _theirs(self, part: str) -> tuple[str, ...]:
-        # In Gemma the norm after attention is a sandwich's second half; elsewhere that name is the next block's norm.
+        # In Gemma, the norm after attention is the second half of a sandwich; elsewhere that name is the next block's
+        # norm.
         before_mlp = "pre_feedforward_layernorm" if self.shape.sandwich else "post_attention_layernorm"
         return {
             "attn_norm": ("input_layernorm",),
@@ -391,12 +400,12 @@ class _Checkpoint:
         if missing:
             raise BadConfig(
                 f"{self.tensors.folder} lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                why=f"{len(missing)} of the {len(expected)} tensors that config.json asks for",
-                todo="fetch the checkpoint again, or check that config.json is its own",
+                why=f"{len(missing)} of the {len(expected)} tensors that config.json requires",
+                todo="fetch the checkpoint again, or check that config.json belongs to it",
             )
 
     def _refuse_unknown(self, layers_there: int, expected: set[str]) -> None:
-        """A tensor within the decoder that we would not use (a bias, a norm) makes it another model."""
+        """Refuse a tensor within the decoder that is not used (a bias, a norm): it makes another model."""
         used_layers = tuple(f"{self.base}layers.{i}." for i in range(self.shape.layers, layers_there))
         for name in self.tensors.entries:
             inside = name.startswith((f"{self.base}layers.", f"{self.base}embed", f"{self.base}norm"))
@@ -404,12 +413,12 @@ class _Checkpoint:
                 raise BadConfig(
                     f"{self.tensors.folder}: nothing uses {name}",
                     why=f"{self.shape.family} has no such tensor; leaving it out would give another model",
-                    todo="check that config.json is this checkpoint's own",
+                    todo="check that config.json belongs to this checkpoint",
                 )
 
 
 def refuse_other_tokens(tokens: Iterator[int] | list[int], shape: ModelShape) -> None:
-    """Raises UsageError for token ids the model has no row for."""
+    """Raise UsageError for token ids that the model has no row for."""
     for token in tokens:
         if not 0 <= token < shape.V:
             raise UsageError(

@@ -122,7 +122,7 @@ def test_weights_whose_exponents_have_no_codes_are_read_as_they_are(
     for _ in range(3):
         assert right(function, x, w)
     assert store.bytes == 0
-    assert "1 as they are: lossless-12 would take" in reader.told() and "at most 90%" in reader.told()
+    assert "1 read plain: lossless-12 would take" in reader.told() and "at most 90%" in reader.told()
 
 
 def test_the_limit_of_memory_is_kept_and_no_weight_replaces_another(
@@ -293,7 +293,7 @@ def test_prepared_weights_that_differ_from_the_weight_are_refused(
     assert recipe.layout is not None
     prepare = Prepare.of_artefact(recipe.layout, recipe.flags, digest, 1)
     monkeypatch.setattr(prepare, "compare", lambda made, w, told, threads: told.fill_(3))
-    with pytest.raises(ParityError, match="prepared weights are not the weights") as refused:
+    with pytest.raises(ParityError, match="prepared weights differ from the weights") as refused:
         prepare(weight())
     assert "3 units of a matrix (64, 512)" in refused.value.why
 
@@ -335,7 +335,7 @@ def test_a_python_function_takes_what_its_own_prepare_made(store: Store) -> None
 
 
 def test_a_layout_of_an_argument_that_is_no_weight_is_refused() -> None:
-    with pytest.raises(BuildError, match="layout wide is of x"):
+    with pytest.raises(BuildError, match="layout wide is for x"):
         load(OP, replace(RECIPE, layout=replace(WIDE, weights=("x",))), "", {})
 
 

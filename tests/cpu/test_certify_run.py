@@ -106,7 +106,7 @@ def test_a_sweep_that_tunes_needs_a_ledger_and_decides_in_it(home: Path) -> None
     from dataclasses import replace
 
     grid = Grid(model=MODEL, contexts=(16,), batches=(1,), dtype="fp32", iters=2, warmup=0, budget_s=0.001)
-    with pytest.raises(UsageError, match="without a ledger"):
+    with pytest.raises(UsageError, match="needs a ledger"):
         measure_sweep(grid, None, Heard())
     with open_ledger(home=home) as ledger:
         found = measure_sweep(replace(grid, again="mine"), ledger, Heard())

@@ -107,7 +107,7 @@ def test_a_cuda_source_is_not_eligible_on_a_cpu(tmp_path: Path) -> None:
 def test_a_device_to_compile_for_is_for_cuda_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.cpp").write_text(KERNEL)
     code, _, err = race(capsys, "--candidate", "one.cpp", "--fingerprint", "h200")
-    assert code == 2 and "is for a CUDA source" in err
+    assert code == 2 and "needs a CUDA source" in err
     if not torch.cuda.is_available():
         (tmp_path / "one.cu").write_text(KERNEL)
         code, _, err = race(capsys, "--candidate", "one.cu", "--fingerprint", "h2000")
@@ -238,7 +238,7 @@ def test_without_a_gpu_a_cuda_source_is_compiled_and_its_resources_are_said(
     (tmp_path / "k.cu").write_text(CUDA.replace("BROKEN", ""))
     code, out, err = race(capsys, "--candidate", "k.cu")
     assert code == 2 and "not run: this machine has no GPU" in err
-    assert "compiled, not run" in out and "registers a thread, 0 bytes spilled, 1024 bytes of static shared" in out
+    assert "compiled, not run" in out and "registers per thread, 0 bytes spilled, 1024 bytes of static shared" in out
     assert "NVIDIA H200" in out and "TB/s" in out
     code, out, _ = race(capsys, "--candidate", "k.cu", "--json")  # found compiled
     (found,) = json.loads(out)["races"]
@@ -256,7 +256,7 @@ ptxas info    : Function properties for k
 ptxas info    : Used 64 registers, used 1 barriers, 4096 bytes smem, 400 bytes cmem[0]
 ptxas info    : Used 32 registers, used 0 barriers, 380 bytes cmem[0]
 """
-    assert resources_in(log) == "64 registers a thread, 28 bytes spilled, 4096 bytes of static shared memory"
+    assert resources_in(log) == "64 registers per thread, 28 bytes spilled, 4096 bytes of static shared memory"
     assert resources_in("warning: unused") == ""
 
 

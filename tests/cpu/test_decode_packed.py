@@ -241,7 +241,7 @@ def test_packing_needs_room_beside_the_original(fp: Fingerprint, monkeypatch: py
     monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + 1000)
     with pytest.raises(UsageError, match="packed weights") as refused:
         packed.pack(load_weights(plan_of("llama-1b")), fp)
-    assert "beside the original; 0.0 GiB are to be had" in refused.value.why
+    assert "in addition to the original; 0.0 GiB are free" in refused.value.why
 
 
 def test_packed_weights_are_freed_for_a_run_that_needs_the_memory(
@@ -305,7 +305,7 @@ def test_weights_that_come_back_otherwise_are_not_used(fp: Fingerprint, monkeypa
         return (lambda p, w, different, threads: different.fill_(2)) if name == "compare" else load(digest, name)
 
     monkeypatch.setattr(layouts, "load_entry", wrong)
-    with pytest.raises(ParityError, match="prepared weights are not the weights"):
+    with pytest.raises(ParityError, match="prepared weights differ from the weights"):
         packed.pack(load_weights(plan_of("llama-1b")), fp)
 
 

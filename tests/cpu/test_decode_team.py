@@ -190,7 +190,7 @@ def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle
     plan = plan_of(oracle)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("eager.") and not any(w.half == "step" for w in made.ways)
-    assert any("no thread team: " in note and "--step whole asks for one" in note for note in made.notes)
+    assert any("no thread team: " in note and "use --step whole to require it" in note for note in made.notes)
 
 
 @one_family

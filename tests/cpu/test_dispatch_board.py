@@ -140,7 +140,7 @@ def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monk
     source.write_text(source.read_text() + "\n// edited\n")
     forget()
     with dispatch.use(home):
-        assert "source was edited since" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
+        assert "source has been edited" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
 
 
 def test_tensors_of_another_device_get_the_baseline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_locking_a_decision_that_cannot_serve_is_reported(
         artefact.unlink()
     forget()
     assert run(["lock", "--file", str(lock)]) == 0
-    assert "1 of them would not serve here as they are" in capsys.readouterr().err
+    assert "1 of them would not serve here as pinned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "told"), [("not JSON", "Expecting value"), ("{}", "not a snapshot")])

@@ -243,7 +243,7 @@ def test_a_candidate_that_misbehaves_fails_parity_with_code_4_and_how_to_see_it(
         ("mykernels:wrogn", "did you mean wrong?"),
         ("mykernels:takes_less", "rmsnorm passes (x, weight, eps, offset)"),
         ("mykernel:good", "no module mykernel"),
-        ("./mykernels.py", "it is named module:function"),
+        ("./mykernels.py", "module:function, as Python imports it"),
         ("broken:good", "is not Python"),
         ("cpp:rmsnrom", "did you mean cpp:rmsnorm"),
     ],

@@ -90,7 +90,7 @@ def test_a_program_that_fails_before_it_asks_keeps_its_exit_code(
 ) -> None:
     words = ["record", "-o", str(tmp_path / "r.json"), "--", sys.executable, "-c", f"import os, sys; {last}"]
     assert run(words) == code
-    assert f"ended with exit code {code} before it asked" in " ".join(capfd.readouterr().err.split())
+    assert f"exited with {code} before it called an op" in " ".join(capfd.readouterr().err.split())
 
 
 def test_one_workload_is_singular() -> None:
@@ -219,7 +219,7 @@ def test_a_recording_of_no_device_here_is_not_tuned_for_another_unnoticed(
     file = tmp_path / "r.json"
     recorded.save(file, recording(device=devices._nobody("cuda:0").hw_id))
     assert run(["tune", "--recorded", str(file)]) == 2
-    assert "does not say of which device" in capfd.readouterr().err and not asked
+    assert "does not name its device" in capfd.readouterr().err and not asked
     assert run(["tune", "--recorded", str(file), "--device", "cpu"]) == 0
     recorded.save(file, recording(device="elsewhere"))
     assert run(["tune", "--recorded", str(file)]) == 0

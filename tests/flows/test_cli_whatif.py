@@ -56,4 +56,4 @@ def test_an_environment_that_cannot_run_autosel_is_reported_with_missing_package
 
 def test_no_decisions_and_no_recording_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["whatif", "--python", sys.executable]) == 1
-    assert "nothing to try there" in capsys.readouterr().err
+    assert "no workload to try" in capsys.readouterr().err

@@ -415,7 +415,7 @@ def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Dae
         alike = ("rmsnorm", "torch:rmsnorm", None)
         assert served == {(*alike, why): 10, (*alike, ""): 1} and found["processes"] == 2
     shown = cli(daemon.home, "status").stdout
-    told = "11 since it began, 0% of them by a decision; 2 processes in the last minute; 10 without a decision:"
+    told = "11 since it started, 0% of them by a decision; 2 processes in the last minute; 10 without a decision:"
     assert f"{told} {why}" in " ".join(shown.split())
     assert re.search(r"rmsnorm +torch:rmsnorm +none +10", shown)
     assert json.loads(cli(daemon.home, "status", "--json").stdout)["uses"] == found

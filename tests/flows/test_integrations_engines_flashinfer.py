@@ -33,4 +33,4 @@ def test_flashinfers_own_parser_reads_every_solution(
     (tmp_path / made.rows[0].file).write_text("{}")
     assert run(["doctor", "--engine", "flashinfer", str(tmp_path)]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "is not as it was written" in said and "of 2 rows would be loaded here" in said
+    assert "has been changed or removed" in said and "of 2 rows would be loaded here" in said

@@ -85,7 +85,7 @@ def test_it_opens_whole_in_todays_schema(home: Path) -> None:
     now = verb("db", "info", "--json", home=home)
     assert (now["decisions"], now["serving"]) == (then["decisions"], then["serving"]) == (47, 32)
     assert verb("db", "upgrade", "--json", home=home)["schema"] == HEAD
-    assert "is whole" in verb("db", "check", home=home)
+    assert "is intact" in verb("db", "check", home=home)
 
 
 def test_the_original_is_left_alone(home: Path) -> None:
@@ -212,7 +212,7 @@ def test_arms_for_fp8_operands_wait_for_a_race_against_the_baseline_of_today(hom
     assert len(mine) == 4
     for one in mine.values():
         assert one["served"] == one["baseline"]
-        assert "are not those that were measured" in one["reason"]
+        assert "have changed since they were measured" in one["reason"]
         assert one["right"]
 
 

@@ -134,7 +134,7 @@ def test_a_winner_under_another_torch_serves_again_once_proven_and_is_to_be_race
     assert (told["state"], told["candidate"]) == ("promoted", "cpp:rmsnorm") and OTHER_TORCH in told["stale"]
     assert cli(["best", "rmsnorm"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "stale" in out and "proven again since, and served until it is raced" in out
+    assert "stale" in out and "proven again, and serves until it is raced again" in out
 
 
 def with_source(place: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]) -> None:
@@ -155,7 +155,7 @@ def test_after_an_edit_the_build_that_was_raced_serves_once_it_is_proven_again(
 ) -> None:
     old = promote(ledger, native_arm())
     with_source(tmp_path / "kernels", monkeypatch, ("\n", "\n// edited\n"))
-    assert "source was edited since" in served(home).reason
+    assert "source has been edited" in served(home).reason
     (done,) = renewals(ledger)
     assert done.decision is not None and done.decision.arm == old.arm
     bound = served(home)
@@ -172,7 +172,7 @@ def test_the_baseline_replaces_a_build_that_fails_now_and_the_evidence_is_kept(
         arm = native_arm()
     validity.forget()
     old = promote(ledger, arm)
-    assert "source was edited since" in served(home).reason
+    assert "source has been edited" in served(home).reason
     (done,) = renewals(ledger)
     assert done.decision is None and done.reason.startswith("parity: ")
     assert served(home).candidate == "torch:rmsnorm"

@@ -174,7 +174,7 @@ def lambda_free_linear(x: Any, w: Any, bias: Any, residual: Any, out: Any) -> An
         (lambda w, fp: None, None),
         (lambda w, fp: "", None),
         (lambda w, fp: Accepted(), None),
-        (lambda w, fp: False, "its supports() said no"),
+        (lambda w, fp: False, "its supports() refused it"),
         (lambda w, fp: "needs M = 2" if w["M"] != 2 else True, "needs M = 2"),
         (lambda w, fp: Rejected(reason="not here"), "not here"),
         (lambda w, fp: w["nonsense"] > 0, "its supports() raised KeyError"),
@@ -656,7 +656,7 @@ def test_a_plugin_may_be_allowed_by_distribution_and_name(folder: Path, allow: C
     [
         (TRAP, "", "RuntimeError: imported"),
         ("x = 1\n", "", "it registered no candidate"),
-        ("KERNELS = (1, 2)\n", "{m}:KERNELS", "TypeError: 1 is no Candidate"),
+        ("KERNELS = (1, 2)\n", "{m}:KERNELS", "TypeError: 1 is not a Candidate"),
         ("x = 1\n", "{m}:absent", "AttributeError"),
         ("import autosel\nautosel.candidate('nonsense')\n", "", "unknown op 'nonsense'"),
         ("import sys\nsys.exit(3)\n", "", "SystemExit: 3"),

@@ -59,7 +59,7 @@ def test_every_known_device_has_a_product_for_many_rows(device: str, m: int) -> 
 @pytest.mark.parametrize(
     ("name", "w", "fp", "words"),
     [
-        ("cutlass:gemm_sm90", linear(64), RTX, "compute capability 9.0's; the device has 12.0"),
+        ("cutlass:gemm_sm90", linear(64), RTX, "needs compute capability 9.0; the device has 12.0"),
         ("cutlass:gemm_sm90", linear(64), load("b200"), "the device has 10.0"),
         ("cutlass:gemm_sm90", linear(1), H200, "below half of 7, where CUDA cores win by far"),
         ("cutlass:gemm_sm90", linear(64, dtype="fp32"), H200, "takes bf16, fp16; the workload is fp32"),

@@ -135,7 +135,7 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
 @pytest.mark.parametrize(
     ("kernel", "dims", "traits", "reason"),
     [
-        (of(flashinfer, "attn"), {**HEADS, "B": 2}, {}, "one sequence a call"),
+        (of(flashinfer, "attn"), {**HEADS, "B": 2}, {}, "one sequence per call"),
         (of(flashinfer, "attn"), {**HEADS, "D": 80}, {}, "80 wide"),
         (of(flashinfer, "attn"), HEADS, {"window": 64}, "no window"),
         (of(flash_attn, "attn", ":attn"), {**HEADS, "D": 512}, {}, "512"),
@@ -150,7 +150,7 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
         (of(flashinfer, "swiglu"), {"M": 2, "I": 509}, {}, "vectors of 8"),
         (of(sgl, "geglu"), {"M": 2, "I": 12}, {}, "vectors of 8"),
         (of(liger, "rope"), ROPE, {"style": 1}, "interleaved"),
-        (of(liger, "rope"), {**ROPE, "R": 64}, {}, "whole heads alone"),
+        (of(liger, "rope"), {**ROPE, "R": 64}, {}, "whole heads only"),
         (of(liger, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
         (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
         (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"offset": 0.5}, "no weight offset"),

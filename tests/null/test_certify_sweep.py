@@ -211,11 +211,11 @@ def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None
 def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
     found = weigh([Request(prompt=20, output=11), Request(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
     assert found.by_batch[0].covered == pytest.approx(10 / 40)
-    assert "25% of its tokens lie within what was measured" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
+    assert "25% of its tokens are in the measured range" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
     beyond = weigh([Request(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f")
     assert (beyond.requests, beyond.by_batch, beyond.best_batch) == (1, (), None)
     said = verb.text(swept(cell(1, 128, 10.0), traffic=beyond))
-    assert "your traffic: 1 requests" in said and "0% of its tokens lie within what was measured" in said
+    assert "your traffic: 1 requests" in said and "0% of its tokens are in the measured range" in said
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
     out, err = capsys.readouterr()
     cells = json.loads(out)["sweep"]["cells"]
     assert code == 130 and "stopped; 1 of 3 cells measured" in err and next(calls) == 2
-    assert [c["why"] for c in cells] == ["", "it was stopped before", "it was stopped before"]
+    assert [c["why"] for c in cells] == ["", "stopped before it was measured", "stopped before it was measured"]
     assert cells[0]["figures"] and not cells[1]["figures"]
 
 

@@ -25,7 +25,7 @@ def test_the_stored_certificates_verify_and_leave_open_what_nothing_says() -> No
     found, then = verify(earlier.CERTIFICATES), earlier.said("verify")
     assert (found.certificates, found.signed, found.head) == (8, 1, then["head"])
     assert tuple(u.line for u in found.unchecked) == FOLDERS
-    with pytest.raises(BadCertificate, match=r":4 is not to be believed"):
+    with pytest.raises(BadCertificate, match=r":4 cannot be trusted"):
         verify(earlier.CERTIFICATES, strict=True)
 
 

@@ -31,9 +31,7 @@ def test_the_hosts_time_is_said_beside_a_gpus_own() -> None:
     run = decode_run()
     host = {"optimised_host_ns": run.baseline_ns, "baseline_host_ns": run.baseline_ns}
     made = certificate(dataclasses.replace(run, timed_by="CUDA events", **host))
-    told = (
-        f"timed by CUDA events; {made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the tokens are on the host"
-    )
+    told = f"timed by CUDA events; {made.host_ms:.4g} and {made.baseline_host_ms:.4g} ms until the host has the tokens"
     assert told in said(made) and "CUDA events" not in said(certificate(run))
 
 
@@ -63,6 +61,6 @@ def test_audit_and_summary_report_ops_that_cannot_be_timed(changes: dict[str, An
     notes = _notes(run.plan, Chosen())
     made = certificate(dataclasses.replace(run, notes=notes))
     found = audit(made)
-    assert found.rows == () and found.untimed and found.untimed_because.startswith("no op was timed by itself: ")
+    assert found.rows == () and found.untimed and found.untimed_because.startswith("no op was timed separately: ")
     assert found.untimed_because in notes and f"note: {found.untimed_because}" in said(made)
     assert audit(certificate()).untimed_because == "" and document(found)["untimed_because"] == found.untimed_because

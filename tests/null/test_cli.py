@@ -143,7 +143,7 @@ def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) 
         (["tune", "--device", "cuda:0"], "cuda:0 is not here", "knobs --fingerprint"),
         (["fingerprint", "h20"], "unknown device 'h20'", "did you mean h200"),
         (["knobs", "--fingerprint", "h20"], "unknown device 'h20'", "did you mean h200"),
-        (["tune", "--budget", "soon"], "--budget 'soon' is no time", "90s, 5m or 1h30m"),
+        (["tune", "--budget", "soon"], "--budget 'soon' is not a duration", "90s, 5m or 1h30m"),
         (["tune", "--batch", "0"], "'--batch'", "tune --help"),
         (["tune", "--op", "gemm"], "--op gemm with batch 1", "use gemv"),
         (["tune", "--seq", "many"], "'--seq'", "tune --help"),
@@ -310,7 +310,7 @@ def test_every_setting_is_shown_with_its_origin(said: Any, home: Path, monkeypat
     assert found["disable"] == {"value": False, "origin": "default"}
     _, out, err = said("config")
     assert all(s.variable in out for s in settings.SETTINGS)
-    assert "AUTOSEL_EFORT is no setting" in err
+    assert "AUTOSEL_EFORT is not a setting" in err
 
 
 # --- output -------------------------------------------------------------------------------------------------------
@@ -678,7 +678,7 @@ def test_numbers_of_threads_are_for_this_cpu(device: str, ray: str) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "0", "0s", "-5", "5x", "m", "1e3", "nan", "5m 3"])
 def test_an_invalid_budget_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time"):
+    with pytest.raises(UsageError, match="is not a duration"):
         parse_budget(text)
 
 

@@ -159,7 +159,7 @@ def test_first_contact_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: py
     monkeypatch.setattr(tune, "report_on", lambda request, *_, **__: asked.append(request.device))
     code, _, err = said("start", "--model", "llama-1b")
     assert (code, asked) == (0, ["cuda"])
-    assert "H200" in err and "left aside" not in err
+    assert "H200" in err and "not used" not in err
 
 
 def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(

@@ -49,8 +49,8 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--persistent", "--step", "ops"), "--persistent is --step whole"),
         (("--persistent", "--paged", "16"), "reads a contiguous cache"),
         (("--step", "whole", "--batch", "9"), "multiplies at most 8 rows"),
-        (("--persistent", "--no-prealloc"), "buffers made beforehand"),
-        (("--persistent", "--speculate", "ngram:2"), "several tokens a sequence"),
+        (("--persistent", "--no-prealloc"), "preallocated buffers"),
+        (("--persistent", "--speculate", "ngram:2"), "several tokens per sequence"),
         (("--step", "graph", "--persistent"), "leave one of them out"),
         (("--step", "graph"), "graphs are captured on a GPU"),
         (("--step", "persistent"), "known: auto, ops, graph, whole"),
@@ -70,9 +70,9 @@ def test_a_run_that_cannot_be_is_refused_first(
         ({"step": "whole", "dtype": "fp32"}, "heads of 256: 32 lanes hold 128 elements of fp32"),
         ({"step": "whole", "batch": 9}, "batch 9: one launch multiplies at most 8 rows"),
         ({"step": "whole", "cache": "paged"}, "a whole step reads a contiguous cache"),
-        ({"step": "whole", "prealloc": False}, "buffers made beforehand"),
+        ({"step": "whole", "prealloc": False}, "preallocated buffers"),
         ({"step": "graph", "advance": True}, "a graph holds one context length"),
-        ({"step": "graph", "prealloc": False}, "a graph writes into buffers made beforehand"),
+        ({"step": "graph", "prealloc": False}, "a graph writes into preallocated buffers"),
     ],
 )
 def test_a_step_that_a_gpu_cannot_launch_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:

@@ -161,7 +161,7 @@ def test_lossy_arithmetic_is_certified_only_with_a_text() -> None:
     refuse_unjudged("fp8_e4m3", judged=True)
     refuse_unjudged("", judged=False)
     lossy = dataclasses.replace(certificate(decode_run()), dtype="fp8_e4m3")
-    assert verify.wrong(lossy) == "quality: fp8_e4m3 is lossy, and no text was scored"
+    assert verify.wrong(lossy) == "quality: fp8_e4m3 is lossy, but no text was scored"
 
 
 # --- again -----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_a_rerun_scores_the_text_again_and_says_what_became_worse(changed: dict[
         assert "divergence" in rerun_words(scored_run(1), found)
         return
     assert why in found.quality.why and found.outcome == "another quality"
-    with pytest.raises(rerun.NotReproduced, match="the certified quality did not come out again") as raised:
+    with pytest.raises(rerun.NotReproduced, match="the certified quality was not reproduced") as raised:
         rerun.judge(found)
     assert raised.value.exit_code == 3
 
@@ -221,7 +221,7 @@ def test_the_text_is_where_the_command_had_it_or_where_it_is_said_to_be(tmp_path
         text, name="moved.txt"
     )
     silent = dataclasses.replace(made, repro_cmd="./run run --model llama-1b")
-    with pytest.raises(UsageError, match="does not say where it is"):
+    with pytest.raises(UsageError, match="does not name the file"):
         text_again(silent, asked.plan(), named=None, then=command_of(silent)["score"])
     plain = certificate(decode_run(iters=60))
     with pytest.raises(UsageError, match="scored no text"):

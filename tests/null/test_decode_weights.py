@@ -126,7 +126,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
         loaded(tmp_path)
     index["weight_map"][names[0]] = "../model-1.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BadConfig, match="beside its index"):
+    with pytest.raises(BadConfig, match="in the folder of its index"):
         loaded(tmp_path)
 
 
@@ -198,10 +198,10 @@ def lying(change: Callable[[dict[str, Any]], object]) -> bytes:
         (b"", "claims 0 bytes in a file of 0"),
         (b"\x10\0\0", "claims"),
         (struct.pack("<Q", 1 << 40) + b"{}", "claims"),
-        (struct.pack("<Q", 2) + b"[]", "no object"),
-        (struct.pack("<Q", 7) + b'{"a":1}', "has not dtype"),
+        (struct.pack("<Q", 2) + b"[]", "not an object"),
+        (struct.pack("<Q", 7) + b'{"a":1}', "does not have exactly dtype"),
         (struct.pack("<Q", 14) + b'{"a":1,"a":2} ', "twice"),
-        (struct.pack("<Q", 4) + b"\xff\xfe{}", "not a whole safetensors file"),
+        (struct.pack("<Q", 4) + b"\xff\xfe{}", "not a complete safetensors file"),
         (lying(lambda h: h["a"].update(shape=[2, 4])), "takes 32 bytes, its offsets span 24"),
         (lying(lambda h: h["a"].update(shape=[-2, -3])), "has shape"),
         (lying(lambda h: h["a"].update(shape=[True, 6])), "has shape"),
@@ -243,7 +243,7 @@ def test_a_file_cut_short_after_it_was_opened_is_an_error(tmp_path: Path) -> Non
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-600])
     last, entry = max(opened.entries.items(), key=lambda item: item[1].start)
-    with pytest.raises(BadConfig, match="cut short"):
+    with pytest.raises(BadConfig, match="truncated"):
         opened.read_into(last, torch.empty(entry.shape))
 
 

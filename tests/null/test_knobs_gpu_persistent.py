@@ -55,7 +55,7 @@ def test_a_build_fits_its_device(device: str, model: str, batch: int) -> None:
         (attn(32, 8, 128, b=9), "at most 8 rows"),
         (attn(32, 8, 100), "not whole vectors"),
         (attn(32, 8, 512), "32 lanes hold 256"),
-        (attn(32, 8, 128, S=4), "one position a sequence"),
+        (attn(32, 8, 128, S=4), "one position per sequence"),
     ],
 )
 def test_an_unsupported_step_is_refused_before_compilation(workload: Workload, why: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "docs")
 PACKAGES = (
-    "daemon", "dispatch", "fingerprint", "fleet", "integrations", "knobs", "ledger", "models", "native", "workers",
+    "candidates", "certify", "cli", "daemon", "decode", "dispatch", "fingerprint", "fleet", "integrations", "knobs",
+    "ledger", "models", "native", "workers",
 )  # fmt: skip
 FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "tests")
 TURNS = re.compile(

@@ -1,1 +1,1 @@
-"""Our own C++ kernels (kernels/cpu/): one candidate a kernel, the instruction set chosen by CPUID."""
+"""autosel's C++ kernels (kernels/cpu/): one candidate per kernel, with the instruction set chosen by CPUID."""

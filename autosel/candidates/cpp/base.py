@@ -1,4 +1,4 @@
-"""What every C++ kernel has in common: a CPU, a compiler, an instruction set, a source below kernels/cpu/."""
+"""Common base of C++ kernels: a CPU, a compiler, an instruction set, a source below kernels/cpu/."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ Limits = Callable[[Workload], str]
 
 
 class CppKernel(Candidate):
-    """A kernel `kernels/cpu/<source>.cpp` whose entry takes the op's arguments, or `operands` (`w.codes`, ...) in their
-    place, then outputs and `knob_args`. With a `layout`, the source also has the entries that it names.
+    """A kernel `kernels/cpu/<source>.cpp`.
 
-    `formula` gives the knobs (at least those in `knob_args`); `limits(w)` returns why it cannot run w, or "".
+    Its entry takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and `knob_args`. With a
+    `layout`, the source also has the entries that the layout names. `formula` gives the knobs (at least those in
+    `knob_args`); `limits(w)` returns why it cannot run w, or "".
     """
 
     backend: Backend = "CPP"

@@ -1,5 +1,8 @@
-"""The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways; and each of
-them for weights in int8, and for plain ones in a lossless layout of 12 bits, few rows of x alone."""
+"""The projections: linear by two kernels (few rows of x, many rows), and the fused ones, which do both.
+
+Each also has a kernel for weights in int8, and one for plain weights in a lossless layout of 12 bits, for few rows
+only.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ GATE_UP = (
 GATE_UP_PACKED = (
     "x", "norm_weight", "w_gate", "w_gate.packed", "w_up", "w_up.packed", "eps", "offset", "activation",
 )  # fmt: skip
-MOST_INT8 = 4 * linear.MAX_ROWS  # walks over the weights
-FEWEST_FOR_GEMM = 5  # below, turning the weights costs more than the multiplies: never seen to win
+MOST_INT8 = 4 * linear.MAX_ROWS  # passes over the weights
+FEWEST_FOR_GEMM = 5  # below, converting the weights costs more than the multiplications: it never wins
 
 
 def lossless_12(*weights: str) -> Layout:
@@ -33,7 +36,7 @@ def lossless_12(*weights: str) -> Layout:
 
 
 class PackedKernel(CppKernel):
-    """A kernel for bf16 weights in 12 bits; without prepared weights it does what the plain kernel does."""
+    """A kernel for bf16 weights in 12 bits; without prepared weights it runs as the plain kernel."""
 
     def __init__(self, op: str, source: str, operands: tuple[str, ...], *weights: str) -> None:
         super().__init__(
@@ -65,7 +68,7 @@ def _many(w: Workload) -> str:
 
 
 def _few_int8(w: Workload) -> str:
-    """PyTorch's way widens the weights once and multiplies them blocked: at so many rows it is about level."""
+    """Refuse more rows, where PyTorch, which widens the weights once and multiplies in blocks, is about as fast."""
     return "" if w["M"] <= MOST_INT8 else f"M = {w['M']} is above {MOST_INT8}, where widening weights once is faster"
 
 

@@ -1,4 +1,4 @@
-"""rmsnorm and its neighbours: ops that treat each row on its own."""
+"""Ops that process each row separately: rmsnorm, add_rmsnorm, rope, swiglu, geglu."""
 
 from __future__ import annotations
 

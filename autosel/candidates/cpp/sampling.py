@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Sampling: tokens from logits."""
 
 from __future__ import annotations
 

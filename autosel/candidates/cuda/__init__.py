@@ -1,1 +1,1 @@
-"""Our own CUDA kernels (kernels/cuda/): one candidate a kernel, compiled for the device's own architecture."""
+"""autosel's CUDA kernels (kernels/cuda/): one candidate per kernel, compiled for the device's own architecture."""

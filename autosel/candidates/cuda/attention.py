@@ -11,8 +11,8 @@ from autosel.knobs.gpu.attention import WARPS
 from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts
 from autosel.values import Workload
 
-PIECES_MOST = 4  # vectors of 16 bytes a lane holds of a key
-SLOT_BYTES = 16 << 10  # of a CTA's ring, a piece; kernels/cuda/attention.cuh
+PIECES_MOST = 4  # vectors of 16 bytes that a lane holds of a key
+SLOT_BYTES = 16 << 10  # of a CTA's ring, per vector; kernels/cuda/attention.cuh
 SLOTS_LEAST = 2
 TILE_ROWS_LEAST, TILE_WIDTHS = 4, (64, 96, 128, 256)  # kernels/cuda/attention_mma.cuh
 TILE_WIDTH_MOST = TILE_WIDTHS[-1]
@@ -32,7 +32,7 @@ def _limits(w: Workload, f: GpuFacts) -> str:
 def _tile_limits(w: Workload, f: GpuFacts) -> str:
     rows = w["Hq"] // w["Hkv"] * w["S"]
     if rows < TILE_ROWS_LEAST:
-        return f"{rows} query rows a KV head leave tiles of 16 empty: cuda:attn_decode's range"
+        return f"{rows} query rows per KV head leave tiles of 16 empty: cuda:attn_decode's range"
     if w["D"] > TILE_WIDTH_MOST:
         return f"heads of {w['D']} channels do not fit a warp's registers ({TILE_WIDTH_MOST})"
     room = WARPS * 16 * (TILE_WIDTHS[bisect_left(TILE_WIDTHS, w["D"])] + 2) * 4

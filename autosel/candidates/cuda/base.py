@@ -1,4 +1,4 @@
-"""What every CUDA kernel has in common: a GPU, nvcc, a C++ compiler, an architecture, a source below kernels/cuda/."""
+"""Common base of CUDA kernels: a GPU, nvcc, a C++ compiler, an architecture, a source below kernels/cuda/."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from autosel.values import (
 Formula = Callable[[Workload, GpuFacts], Knobs]
 Limits = Callable[[Workload, GpuFacts], str]
 
-MOST_ELEMENTS = 2**31 - 1  # of a dimension: kernels index within one in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 PDL = Knob(
     name="pdl",
     value=0,
     formula="0",
     inputs={},
-    reason="a step that is captured as a graph launches its kernels as programmatic dependents: there it is 1",
+    reason="1 in a step that is captured as a graph, whose kernels are launched as programmatic dependents",
 )
 
 
 class CudaKernel(Candidate):
-    """A kernel `kernels/cuda/<source>.cu` whose entry takes the op's arguments, or `operands` (`w.codes`, ...) in their
-    place, then outputs and `knob_args`.
+    """A kernel `kernels/cuda/<source>.cu`.
 
-    `formula` gives the knobs; those in `macros` are compiled in, as the macro named there. `limits(w, facts)` returns
-    why it cannot run w there, or "".
+    Its entry takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and `knob_args`. `formula`
+    gives the knobs; those in `macros` are compiled in, as the macro named there. `limits(w, facts)` returns why it
+    cannot run w on the device, or "".
     """
 
     backend: Backend = "CUDA_EXT"

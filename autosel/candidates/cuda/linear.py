@@ -14,15 +14,18 @@ MACROS = {"unroll": "AUTOSEL_UNROLL", "rows_per_warp": "AUTOSEL_ROWS"}
 
 
 def _few(w: Workload, f: GpuFacts) -> str:
-    """Twice the crossover: near it the race decides."""
+    """Refuse more than twice the rows of the crossover; near the crossover the race decides."""
     most = 2 * gemm.crossover(gemv.projection(w), f)
     return "" if w["M"] <= most else f"M = {w['M']} is above {most}, where tensor cores win by far"
 
 
 def _few_fp8(w: Workload, f: GpuFacts) -> str:
-    """PyTorch's way moves five bytes a weight (it unpacks them to two and reads those) and multiplies on tensor cores.
-    A pass over the weights for eight rows of x issues 1.8 + 16 instructions a weight, on an H200 in the time of 2.6
-    bytes: two passes are level with it."""
+    """Refuse more than two passes over the weights.
+
+    PyTorch's code moves five bytes per weight (it unpacks them to two bytes and reads those) and multiplies on tensor
+    cores. A pass over the weights for eight rows of x issues 1.8 + 16 instructions per weight, on an H200 in the time
+    of 2.6 bytes: two passes take about as long.
+    """
     return "" if w["M"] <= MOST_FP8 else f"M = {w['M']} is above {MOST_FP8}, where unpacking the weights once is faster"
 
 

@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Sampling: tokens from logits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from autosel.knobs.gpu import sampling
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Workload
 
-TOKENS_MOST = 1 << 20  # kernels/cuda/sample.cu keeps a bit a token in shared memory
-ROOM_BYTES = 40 << 10  # of it for everything else
+TOKENS_MOST = 1 << 20  # kernels/cuda/sample.cu keeps a bit per token in shared memory
+ROOM_BYTES = 40 << 10  # shared memory for everything else
 
 
 def _limits(w: Workload, f: GpuFacts) -> str:

@@ -1,15 +1,15 @@
-"""The whole decode step as one CUDA launch (kernels/cuda/step.cu): its build, and the list of tasks it goes through.
+"""The whole decode step as one CUDA launch (kernels/cuda/step.cu): its build, and its list of tasks.
 
-    build = StepBuild.of(attn, projection, fp)        # raises UsageError with the reason where it cannot be
+    build = StepBuild.of(attn, projection, fp)        # raises UsageError with the reason if it is impossible
     program = Program(build)
     program.embed(...); program.project(...); program.rotate(...); program.attend(...)   # in the step's order
     entries = compiled(build)                         # nvcc, half a minute, once
     room(entries, build, like)                        # CTAs that can be resident at once, or Rejected
     step = program.bound(entries.step, entries.check, like)   # checked, and copied to the device
     step.run()                                        # on the current stream; can be captured in a graph
-    step.stopped()                                    # 0, or 1 + the task in which a wait outlasted the limit
+    step.stopped()                                    # 0, or 1 + the task in which a wait exceeded the limit
 
-Whether a step should take it is knobs.gpu.persistent's to say. Tensors are borrowed: `Bound.kept` holds them.
+knobs.gpu.persistent decides if a step should use it. Tensors are borrowed: `Bound.kept` holds them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 CANDIDATE = "cuda:step"
 SOURCE, ENTRY, CHECK, RESIDENT = "cuda/step.cu", "step", "step_check", "step_resident"
-LIMIT_US = 2_000_000  # of one wait: a step takes milliseconds
+LIMIT_US = 2_000_000  # limit of one wait: a step takes milliseconds
 TASK_WORDS, STATE_WORDS = 32, 3  # step.cu: kTaskWords, kCounters
 EMBED, PROJECT, ROTATE, ATTEND, NORM = range(5)  # step.cu: Kind
-HEAD = 3  # words ahead of a task's own
+HEAD = 3  # words before a task's own
 WARPS = persistent.THREADS // 32
-LOG2_E = struct.unpack("<f", struct.pack("<f", 1.4426950408889634))[0]  # as the kernels have it: an fp32
+LOG2_E = struct.unpack("<f", struct.pack("<f", 1.4426950408889634))[0]  # the kernels' fp32 value
 
 Word = int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBuild:
-    """What is compiled in, and for which device."""
+    """The compiled settings, and the device."""
 
     dtype: DTypeName
     knobs: Knobs
@@ -53,7 +53,7 @@ class StepBuild:
 
     @staticmethod
     def of(attn: Workload, projection: Workload, fp: Fingerprint) -> StepBuild:
-        """For the step with this attention and smallest projection. Raises UsageError."""
+        """Return the build for the step with this attention and smallest projection. Raises UsageError."""
         support = supports(attn, fp)
         if isinstance(support, Rejected):
             raise UsageError("no whole-step kernel", why=support.reason)
@@ -63,13 +63,13 @@ class StepBuild:
 
 
 def supports(attn: Workload, fp: Fingerprint) -> Support:
-    """Can a step with this attention be one launch there?"""
+    """Return whether a step with this attention can be one launch on the device."""
     if fp.kind != "cuda":
         return Rejected(reason="a CUDA kernel; the device is a CPU")
     if attn.dtype not in ("bf16", "fp16", "fp32"):
         return Rejected(reason=f"takes bf16, fp16, fp32; the workload is {attn.dtype}")
     if attn.op != "attn" or attn["S"] != 1:
-        return Rejected(reason="one position a sequence, over a contiguous cache")
+        return Rejected(reason="takes one position per sequence, over a contiguous cache")
     f = facts(fp)
     why = persistent.fits(attn["B"], attn["D"], attn.dtype) or cuda.why_not(f.cc) or persistent.crowded(attn, f)
     if not why and find_compiler() is None:
@@ -94,14 +94,16 @@ class Entries:
 
 
 def compiled(build: StepBuild) -> Entries:
-    """Compiled on first use, and loaded. Raises BuildError."""
+    """Compile on first use, and load. Raises BuildError."""
     digest = compile_source(build.recipe.source, build.recipe.flags).digest
     step, check, resident = (load_entry(digest, name) for name in (ENTRY, CHECK, RESIDENT))
     return Entries(step=step, check=check, resident=resident, digest=digest)
 
 
 def room(entries: Entries, build: StepBuild, like: Tensor) -> int | Rejected:
-    """How many CTAs `like`'s device holds at once, by its own word: all of a launch's wait for each other."""
+    """Return how many CTAs the device of `like` can hold at once, as it reports: all CTAs of a launch wait for each
+    other.
+    """
     import torch
 
     found = torch.zeros(1, dtype=torch.int64)
@@ -116,7 +118,7 @@ def room(entries: Entries, build: StepBuild, like: Tensor) -> int | Rejected:
 
 @dataclass(slots=True, kw_only=True)
 class Bound:
-    """A step ready to run. `state` on the device: why it stopped, steps taken, counters."""
+    """A step ready to run. `state` is on the device: why it stopped, number of steps, counters."""
 
     entry: Callable[..., Any]
     program: Tensor
@@ -128,20 +130,20 @@ class Bound:
     kept: list[Any]
 
     def run(self, times: Tensor | None = None) -> None:
-        """Enqueue one step. Raises ValueError where its CTAs cannot all be resident.
+        """Enqueue one step. Raises ValueError if its CTAs cannot all be resident.
 
-        `times` int64 [tasks] on the device gets when the last CTA was done with each task, by the device's clock in ns.
+        `times` int64 [tasks] on the device receives when the last CTA finished each task, by the device's clock in ns.
         """
         self.entry(self.program, self.state, times, self.like, self.grid, self.slots, self.limit_us)
 
     def stopped(self) -> int:
-        """0, or 1 + the task in which a wait outlasted the limit; waits for the device."""
+        """Wait for the device; return 0, or 1 + the task in which a wait exceeded the limit."""
         return int(self.state[0])
 
 
 @dataclass(slots=True)
 class Program:
-    """Tasks in the order of the step; each sees what the ones before it wrote. x of rows: [B, n], last dimension 1."""
+    """Tasks in the order of the step; each sees the results of earlier ones. Rows x are [B, n] with last stride 1."""
 
     build: StepBuild
     tasks: list[bytes] = field(default_factory=list)
@@ -149,7 +151,7 @@ class Program:
     splits: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # sums and counters by size
 
     def embed(self, tokens: Tensor, table: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-        """out[B,d] = table[tokens] * scale; tokens int64[B]. A token that is in no row of the table gives zeros."""
+        """Add out[B,d] = table[tokens] * scale; tokens int64[B]. A token outside the table gives zeros."""
         rows, d = out.shape
         self._add(EMBED, rows, self._at(tokens), self._at(table), table.stride(0), len(table), rows, d, float(scale),
                   self._at(out))  # fmt: skip
@@ -168,9 +170,9 @@ class Program:
         residual: Tensor | None = None,
         split: int = 0,
     ) -> None:
-        """y = (rmsnorm(x) or x) @ w^T, plus `residual` (which may be y); with `up`: act(that) * (rmsnorm(x) @ up^T).
+        """Add y = (rmsnorm(x) or x) @ w^T, plus `residual` (may be y); with `up`: act(that) * (rmsnorm(x) @ up^T).
 
-        `split`: warps that share a row; 0: the knobs'.
+        `split` is the number of warps that share a row; 0 means the knob's.
         """
         split = split or int(self.build.knobs["split_k"])
         (n, k), per_warp = w.shape, int(self.build.knobs["rows_per_warp"])
@@ -194,8 +196,11 @@ class Program:
         eps: float = 0.0,
         offset: float = 0.0,
     ) -> None:
-        """From qkv[B, (Hq + 2 Hkv) D]: q, normed where a weight is given and rotated, into q[B, Hq D]; k likewise,
-        and v as it is, to positions[B] (int64) of the caches [B,Hkv,L,D]; not behind a cache's end."""
+        """Add the rotation of q and k in qkv[B, (Hq + 2 Hkv) D], each normed first if a weight is given.
+
+        q is written to q[B, Hq D]; k and the unchanged v to positions[B] (int64) of the caches [B,Hkv,L,D], but not
+        beyond a cache's end.
+        """
         rows, heads, width = len(qkv), k_cache.shape[1], k_cache.shape[3]
         q_heads = q.shape[1] // width
         caches = (k_cache, v_cache)
@@ -219,8 +224,10 @@ class Program:
         softcap: float = 0.0,
         chunk: int = 0,
     ) -> None:
-        """o[B, Hq D] of q[B, Hq D] over the caches [B,Hkv,L,D], lengths int32[B], none above max_len. `chunk` keys a
-        CTA; 0: all of them."""
+        """Add o[B, Hq D] = attention of q[B, Hq D] over the caches [B,Hkv,L,D], lengths int32[B], none above max_len.
+
+        `chunk` is the number of keys per CTA; 0 means all.
+        """
         import torch
 
         rows, heads, width = len(q), k.shape[1], k.shape[3]
@@ -232,7 +239,7 @@ class Program:
         tiles = heads * math.ceil(group / head_rows)
         by = scale or 1 / math.sqrt(width)
         size = (rows * tiles * splits * head_rows * (width + 2), rows * tiles)
-        if size not in self.splits:  # layers share them: the one before is done with its own
+        if size not in self.splits:  # shared by layers: the previous one has finished with its own
             sums = torch.empty(size[0], dtype=torch.float32, device=q.device)
             self.splits[size] = sums, torch.zeros(size[1], dtype=torch.int32, device=q.device)
         sums, counters = self.splits[size]
@@ -245,13 +252,13 @@ class Program:
     def norm(
         self, x: Tensor, weight: Tensor, out: Tensor, *, eps: float, offset: float = 0.0, residual: Tensor | None = None
     ) -> None:
-        """out = rmsnorm(x), plus `residual` where it is given."""
+        """Add out = rmsnorm(x), plus `residual` if given."""
         rows, d = x.shape
         self._add(NORM, rows, rows, d, self._at(x), x.stride(0), self._at(weight), float(eps), float(offset),
                   self._at(residual), _row(residual), self._at(out), out.stride(0))  # fmt: skip
 
     def words(self) -> Tensor:
-        """int64 [tasks, 32], on the host."""
+        """Return int64 [tasks, 32], on the host."""
         import torch
 
         return torch.frombuffer(bytearray(b"".join(self.tasks)), dtype=torch.int64).view(len(self.tasks), TASK_WORDS)
@@ -265,9 +272,10 @@ class Program:
         grid: int = 0,
         limit_us: int = LIMIT_US,
     ) -> Bound:
-        """`entry` and `check`: the build's `step` and `step_check`; `like`: any tensor of the step's dtype and device.
+        """Check the program and copy it to the device.
 
-        Raises ValueError for a task that the build cannot do.
+        `entry` and `check` are the build's `step` and `step_check`; `like` is any tensor of the step's dtype and
+        device. Raises ValueError for a task that the build cannot do.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Matrix products on CUTLASS's headers: wgmma and TMA for Hopper, mma and cp.async for all others."""
+"""Matrix products with CUTLASS's headers: wgmma and TMA for Hopper, mma and cp.async for all others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autosel.native import cuda, cutlass
 from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
 
 HOPPER = (9, 0)
-SIDES = {"linear": ("N", "K"), "lm_head": ("V", "d")}  # whose rows are read and written 16 bytes at a time
+SIDES = {"linear": ("N", "K"), "lm_head": ("V", "d")}  # dimensions whose rows are read and written 16 bytes at a time
 
 
 class CutlassKernel(Candidate):
     """A kernel `kernels/cutlass/<source>.cu`: its entry takes the op's arguments, the result, then `knob_args`.
 
-    The knobs in `macros` are compiled in: one instantiation a build, under the macro named there.
+    The knobs in `macros` are compiled in as the macro named there: one instantiation per build.
     """
 
     backend: Backend = "CUTLASS"
@@ -38,7 +38,7 @@ class CutlassKernel(Candidate):
     ) -> None:
         self.op, self.entry, self.source, self.formula, self.macros = op, entry, source, formula, macros
         self.name, self.knob_args, self.limits = f"cutlass:{source}", (*knob_args, "pdl"), limits
-        # What any CUDA kernel asks of workload, device and compiler.
+        # The requirements of any CUDA kernel on workload, device and compiler.
         self._cuda = CudaKernel(
             op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")
         )
@@ -65,9 +65,9 @@ class CutlassKernel(Candidate):
 
 
 def _tiles(w: Workload, f: GpuFacts) -> str:
-    """What every product asks for. Its builds take any shape; below, they would take it a 16 x 16 tile at a time."""
+    """Check the common requirements. The builds accept any shape, but below these they would work in 16 x 16 tiles."""
     if w.trait("greedy", 0):
-        return "gives logits; the workload asks for their largest"
+        return "gives logits; the workload needs their largest"
     step = VECTOR_BYTES // DTYPE_BYTES[w.dtype]
     ragged = next((name for name in SIDES[w.op] if w[name] % step), "")
     if ragged:
@@ -78,14 +78,14 @@ def _tiles(w: Workload, f: GpuFacts) -> str:
 
 def _hopper(w: Workload, f: GpuFacts) -> str:
     if f.cc != HOPPER:
-        return f"wgmma is compute capability 9.0's; the device has {f.cc[0]}.{f.cc[1]}"
+        return f"wgmma needs compute capability 9.0; the device has {f.cc[0]}.{f.cc[1]}"
     return _tiles(w, f)
 
 
 def _ampere(w: Workload, f: GpuFacts) -> str:
     most = gemm.large_from(w.dtype, f)
     if f.cc == HOPPER and w["M"] > most:
-        return f"M = {w['M']} is above {most}, where mma reaches half of what wgmma does: cutlass:gemm_sm90's range"
+        return f"M = {w['M']} is above {most}, where mma reaches half the rate of wgmma: cutlass:gemm_sm90's range"
     return _tiles(w, f)
 
 

@@ -1,2 +1,5 @@
-"""Kernels of libraries that happen to be installed: one file a library. Never installed by us, and never trusted: each
-is probed in a process of its own before it may race, and proven like every candidate."""
+"""Kernels of installed libraries: one file per library.
+
+autosel never installs them and never trusts them: each is probed in a child process before it may race, and proven like
+every candidate.
+"""

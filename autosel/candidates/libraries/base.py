@@ -1,6 +1,6 @@
-"""What every installed library has in common: it must be there, new enough, importable, and for this device.
+"""Common base of installed libraries: the library must exist, be new enough, be importable, and fit the device.
 
-Importing somebody's package is tried once an installed version, in a child process with a deadline (probe.py).
+The import of a package is tried once per installed version, in a child process with a time limit (probe.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ Limits = Callable[[Workload, "tuple[int, int]"], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """An installable package. `module` is what must be importable; `distribution` its name for pip, `renamed` the one
-    it has had since: whichever is there counts."""
+    """An installable package.
+
+    `module` is what must be importable. `distribution` is its name for pip and `renamed` its later name: either counts.
+    """
 
     distribution: str
     module: str
@@ -42,15 +44,15 @@ class Library:
     least_cc: tuple[int, int] = (8, 0)
     most_cc: tuple[int, int] = (99, 0)
     needs: tuple[str, ...] = ()  # attributes of the module that are called
-    compiles_s: float = 0.0  # what a first call may take, at which it compiles for this device
+    compiles_s: float = 0.0  # time limit of a first call that compiles for this device
     renamed: str = ""
 
     def version(self) -> str:
-        """As installed; "" where it is not."""
+        """Return the installed version; "" if it is not installed."""
         return next((v for v in map(_installed, (self.distribution, self.renamed)) if v), "")
 
     def why_not(self, cc: tuple[int, int]) -> str:
-        """Why it cannot be called on a device of this compute capability, or ""."""
+        """Return why it cannot be called on a device of this compute capability, or ""."""
         found = self.version()
         if not found:
             return f"{self.distribution} is not installed"
@@ -73,7 +75,7 @@ def _installed(distribution: str) -> str:
 
 
 def parsed(version: str) -> tuple[int, ...]:
-    """The leading numbers: `0.7.2.post1` is (0, 7, 2)."""
+    """Return the leading numbers: (0, 7, 2) for `0.7.2.post1`."""
     numbers = []
     for part in version.split("."):
         digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
@@ -91,7 +93,7 @@ def spelled(numbers: tuple[int, ...]) -> str:
 
 
 def unimportable(library: Library, version: str, deadline_s: float = PROBE_S) -> str:
-    """Why the module cannot be imported, or lacks what is called, or ""; once for this version beside this torch."""
+    """Return why the module cannot be imported or lacks a needed attribute, or ""; tested once per version."""
     target, needs = f"{__name__}:imported", list(library.needs)
     about = (library.distribution, version)
     why = fault(target, library.module, needs, about=about, deadline_s=deadline_s)
@@ -99,7 +101,7 @@ def unimportable(library: Library, version: str, deadline_s: float = PROBE_S) ->
 
 
 def imported(module: str, needs: Sequence[str]) -> None:
-    """In the child: raises what the import raises, or AttributeError."""
+    """Run in the child: raise the error of the import, or AttributeError."""
     found = import_module(module)
     for name in needs:
         getattr(found, name)
@@ -109,8 +111,10 @@ def imported(module: str, needs: Sequence[str]) -> None:
 
 
 class LibraryKernel(Candidate):
-    """`<file>:<function>`: one function of the file that wraps the library. `limits(w, cc)` returns why it cannot run
-    w, or ""."""
+    """`<file>:<function>`: a function of the file that wraps the library.
+
+    `limits(w, cc)` returns why it cannot run w, or "".
+    """
 
     def __init__(
         self,
@@ -149,8 +153,10 @@ VECTOR_BYTES = 16
 
 
 def aligned(t: Tensor) -> Tensor:
-    """`t`, or a copy where it does not begin at a vector of 16 bytes, or its rows lie apart and do not: libraries load
-    such vectors, and an address between two of them ends the process."""
+    """Return `t`, or a copy if its start or its row strides are not multiples of 16 bytes.
+
+    Libraries load vectors of 16 bytes, and a misaligned address ends the process.
+    """
     if t.data_ptr() % VECTOR_BYTES:
         return t.clone() if t.is_contiguous() else t.contiguous()
     steps = () if t.is_contiguous() else t.stride()[:-1]
@@ -159,44 +165,46 @@ def aligned(t: Tensor) -> Tensor:
 
 
 def room(out: Tensor | None, like: Tensor, *shape: int) -> Tensor:
-    """Where a library is to write a result of `like`'s dtype: `out` if it can write there, else memory of its own."""
+    """Return where a library writes a result of `like`'s dtype: `out` if it can be written there, else new memory."""
     if out is not None and out.is_contiguous() and out.data_ptr() % VECTOR_BYTES == 0:
         return out
     return like.new_empty(shape)
 
 
 def handed(made: Tensor, out: Tensor | None) -> Tensor:
-    """What was written into `room`, where the caller wants it."""
+    """Return the result that was written into `room`, copied to `out` if the caller gave one."""
     return made if out is None or made is out else out.copy_(made)
 
 
-# --- limits that several have -----------------------------------------------------------------------------------------
+# --- common limits ----------------------------------------------------------------------------------------------------
 
 
 def plain_norm(w: Workload, _: tuple[int, int]) -> str:
-    """Most libraries have Llama's norm alone."""
+    """Accept Llama's norm only, as most libraries do."""
     return "its norm has no weight offset" if w.trait("offset", 0.0) else ""
 
 
 def either_norm(w: Workload, cc: tuple[int, int]) -> str:
-    """Some have Gemma's norm too, as a function of its own."""
+    """Accept Gemma's norm too, which some libraries have as a separate function."""
     return "" if w.trait("offset", 0.0) in (0.0, 1.0) else plain_norm(w, cc)
 
 
 def sum_then_norm(w: Workload, _: tuple[int, int]) -> str:
-    """Fused with the residual's sum, the norm comes after it."""
+    """Accept only a norm after the residual's sum, which is the order of the fused functions."""
     return "it adds, then normalises; the workload normalises first" if w.trait("sandwich", 0) else ""
 
 
 def whole_vectors(w: Workload, _: tuple[int, int]) -> str:
-    """An activation that reads gate and up, side by side in a row, by vectors of 16 bytes of two-byte elements."""
+    """Accept rows of whole vectors: the activation reads gate and up, adjacent in a row, by 16 bytes of two-byte
+    elements.
+    """
     return "" if w["I"] % 8 == 0 else f"reads rows by vectors of 8; the workload's have {w['I']}"
 
 
 def whole_cache(w: Workload, _: tuple[int, int]) -> str:
-    """A cache all of which is read."""
+    """Accept only a cache that is read completely."""
     if w.trait("ragged", default=False):
         return "its call has no lengths of single sequences"
     if w.trait("window", 0) or w.trait("softcap", 0.0):
         return "no window and no softcap in this call"
-    return "" if w["S"] == 1 else f"one position a call; the workload has S = {w['S']}"
+    return "" if w["S"] == 1 else f"takes one position per call; the workload has S = {w['S']}"

@@ -1,8 +1,8 @@
-"""flash-attn: attention over a cache, contiguous or paged, in three generations that may stand side by side.
+"""flash-attn: attention over a cache, contiguous or paged, in three generations that can be installed together.
 
 Signatures: `flash_attn_with_kvcache` of 2.8 (pages a multiple of 256 tokens) and of 3.0.0, which calls the block table
 `page_table`; `flash_attn.cute.flash_attn_varlen_func` of 4.0.0b36, which takes sequences of one length with `seqused_k`
-and returns what it keeps for training too. A window of theirs is the keys before the query's own.
+and also returns values for training. Their window counts the keys before the query's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attn(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """Its operands are [B, length, heads, D]: views of ours."""
+    """Call flash-attn on [B, length, heads, D] views of the operands."""
     keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
     return _called(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
 
@@ -203,7 +203,7 @@ def _called_4(
         causal=True,
         window_size=(window - 1, 0) if window else (None, None),
         softcap=softcap,
-        num_splits=0,  # as many as its heuristic finds
+        num_splits=0,  # as many as its heuristic chooses
     )
     out: Tensor = made[0] if isinstance(made, tuple) else made
     return out.transpose(1, 2)

@@ -1,8 +1,8 @@
-"""flashinfer-python: serving kernels, compiled at first use where no prebuilt ones are installed.
+"""flashinfer-python: serving kernels, compiled at first use unless prebuilt ones are installed.
 
-Signatures: 0.7.2.post1, and those of 0.3.0, which are the same for what is called here. Its matrix products are in
-flashinfer_mm.py, its paged attention in flashinfer_paged.py. Its samplers are left out: they draw from a generator of
-their own, and the op's token follows from the caller's `uniform`.
+Signatures: 0.7.2.post1, which are those of 0.3.0 for the functions called here. Its matrix products are in
+flashinfer_mm.py, its paged attention in flashinfer_paged.py. Its samplers are left out: they use their own generator,
+but the op's token follows from the caller's `uniform`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_rmsnorm(
     y: Tensor | None = None,
     new_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """It writes over both operands, which the op leaves as they are: it gets copies, which the time includes."""
+    """Call the fused function on copies, which the time includes: it overwrites both operands."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     assert not sandwich, "it adds, then normalises"
@@ -74,8 +74,10 @@ def rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """It looks cos and sin up in a table [positions, cos R/2 | sin R/2] of fp32 and rotates in place. The table made
-    here has a row for each token, not each position: what a caller passes may be any position and any frequency."""
+    """Rotate in place with a table [positions, cos R/2 | sin R/2] of fp32.
+
+    The table has a row for each token, not each position, because a caller may pass any position and any frequency.
+    """
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     tokens, width = q.shape[0], q.shape[-1]
@@ -87,7 +89,7 @@ def rope(
 
 
 def table(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """cos and sin of each token's angles, side by side: fp32 [M, R]."""
+    """Return cos and sin of each token's angles, side by side: fp32 [M, R]."""
     import torch
 
     angle = positions[:, None] * inv_freq
@@ -96,14 +98,14 @@ def table(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def rows(tokens: int, device: str) -> Tensor:
-    """0, 1, ...: where each token finds its row of `table`."""
+    """Return 0, 1, ...: the row of `table` for each token."""
     import torch
 
     return torch.arange(tokens, dtype=torch.int32, device=device)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Its operand is gate and up side by side: laid so by a copy, which the time includes."""
+    """Call silu_and_mul on a copy with gate and up side by side, which the time includes."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
     import torch
 
@@ -112,7 +114,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, tanh: int) -> Tensor:
-    """As swiglu."""
+    """Call gelu_and_mul on a copy with gate and up side by side, which the time includes."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
     import torch
 
@@ -131,11 +133,11 @@ def attn(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """One sequence, one position: q[Hq,D], k and v[Hkv,L,D] ("HND")."""
+    """Call decode for one sequence and one position: q[Hq,D], k and v[Hkv,L,D] ("HND")."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
 
     query, keys, values = (aligned(t) for t in (q[0, :, 0], k[0, :, :max_len], v[0, :, :max_len]))
-    # Its kernel without tensor cores refuses what has gaps: a cache that is not full, for one.
+    # The kernel without tensor cores refuses operands with gaps, such as a cache that is not full.
     gaps = not all(t.is_contiguous() for t in (query, keys, values))
     cores = gaps or q.shape[1] // k.shape[1] >= GROUP_FOR_TENSOR_CORES
     made: Tensor = flashinfer.single_decode_with_kv_cache(
@@ -144,19 +146,19 @@ def attn(
     return made[None, :, None]
 
 
-GROUP_FOR_TENSOR_CORES = 4  # its own documentation: worth it for groups
+GROUP_FOR_TENSOR_CORES = 4  # its documentation: tensor cores pay for groups
 
 
 def _one(w: Workload, cc: tuple[int, int]) -> str:
     if w["B"] != 1:
-        return f"one sequence a call; the workload has B = {w['B']}"
+        return f"takes one sequence per call; the workload has B = {w['B']}"
     if w["D"] not in HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, HEAD_DIMS))}; the workload's are {w['D']} wide"
     return whole_cache(w, cc)
 
 
 def whole_heads(w: Workload, _: tuple[int, int]) -> str:
-    """A rotation by vectors of 8, or of a 32nd of a head, each half of what is rotated by itself."""
+    """Accept heads that the rotation can divide: vectors of 8, or a 32nd of a head, in each rotated half."""
     if w["D"] not in ROPE_HEAD_DIMS:
         return f"takes heads of {', '.join(map(str, ROPE_HEAD_DIMS))}; the workload's are {w['D']} wide"
     step = 2 * max(8, w["D"] // 32)

@@ -1,7 +1,7 @@
-"""flashinfer-python's bf16 matrix products: each of its routes is a candidate; which is fastest depends on the shape.
+"""flashinfer-python's bf16 matrix products: each of its routes is a candidate; the fastest depends on the shape.
 
-Signature: 0.7.2.post1, `mm_bf16(a, b, bias, pdl, out, out_dtype, backend)`, with b [K, N] stored by columns: our
-weights as they are. cublaslt, tinygemm, cutile and cute-dsl are not in 0.6.9. Who takes what is what its checks say.
+Signature: 0.7.2.post1, `mm_bf16(a, b, bias, pdl, out, out_dtype, backend)`, with b [K, N] stored by columns, as plain
+weights are. cublaslt, tinygemm, cutile and cute-dsl do not exist in 0.6.9. The limits are those of its own checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AMPERE_ON: Ccs = frozenset({*HOPPER_ON, (8, 0), (8, 6), (8, 7), (8, 9), (10, 7)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One `backend=` of mm_bf16: devices it is for, whether it adds a bias, steps of N and K it takes."""
+    """One `backend=` of mm_bf16: its devices, support of a bias, and steps of N and K."""
 
     backend: str
     ccs: Ccs

@@ -1,12 +1,12 @@
-"""flashinfer-python's decode attention over pages: planned on the host, and XQA, which plans nothing.
+"""flashinfer-python's decode attention over pages: one planned on the host, and XQA, which needs no plan.
 
-Signatures: 0.7.2.post1; the planned one's are those of 0.3.0 as far as they are used, XQA's of 0.5.0.
+Signatures: 0.7.2.post1; those used of the planned one are the same in 0.3.0, XQA's in 0.5.0.
 
-`BatchDecodeWithPagedKVCacheWrapper` splits its work by the lengths, on the host: `plan` must run anew whenever a
-length changes, and reading them waits for the device. So each call reads them and plans only where they have changed;
-the pages they lie in are gathered on the device each time. Such a call cannot be captured in a graph, and a race of
-graphs leaves it out. `xqa` reads lengths and pages on the device. Both want a key in every sequence: an empty one is
-given one, and its result zeroed.
+`BatchDecodeWithPagedKVCacheWrapper` divides its work by the lengths, on the host: `plan` must run again whenever a
+length changes, and reading lengths waits for the device. So each call reads them and plans only after a change; the
+pages are gathered on the device each time. Such a call cannot be captured in a graph, so a race of graphs leaves it
+out. `xqa` reads lengths and pages on the device. Both need a key in every sequence: an empty one gets one, and its
+result is set to zero.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PLANNED = replace(FLASHINFER, needs=("BatchDecodeWithPagedKVCacheWrapper",))
 XQA = replace(FLASHINFER, least_version=(0, 5, 0), least_cc=(9, 0), needs=("xqa",))
 XQA_PAGES = (16, 32, 64, 128)
 XQA_MAJORS = (9, 10, 12)
-WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
-SEMAPHORES = 2 << 20  # 8 MiB, as its own caller sets aside
-MOST_PLANS = 8  # each keeps 8 MiB on the device and 8 MiB of pinned memory
-CORES_GROUPS = (1, 2, 3)  # query heads a KV head that its kernel without tensor cores has, below those worth them
+WORKSPACE_BYTES = 128 << 20  # recommended by its documentation
+SEMAPHORES = 2 << 20  # 8 MiB, as its own caller allocates
+MOST_PLANS = 8  # each uses 8 MiB on the device and 8 MiB of pinned memory
+CORES_GROUPS = (1, 2, 3)  # query heads per KV head of its kernel without tensor cores, below the groups that use them
 
 
 # --- planned ----------------------------------------------------------------------------------------------------------
@@ -39,17 +39,17 @@ CORES_GROUPS = (1, 2, 3)  # query heads a KV head that its kernel without tensor
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """One wrapper, and what it was planned for."""
+    """A wrapper, and the lengths of its plan."""
 
     wrapper: Any
     lengths: list[int] | None = None
-    places: tuple[Tensor, Tensor] | None = None  # row and column of the block table for each page in use
-    pages: Tensor | None = None  # the wrapper's list of pages: it reads this very memory
-    empty: Tensor | None = None  # bool [B,1,1,1], where a sequence has no key
+    places: tuple[Tensor, Tensor] | None = None  # row and column of the block table for each used page
+    pages: Tensor | None = None  # the wrapper's list of pages, which it reads in place
+    empty: Tensor | None = None  # bool [B,1,1,1]: sequences without keys
 
 
 _PLANS: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-_ONE_AT_A_TIME = threading.Lock()  # a plan and its list of pages are written and read by one call before the next
+_ONE_AT_A_TIME = threading.Lock()  # each call writes and reads a plan and its list of pages
 
 
 def planned(
@@ -63,7 +63,7 @@ def planned(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """q[B,Hq,1,D] over [P,page,Hkv,D] ("NHD")."""
+    """Call the planned attention of q[B,Hq,1,D] over [P,page,Hkv,D] ("NHD")."""
     import torch
 
     keys, values = _alike(k_pages, v_pages)
@@ -78,14 +78,14 @@ def planned(
         if plan.lengths != wanted:
             _renew(plan, q, keys, wanted, settings)
         assert plan.places is not None and plan.pages is not None
-        # An empty sequence's entry may be anything; its result is masked below.
+        # An empty sequence's entry may have any value; its result is masked below.
         torch.clamp(block_table[plan.places], min=0, max=len(keys) - 1, out=plan.pages)
         made: Tensor = plan.wrapper.run(aligned(q[:, :, 0]).contiguous(), (keys, values))[:, :, None]
         return made if plan.empty is None else made.masked_fill_(plan.empty, 0.0)
 
 
 def _plan(q: Tensor, keys: Tensor, settings: tuple[Any, ...]) -> Plan:
-    """The one for these shapes and settings on this stream, to which its workspace belongs."""
+    """Return the plan for these shapes and settings on this stream, which owns its workspace."""
     stream = _stream(q)
     key = (stream, str(q.device), q.dtype, *q.shape[:2], *keys.shape[1:], *settings)
     found = _PLANS.pop(key, None) or Plan(wrapper=_wrapper(q, keys, stream))
@@ -145,8 +145,7 @@ def xqa(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """It divides by the root of D itself, so the scale it gets is relative to that. Its window counts the query's own
-    position, as ours does."""
+    """Call XQA. It divides by the root of D, so its scale is relative. Its window includes the query's position."""
     import flashinfer  # type: ignore[import-not-found,unused-ignore]
     import torch
 
@@ -158,7 +157,7 @@ def xqa(
         aligned(q[:, :, 0]).contiguous()[:, None],
         keys,
         values,
-        block_table.clamp(0, len(keys) - 1),  # entries beyond a length may be anything, and an empty row reads one
+        block_table.clamp(0, len(keys) - 1),  # entries beyond a length may have any value, and an empty row reads one
         lengths.clamp_min(1).view(torch.uint32)[:, None],
         out,
         _workspace(str(q.device), stream),
@@ -175,7 +174,7 @@ def xqa(
 
 
 def _alike(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Aligned, and with the same strides: it addresses both by those of K."""
+    """Return both aligned and with equal strides: the library addresses both by those of K."""
     keys, values = aligned(k_pages), aligned(v_pages)
     return (keys, values) if keys.stride() == values.stride() else (keys.contiguous(), values.contiguous())
 
@@ -188,7 +187,7 @@ def _stream(t: Tensor) -> int:
 
 @lru_cache(maxsize=8)
 def _workspace(device: str, stream: int) -> Tensor:
-    """Zeros, as it asks of the first use. A call leaves no more in it than the next one on the stream may overwrite."""
+    """Return zeros, as the first use needs. A call leaves nothing that the next one on the stream must keep."""
     import torch
 
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -196,7 +195,7 @@ def _workspace(device: str, stream: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _semaphores(device: str, stream: int) -> Tensor:
-    """Zeros; each call leaves them so."""
+    """Return zeros; each call leaves them zero."""
     import torch
 
     return torch.zeros(SEMAPHORES, dtype=torch.uint32, device=device)
@@ -204,7 +203,7 @@ def _semaphores(device: str, stream: int) -> Tensor:
 
 def _no_plan(w: Workload, _: tuple[int, int]) -> str:
     if w["S"] != 1:
-        return f"one position a call; the workload has S = {w['S']}"
+        return f"takes one position per call; the workload has S = {w['S']}"
     return "" if w["D"] in HEAD_DIMS else f"takes heads of {', '.join(map(str, HEAD_DIMS))}; here {w['D']} wide"
 
 

@@ -1,6 +1,6 @@
-"""liger-kernel: Triton kernels for training whose forward halves serve (signatures: 0.8.5).
+"""liger-kernel: Triton kernels for training whose forward parts can serve (signatures: 0.8.5).
 
-Its functions are called by their classes, not by `liger_kernel.transformers`, which would import transformers.
+Its functions are called by their classes, because `liger_kernel.transformers` would import transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 LIGER = Library(distribution="liger-kernel", module="liger_kernel.ops", least_version=(0, 5, 0))
 FUSED_ADD = replace(LIGER, needs=("LigerFusedAddRMSNormFunction",))
-PARTIAL_ROPE = (0, 8, 5)  # the version read; an earlier one is taken to rotate whole heads
+PARTIAL_ROPE = (0, 8, 5)  # earlier versions are assumed to rotate whole heads only
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found,unused-ignore]
 
-    # Gemma's casting mode multiplies by (1 + weight) in fp32, as its contract does.
+    # Gemma's casting mode multiplies by (1 + weight) in fp32, as the contract does.
     mode = "gemma" if offset else "llama"
     made: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
     return made
@@ -43,8 +43,10 @@ def add_rmsnorm(
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, style: int) -> tuple[Tensor, Tensor]:
-    """It turns packed heads where they lie, so it gets copies: q as [1,Hq,M,D], cos and sin as [1,M,R], each angle
-    twice. It multiplies in their dtype, which is fp32 here."""
+    """Rotate copies: the function works in place on packed heads.
+
+    q is [1,Hq,M,D], cos and sin are [1,M,R] with each angle twice. It multiplies in their dtype, which is fp32 here.
+    """
     import torch
     from liger_kernel.ops.rope import LigerRopeFunction  # type: ignore[import-not-found,unused-ignore]
 
@@ -75,7 +77,7 @@ def _halves(w: Workload, _: tuple[int, int]) -> str:
         return "it rotates halves of a head; the workload's pairs are interleaved"
     if w["R"] != w["D"] and parsed(LIGER.version()) < PARTIAL_ROPE:
         return (
-            f"before {spelled(PARTIAL_ROPE)} it may rotate whole heads alone; the workload rotates {w['R']} of {w['D']}"
+            f"before {spelled(PARTIAL_ROPE)} it may rotate whole heads only; the workload rotates {w['R']} of {w['D']}"
         )
     return ""
 

@@ -1,7 +1,7 @@
 """quack-kernels: CuTe kernels compiled at first use, for Hopper and later (signatures: 0.6.5).
 
-Its products are taken with the configuration that its heuristic gives (`tuned=False`): its own tuning at each new shape
-would be a race within ours.
+Its products use the configuration of its heuristic (`tuned=False`): its own tuning at each new shape would be a race
+within the race.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUACK = Library(
     distribution="quack-kernels", module="quack", least_version=(0, 3, 0), least_cc=(9, 0), compiles_s=200.0
 )
 PRODUCTS = replace(QUACK, module="quack.gemm_interface", least_version=(0, 6, 5), needs=("gemm", "gemm_add"))
-WITH_OFFSET = (0, 6, 5)  # the version read; an earlier one is taken to have Llama's norm alone
+WITH_OFFSET = (0, 6, 5)  # earlier versions are assumed to have only Llama's norm
 VECTOR = 8  # elements: strides are multiples of it
 
 
@@ -45,7 +45,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, sandwich: int
 ) -> tuple[Tensor, Tensor]:
-    """With `prenorm` it returns the sum too."""
+    """Call the norm with `prenorm`, which also returns the sum."""
     from quack import rmsnorm as norm  # type: ignore[import-not-found,unused-ignore]
 
     assert not sandwich, "it adds, then normalises"
@@ -55,7 +55,7 @@ def add_rmsnorm(
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
-    """A[M,K] @ B[K,N], B our weights transposed: no copy."""
+    """Call A[M,K] @ B[K,N] with B a transposed view of the weights, without a copy."""
     from quack.gemm_interface import gemm, gemm_add  # type: ignore[import-not-found,unused-ignore]
 
     a, b, out = aligned(x), aligned(w).t(), room(y, x, x.shape[0], w.shape[0])

@@ -1,7 +1,7 @@
-"""The kernels behind PyTorch's SDPA, each forced: left to itself it takes the first eligible one, not the fastest.
+"""The kernels behind PyTorch's SDPA, each forced: by default SDPA uses the first eligible one, not the fastest.
 
-Which are there depends on how PyTorch was built, on the driver and on cuDNN: each is tried once with a small call, in a
-child process with a deadline.
+Which ones exist depends on PyTorch's build, the driver and cuDNN: each is tried once with a small call, in a child
+process with a time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNELS_OF_SDPA = {
 
 
 class Forced(Candidate):
-    """`sdpa:<kernel>`, for attention over a cache that is read whole: flash has no place for a mask."""
+    """`sdpa:<kernel>`, for attention over a cache that is read completely: flash accepts no mask."""
 
     backend: Backend = "TORCH"
 
@@ -62,15 +62,18 @@ class Forced(Candidate):
 
 
 def unusable(what: str, fp: Fingerprint) -> str:
-    """Why a small call of this kernel does not come back right on this device, or ""."""
+    """Return why a small call of this kernel does not give the right result on this device, or ""."""
     about = (fp.hw_id, nvml.driver())
     why = fault(f"{__name__}:called", what, fp.kind, str(fp.identity.get("cc", "")), about=about)
     return why and f"PyTorch's {what} kernel does not run here: {why}"
 
 
 def called(what: str, kind: str, cc: str) -> None:
-    """In the child: one position of four heads over 256 keys. Raises what PyTorch raises, or ValueError for a result
-    off by more than the roundings of the probabilities and of the result, each to fp16."""
+    """Run in the child: one position of four heads over 256 keys.
+
+    Raises PyTorch's error, or ValueError for a result whose error exceeds the roundings of the probabilities and of the
+    result to fp16.
+    """
     import torch
 
     q, k, v = (torch.randn(1, 4, n, 64, generator=torch.Generator().manual_seed(n)).half() for n in (1, 256, 257))
@@ -86,7 +89,7 @@ def called(what: str, kind: str, cc: str) -> None:
 
 
 def _no_cudnn(w: Workload, keys: int, cc: tuple[int, int]) -> str:
-    """What PyTorch itself asks before it takes cuDNN's kernel."""
+    """Return why PyTorch would not use cuDNN's kernel, by its own checks, or ""."""
     widest = 256 if cc == (9, 0) else 128
     if w["D"] > widest or w["D"] % 8:
         return f"takes heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
@@ -118,7 +121,7 @@ def _prefill(kernel: str) -> Callable[..., Any]:
 
 
 def _forced(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:
-    """Raises what PyTorch raises where the kernel does not take these operands."""
+    """Call SDPA with one kernel. Raises PyTorch's error if the kernel does not accept these operands."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,7 +1,7 @@
-"""sgl-kernel: SGLang's prebuilt kernels; as sglang-kernel since 0.4.
+"""sgl-kernel: SGLang's prebuilt kernels; named sglang-kernel since 0.4.
 
-Signatures: 0.3's sources and 0.4.10, alike but for the rotation, which 0.4 has no more. Since then its norms call
-flashinfer's where that is installed. Its samplers are left out, as flashinfer's are.
+Signatures: 0.3's sources and 0.4.10, equal except for the rotation, which 0.4 no longer has. Since then its norms call
+flashinfer's if that is installed. Its samplers are left out, for the same reason as flashinfer's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_rmsnorm(
     y: Tensor | None = None,
     new_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """It writes over both operands, as flashinfer's: it gets copies."""
+    """Call the fused function on copies, because it overwrites both operands."""
     import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
 
     assert not sandwich, "it adds, then normalises"
@@ -71,7 +71,7 @@ def rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """In place, by a table, as flashinfer's."""
+    """Rotate copies in place with a table, as for flashinfer."""
     import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
 
     tokens, width = q.shape[0], q.shape[-1]
@@ -83,7 +83,7 @@ def rope(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Its operand is gate and up side by side: laid so by a copy, which the time includes."""
+    """Call silu_and_mul on a copy with gate and up side by side, which the time includes."""
     import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
     import torch
 

@@ -11,7 +11,7 @@ WIDEST_HEAD = 512
 SCALED_HEADS = (
     "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
 )  # fmt: skip
-LEAST_ROWS = 16  # of a program
+LEAST_ROWS = 16  # rows per program
 MOST_PARTS = 65_535  # programs along a grid's second and third dimension
 
 
@@ -22,7 +22,7 @@ def _limits(w: Workload, f: GpuFacts) -> str:
         return f"takes up to {MOST_PARTS} sequences times KV heads; the workload has {w['B'] * w['Hkv']}"
     rows = w["Hq"] // w["Hkv"] * w["S"]
     if rows > MOST_PARTS * LEAST_ROWS:
-        return f"takes up to {MOST_PARTS * LEAST_ROWS} query rows a KV head; the workload has {rows}"
+        return f"takes up to {MOST_PARTS * LEAST_ROWS} query rows per KV head; the workload has {rows}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""What every Triton kernel has in common: a GPU, Triton, and knobs that its host function takes by keyword."""
+"""Common base of Triton kernels: a GPU, Triton, and knobs that the host function takes by keyword."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from autosel.values import (
 Formula = Callable[[Workload, GpuFacts], Knobs]
 Limits = Callable[[Workload, GpuFacts], str]
 
-MOST_ELEMENTS = 2**31 - 1  # of a dimension: kernels index within one in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies
 E4M3_CC = (8, 9)
 NO_TRITON = f"Triton is not installed; install it:  {extras.gpu_command()}"
 
 
 class TritonKernel(Candidate):
-    """A kernel `kernels/triton/<source>.py`, whose function of that name takes the op's arguments, or `operands`
-    (`w.codes`, ...) in their place, then outputs and knobs.
+    """A kernel `kernels/triton/<source>.py`, called by the function of the same name.
 
-    `formula` gives the knobs; the function takes those it has a keyword for, and the others say where these came from.
+    The function takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and knobs. `formula`
+    gives the knobs; the function takes those with a keyword parameter, and the others record how these were derived.
     `limits(w, facts)` returns why it cannot run w, or "".
     """
 
@@ -84,11 +84,11 @@ class TritonKernel(Candidate):
         return PythonRecipe(target=f"{TRITON_KERNELS}.{self.source}:{self.source}", operands=self.operands)
 
 
-# --- knobs that a formula for any backend leaves out ------------------------------------------------------------------
+# --- knobs of Triton only ---------------------------------------------------------------------------------------------
 
 
 def without_e4m3(f: GpuFacts) -> str:
-    """Why Triton reads no e4m3 on a device, or ""."""
+    """Return why Triton cannot read e4m3 on a device, or ""."""
     if f.cc >= E4M3_CC:
         return ""
     return f"Triton converts e4m3 from compute capability 8.9; the device has {f.cc[0]}.{f.cc[1]}"

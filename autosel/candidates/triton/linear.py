@@ -1,4 +1,4 @@
-"""The projections: linear by two kernels (few rows of x, many), and the fused ones, which hold both ways."""
+"""The projections: linear by two kernels (few rows of x, many rows), and the fused ones, which do both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from autosel.knobs.gpu.gemv import projection
 from autosel.values import Knob, Knobs, Workload
 
 FEW = gemv.M_MOST
-MOST_FUSED = 64  # rows whose norm each program may take once more, from L2
+MOST_FUSED = 64  # rows whose norm each program may compute again, from L2
 MOST_NAMED = 128  # rows whose greedy tokens one program column holds
-MOST_VOCABULARY = 1 << 24  # indices are kept as fp32
+MOST_VOCABULARY = 1 << 24  # indices are stored as fp32
 
 
 def _few(w: Workload, f: GpuFacts) -> str:
@@ -26,7 +26,7 @@ def _head(w: Workload, f: GpuFacts) -> str:
     if not w.trait("greedy", 0):
         return ""
     if w["V"] > MOST_VOCABULARY:
-        return f"names tokens of a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
+        return f"takes a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
     return _at_most(MOST_NAMED, "or gives their logits")(w, f)
 
 
@@ -35,12 +35,12 @@ def _few_fp8(w: Workload, f: GpuFacts) -> str:
 
 
 def tiled(w: Workload, f: GpuFacts) -> Knobs:
-    """Streaming up to M2 rows, large tiles above: what gemm.route says, its CUDA cores left to gemv."""
+    """Return knobs for streaming up to M2 rows and large tiles above, as gemm.route, without its CUDA core range."""
     return gemm.stream(w, f) if w["M"] <= gemm.large_from(w.dtype, f) else gemm.large(w, f)
 
 
 def either(w: Workload, f: GpuFacts) -> Knobs:
-    """As many rows as CUDA cores hold accumulators for, or tiles."""
+    """Return knobs for CUDA cores while their accumulators suffice for the rows, else for tiles."""
     return also(gemv.gemv, pdl)(w, f) if w["M"] <= FEW else also(tiled, shared)(w, f)
 
 
@@ -49,7 +49,7 @@ def fused(w: Workload, f: GpuFacts) -> Knobs:
 
 
 def head(w: Workload, f: GpuFacts) -> Knobs:
-    """The greedy kernel leaves a maximum a program: no more of them than are resident."""
+    """Return knobs of the head. The greedy kernel writes a maximum per program, so there are only resident programs."""
     if not w.trait("greedy", 0):
         return either(w, f)
     if w["M"] > FEW:

@@ -1,4 +1,4 @@
-"""rmsnorm and its neighbours: ops that treat each row on its own."""
+"""Ops that process each row separately: rmsnorm, add_rmsnorm, rope, swiglu, geglu."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autosel.knobs.gpu import rows
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import DTYPE_BYTES, Workload
 
-WIDEST_BYTES = 1 << 16  # 32 two-byte or 16 four-byte values a thread of 1024; beyond, registers spill
+WIDEST_BYTES = 1 << 16  # 32 two-byte or 16 four-byte values per thread of 1024; beyond, registers spill
 
 
 def _width(w: Workload, f: GpuFacts) -> str:

@@ -1,4 +1,4 @@
-"""From logits to a token."""
+"""Sampling: tokens from logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autosel.knobs.gpu import sampling
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Workload
 
-MOST_VOCABULARY = 1 << 24  # counts are kept as fp32
+MOST_VOCABULARY = 1 << 24  # counts are stored as fp32
 
 
 def _limits(w: Workload, f: GpuFacts) -> str:
