@@ -328,7 +328,7 @@ def test_without_a_compiler_tune_keeps_pytorch_and_records_who_could_not_race(
     assert (code, json.loads(out)["measured"]) == (0, 0), "what failed is not tried again while nothing has changed"
     code, out, _ = said("doctor")
     assert "none: the C++ kernels are not eligible" in out
-    assert "/nonexistent is not there" in out
+    assert "/nonexistent does not exist" in out
     assert said("best", "rmsnorm")[0] == said("knobs", "--fingerprint", "h200", "--op", "attn")[0] == 0
 
 
