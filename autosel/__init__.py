@@ -1,6 +1,6 @@
 """autosel: which kernel should run here, and can you prove it?
 
-`import autosel` loads neither torch nor SQLAlchemy: names resolve on first use. Where torch is imported too, before or
+`import autosel` imports neither torch nor SQLAlchemy: names resolve on first use. If torch is imported too, before or
 after, every op is also `torch.ops.autosel.<op>`.
 """
 

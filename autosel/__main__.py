@@ -1,4 +1,4 @@
-"""`python -m autosel`: the command line of the Python that runs it."""
+"""`python -m autosel`: the command line with this Python."""
 
 from autosel.cli.main import main
 

@@ -1,9 +1,9 @@
-"""Speak to the daemon of this home, over its Unix socket. The standard library alone: serving processes import this.
+"""Client of this home's daemon over its Unix socket, with the standard library only: serving processes import this.
 
     ask = Client()                      # the socket below AUTOSEL_HOME
     ask.get("/v1/serving")              # JSON, or the AutoselError that the daemon answered with
 
-No daemon is no error of anybody's: `Unreachable`, at once, and the caller goes on alone.
+Without a daemon it raises `Unreachable` at once, and the caller continues alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autosel.errors import AutoselError
 
 FOLDER, SOCKET = "run", "daemon.sock"
 MOST_REPLY_BYTES = 256 << 20
-MOST_PATH = 100  # bytes of a Unix socket's name that every system takes (Linux: 107)
+MOST_PATH = 100  # bytes of a Unix socket's name that every system accepts (Linux: 107)
 
 
 class Unreachable(AutoselError):
-    """No daemon answers. `sent`: the request may have been carried out all the same."""
+    """No daemon answers. If `sent`, the request may still have been executed."""
 
     def __init__(self, what: str, *, why: str = "", todo: str = "", sent: bool = False) -> None:
         super().__init__(what, why=why, todo=todo)
@@ -33,7 +33,7 @@ class Unreachable(AutoselError):
 
 
 class Refused(AutoselError):
-    """The daemon answered that it would not. `status` is HTTP's."""
+    """The daemon refused the request. `status` is HTTP's."""
 
     def __init__(self, what: str, *, why: str = "", todo: str = "", status: int = 0) -> None:
         super().__init__(what, why=why, todo=todo)
@@ -45,7 +45,7 @@ def socket_path(home: Path | None = None) -> Path:
 
 
 class Client:
-    """One request at a time, over a connection that is kept. Not for several threads."""
+    """One request at a time, over a persistent connection. Not for several threads."""
 
     def __init__(self, path: Path | None = None, *, timeout_s: float = 10.0) -> None:
         self.path = path or socket_path()
@@ -65,7 +65,7 @@ class Client:
 
     @property
     def there(self) -> bool:
-        """Is there a socket to try? A look at the folder, nothing more."""
+        """Return True if the socket's file exists."""
         return self.path.exists()
 
     def get(self, target: str) -> Any:
@@ -84,11 +84,11 @@ class Client:
         except Unreachable as error:
             if fresh or error.sent:
                 raise
-            status, data = self._exchange(method, target, body)  # the daemon had closed a line it thought idle
+            status, data = self._exchange(method, target, body)  # the daemon had closed an idle connection
         return _understood(status, data)
 
     def _exchange(self, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        """Raises Unreachable."""
+        """Send a request and return status and body. Raises Unreachable."""
         sent = False
         try:
             if self._line is None:
@@ -101,7 +101,7 @@ class Client:
             data = reply.read(MOST_REPLY_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            # A line that was closed before the first byte of an answer: the request was not taken up.
+            # If the connection was closed before the first byte of an answer, the request was not executed.
             taken = sent and not isinstance(error, http.client.RemoteDisconnected | BrokenPipeError)
             raise Unreachable(
                 f"no daemon answers at {self.path}", why=str(error) or type(error).__name__, sent=taken
@@ -126,7 +126,7 @@ def _understood(status: int, data: bytes) -> Any:
     raise Refused(what or f"the daemon answered {status}", why=why, todo=todo, status=status)
 
 
-# Errors that need nothing but their words: they come back as what they were.
+# Errors without further data, which are raised again as the same type.
 _PLAIN = (errors.LedgerError, errors.ParityError, errors.UsageError, errors.BadConfig, errors.BadArguments)
 
 
@@ -142,7 +142,7 @@ class _Line(http.client.HTTPConnection):
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
-    """A connected Unix socket; a name too long for one is reached through its folder. Raises OSError."""
+    """Return a connected Unix socket; a path that is too long is reached through its folder. Raises OSError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     made.settimeout(timeout_s)
     try:
@@ -158,7 +158,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
 
 
 class _Folder:
-    """An open folder under the short name that the kernel gives it."""
+    """An open folder with the short name that the kernel gives it."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

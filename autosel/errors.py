@@ -1,18 +1,18 @@
-"""One tree of errors. Each says what happened, the values seen, and what to do next.
+"""All errors, in one class tree. Each says what happened, the values, and what to do.
 
 An error knows its exit code (1 failure, 2 usage, 3 a comparison came out worse, 4 parity, 5 too noisy, 6 environment),
-so that the CLI never has to guess. Raise these for the caller's mistakes; `assert` is for ours.
+so that the CLI never guesses. Raise these for the caller's mistakes; `assert` is for autosel's own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-MOST_CHARACTERS = 3000  # of one part of a message: what a person reads
+MOST_CHARACTERS = 3000  # of one part of a message, readable by a person
 
 
 def clear(text: str) -> str:
-    """Values seen are often somebody else's text: nothing in a message that a terminal would obey, nor without end."""
+    """Make text printable: values often come from others, so control characters are escaped and long texts cut."""
     if not text.isprintable():
         text = text.expandtabs(4)
         text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -20,7 +20,7 @@ def clear(text: str) -> str:
 
 
 class AutoselError(Exception):
-    """What went wrong, then why (values seen), then what to do: each a line of its own."""
+    """What happened, then why (the values), then what to do: each on its own line."""
 
     exit_code = 1
 
@@ -30,18 +30,17 @@ class AutoselError(Exception):
         super().__init__("\n".join(line for line in (what, why, todo) if line))
 
 
-# --- the caller asked for something that does not exist or cannot be -------------------------------------------------
+# --- impossible requests ---------------------------------------------------------------------------------------------
 
 
 class UsageError(AutoselError):
-    """Something was asked for that cannot be: options that exclude each other, a workload that nothing can run, a
-    package that is not installed."""
+    """An impossible request: options that exclude each other, a workload that nothing can run, a missing package."""
 
     exit_code = 2
 
 
 class UnknownName(UsageError):
-    """An op, model, dtype, device or candidate nobody has heard of; carries the nearest known names."""
+    """An unknown op, model, dtype, device or candidate, with the nearest known names."""
 
     def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
         from difflib import get_close_matches
@@ -53,15 +52,15 @@ class UnknownName(UsageError):
 
 
 class BadConfig(UsageError):
-    """A settings file, model config or import file that cannot be understood."""
+    """A settings file, model config or import file that cannot be read or parsed."""
 
 
 class BadArguments(UsageError):
-    """Tensors or scalars that no workload of the op describes."""
+    """Tensors or scalars that do not fit any workload of the op."""
 
 
 class IncompleteContract(AutoselError):
-    """An op declares no domain for some of its dimensions, traits or arguments: they would never be tested."""
+    """An op declares no domain for some of its dimensions, traits or arguments, which would never be tested."""
 
     def __init__(self, op: str, missing: list[str]) -> None:
         names = ", ".join(missing)
@@ -73,7 +72,7 @@ class IncompleteContract(AutoselError):
 
 
 class BuildError(AutoselError):
-    """A compiler refused a source, or there is no compiler. `log` holds what it printed."""
+    """A compiler refused a source, or there is no compiler. `log` is the compiler's output."""
 
     def __init__(self, what: str, *, why: str = "", todo: str = "", log: str = "") -> None:
         super().__init__(what, why=why, todo=todo)
@@ -81,7 +80,7 @@ class BuildError(AutoselError):
 
 
 class WorkerError(AutoselError):
-    """A worker process did not give the whole reply: it died, hung, or said something that is not a reply."""
+    """A worker process did not give a complete reply: it died, hung, or sent something else."""
 
     def __init__(self, what: str, *, cause: str, why: str = "", todo: str = "", retryable: bool = False) -> None:
         super().__init__(what, why=why, todo=todo)
@@ -89,7 +88,7 @@ class WorkerError(AutoselError):
 
 
 class DeviceFault(AutoselError):
-    """A kernel did not end as it should: its watchdog stopped it, or the device refused it. `arm` (an Arm) of `op`."""
+    """A kernel did not end normally: its watchdog stopped it, or the device refused it. `arm` (an Arm) of `op`."""
 
     def __init__(self, what: str, *, arm: Any, op: str, why: str = "", todo: str = "") -> None:
         super().__init__(what, why=why, todo=todo)
@@ -97,8 +96,10 @@ class DeviceFault(AutoselError):
 
 
 class EnvironmentFault(AutoselError):
-    """PyTorch, the compiler or a worker process does not work here: the environment fails, not a candidate. Nothing
-    was recorded against any candidate."""
+    """PyTorch, the compiler or a worker process does not work here: the environment fails, not a candidate.
+
+    Nothing was recorded against any candidate.
+    """
 
     exit_code = 6
 
@@ -108,32 +109,34 @@ class EnvironmentFault(AutoselError):
 
 
 class ParityError(AutoselError):
-    """A result is wrong: a candidate's in its proof or its race, or the tokens or logits of a run."""
+    """A wrong result: a candidate's in its proof or its race, or the tokens or logits of a run."""
 
     exit_code = 4
 
 
 class TooNoisy(AutoselError):
-    """Nothing was decided: the machine is too noisy, or the budget ended. What was decided before is kept."""
+    """Nothing was decided: the machine is too noisy, or the budget ended. Earlier decisions are kept."""
 
     exit_code = 5
 
 
 class Stopped(AutoselError):
-    """Ctrl-C: nobody's mistake."""
+    """Stopped by Ctrl-C."""
 
     exit_code = 130
 
 
 def out_of_memory(error: BaseException) -> AutoselError | None:
-    """Return the error in our words where memory ran out. PyTorch has a type for a GPU's; of a CPU's only the text
-    tells."""
+    """Return autosel's error for an out-of-memory error, else None.
+
+    PyTorch has an error type for a GPU; for a CPU only the text tells.
+    """
     text = str(error)
     told = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
     if not (told or isinstance(error, MemoryError)):
         return None
     return AutoselError(
-        "not enough memory: it ran out on the way",
+        "not enough memory: it ran out during the work",
         why=text.partition("\n")[0][:200],
         todo="use a smaller model, batch or context; everything acknowledged is safe",
     )
@@ -143,9 +146,13 @@ def out_of_memory(error: BaseException) -> AutoselError | None:
 
 
 class LedgerError(AutoselError):
-    """The ledger or its snapshot cannot be used: locked, read-only, corrupt, full, of another version. A transaction
-    that failed changed nothing."""
+    """The ledger or its snapshot cannot be used: locked, read-only, corrupt, full, of another version.
+
+    A failed transaction changed nothing.
+    """
 
 
 class ForeignDecision(AutoselError):
-    """A frozen lock file cannot be kept here: its decisions are of another device or other libraries, or it is gone."""
+    """A frozen lock file cannot be kept here: its decisions are for another device or other libraries, or it is
+    missing.
+    """

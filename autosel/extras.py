@@ -1,4 +1,4 @@
-"""Packages that only some of autosel needs, by extra of pyproject.toml: what is missing, and how it is installed."""
+"""Packages that only parts of autosel need, by extra of pyproject.toml: what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autosel.errors import UsageError
 
 
 def missing(extra: str, what: str, error: ImportError | None = None) -> UsageError:
-    """Return the error to raise where a package of an extra cannot be imported. `what` needs it: "a report"."""
+    """Return the error for a package of an extra that cannot be imported. `what` needs it, such as "a report"."""
     name = error.name.partition(".")[0] if error is not None and error.name else ""
     return UsageError(
         f"{what} needs {f'the package {name}, of ' if name else ''}the extra {extra}",
@@ -20,7 +20,7 @@ def missing(extra: str, what: str, error: ImportError | None = None) -> UsageErr
 
 
 def command(extra: str) -> str:
-    """Return the command that installs an extra for the Python that runs: ./run's in the environment of a checkout."""
+    """Return the command that installs an extra for this Python: ./run's in the environment of a checkout."""
     root = resources.root()
     if (root / "run").is_file() and Path(sys.prefix).resolve() == (root / ".venv").resolve():
         started = settings.spelling()

@@ -1,7 +1,7 @@
-"""Read files whose content others may have chosen: regular files only, and no more of them than a limit.
+"""Read files whose content others may have chosen: only regular files, and only up to a limit.
 
-A device has no end, a pipe waits for whoever writes it, and a link may lead to either. Every reader of a file of a home
-or of a user goes through here. What the kernel shows in /proc and /sys, and what comes with autosel, need not.
+A device has no end, a pipe waits for its writer, and a link may lead to either. Every reader of a file of a home or of
+a user uses this module. Files in /proc and /sys, and files that ship with autosel, are exempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from autosel.errors import BadConfig
 
-PART_BYTES = 1 << 20  # at a time: a buffer of the limit's size would be reserved for every small file
+PART_BYTES = 1 << 20  # read at a time: a buffer of the limit's size would be reserved for every small file
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -25,7 +25,7 @@ KINDS = {
 
 
 class NotReadable(OSError):
-    """A path that can be opened and is not to be read; `strerror` says why."""
+    """A path that can be opened but must not be read; `strerror` gives the reason."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(None, why, str(path))
@@ -36,7 +36,7 @@ class NotReadable(OSError):
 
 
 def opened(path: Path, *, follow: bool = True) -> BinaryIO:
-    """Open a regular file for reading; `follow`: also through a link. Raises OSError."""
+    """Open a regular file for reading, through a link if `follow`. Raises OSError."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -61,9 +61,9 @@ def read_named(path: Path, most_bytes: int) -> bytes:
 
 
 def read_own(path: Path, most_bytes: int, *, follow: bool = True) -> bytes:
-    """Return the content of a file that only this user or root can have written, for it decides which code runs.
+    """Return the content of a file that only this user or root can have written, because it decides which code runs.
 
-    Raises FileNotFoundError or NotADirectoryError where there is none, BadConfig for one that is not to be believed.
+    Raises FileNotFoundError or NotADirectoryError if it does not exist, BadConfig for one that cannot be trusted.
     """
     try:
         with opened(path, follow=follow) as file:
@@ -76,14 +76,14 @@ def read_own(path: Path, most_bytes: int, *, follow: bool = True) -> bytes:
     if others:
         raise BadConfig(
             f"{path} may have been written by others: not used",
-            why=f"{others}; it says which code runs here",
+            why=f"{others}; it decides which code runs here",
             todo=f"if you trust it: chown {os.getuid()} and chmod 600 {path}",
         )
     return content
 
 
 def writers(info: os.stat_result) -> str:
-    """Return owner and mode of a file that others than this user and root can have written, else the empty string."""
+    """Return owner and mode of a file that users other than this one and root can write, else ""."""
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid in (os.getuid(), 0) and not mode & 0o022:
         return ""
@@ -96,7 +96,7 @@ def _whole(file: BinaryIO, path: Path, most_bytes: int) -> bytes:
         content += part
         size = len(content)
     if size > most_bytes:
-        raise NotReadable(path, f"{size} bytes are more than the {_size(most_bytes)} that are read of such a file")
+        raise NotReadable(path, f"{size} bytes are more than the limit of {_size(most_bytes)} for such a file")
     return bytes(content)
 
 

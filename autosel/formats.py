@@ -1,9 +1,9 @@
-"""Formats of stored weights and caches: what a code is, which scales go with it, how many bytes that takes.
+"""Formats of stored weights and caches: codes, their scales, and the bytes that they take.
 
     find_weight_format("fp8_e4m3-row").nbytes("bf16", 4096, 4096)    # codes and scales of a matrix [4096, 4096]
 
-`plain` is the format of an ordinary tensor: a code is a number of the workload's dtype. A format names an exact value
-for each weight: code, scale and zero determine it (autosel/ops/weight.py). This module loads no torch.
+`plain` is the format of an ordinary tensor: a code is a number of the workload's dtype. A format defines an exact value
+for each weight from code, scale and zero (autosel/ops/weight.py). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tensor of a stored matrix: `count` elements of it for every `per` weights along K, or for the whole row where
-    `per` is 0. No dtype: the workload's."""
+    """One tensor of a stored matrix, with `count` elements for every `per` weights along K, or per row if `per` is 0.
+
+    Without a dtype it has the workload's.
+    """
 
     name: Literal["codes", "scales", "zeros"]
     dtype: PartDType | None = None
@@ -39,7 +41,7 @@ class Part:
     count: int = 1
 
     def shape(self, n: int, k: int) -> tuple[int, ...]:
-        """Of the part of a matrix [n, k]: one dimension where a row has one element."""
+        """Return the shape of this part of a matrix [n, k]: one dimension if a row has one element."""
         if not self.per and self.count == 1:
             return (n,)
         return n, self.count * (math.ceil(k / self.per) if self.per else 1)
@@ -49,7 +51,7 @@ class Part:
 
 
 # Bits of a plain weight in the smallest lossless layout (kernels/cpu/packed.h). A race assumes that every arm with a
-# layout reads so much: an arm that claims less is not believed.
+# layout reads at least this much: a smaller claim is not accepted.
 LEAST_BITS: Mapping[str, int] = {"bf16": 12}
 
 
@@ -57,8 +59,8 @@ LEAST_BITS: Mapping[str, int] = {"bf16": 12}
 class WeightFormat:
     """How a matrix w[N, K] is stored.
 
-    `code` names the numbers that codes stand for, `bits` the bits of a code (0: as many as the workload's dtype has),
-    `group` how many neighbours along K share a scale (0: a row). `exact`: every matrix of the workload's dtype can be
+    `code` names the numbers of the codes, `bits` the bits of a code (0: as many as the workload's dtype), `group` how
+    many neighbours along K share a scale (0: a row). `exact` means that every matrix of the workload's dtype can be
     stored without loss.
     """
 
@@ -74,16 +76,16 @@ class WeightFormat:
         return self.name == PLAIN
 
     def nbytes(self, dtype: str, n: int, k: int) -> int:
-        """Bytes of a stored matrix [n, k]; `dtype` is the workload's."""
+        """Return the bytes of a stored matrix [n, k]; `dtype` is the workload's."""
         return sum(part.nbytes(dtype, n, k) for part in self.parts)
 
     def least_share(self, dtype: str) -> Fraction:
-        """Bytes of a stored matrix in the smallest lossless layout that autosel knows, relative to `nbytes`."""
+        """Return the bytes of a stored matrix in the smallest lossless layout of autosel, relative to `nbytes`."""
         own = PART_BYTES[self.parts[0].dtype or dtype] * 8
         return Fraction(LEAST_BITS.get(dtype, own), own) if self.plain else Fraction(1)
 
     def bytes_per_weight(self, dtype: str, k: int) -> Fraction:
-        """Bytes a weight of a matrix with rows of k: codes and its share of scales and zeros."""
+        """Return the bytes per weight of a matrix with rows of k: codes, and their share of scales and zeros."""
         return Fraction(self.nbytes(dtype, 1, k), k)
 
     def bits_per_weight(self, dtype: str, k: int) -> float:
@@ -91,7 +93,7 @@ class WeightFormat:
 
 
 def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
-    """Codes of eight bits, one fp32 scale a row."""
+    """Return the format with codes of eight bits and one fp32 scale per row."""
     parts = (Part(name="codes", dtype=dtype), Part(name="scales", dtype="fp32", per=0))
     return WeightFormat(name=name, code=code, bits=8, group=0, parts=parts)
 
@@ -108,7 +110,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 
 
 def find_weight_format(name: str) -> WeightFormat:
-    """Raises UnknownName with the nearest names."""
+    """Return the weight format with this name. Raises UnknownName with the nearest names."""
     if name not in WEIGHT_FORMATS:
         raise UnknownName("weight format", name, tuple(WEIGHT_FORMATS))
     return WEIGHT_FORMATS[name]
@@ -119,8 +121,11 @@ def find_weight_format(name: str) -> WeightFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
-    """How keys, or values, [B, H, L, D] are stored. `scaled` names the dimensions of the scales, each shared by all
-    elements that agree in them: ("H",) is one a KV head. No dtype: the workload's."""
+    """How keys, or values, [B, H, L, D] are stored.
+
+    `scaled` names the dimensions of the scales; elements with equal indices in them share a scale: ("H",) is one scale
+    per KV head. Without a dtype it is the workload's.
+    """
 
     name: str
     code: str
@@ -137,7 +142,7 @@ class CacheFormat:
         return tuple(dims[name] for name in self.scaled)
 
     def nbytes(self, dtype: str, elements: int, dims: Mapping[str, int]) -> int:
-        """Bytes of `elements` codes with the scales of a cache of these dimensions (B, H, L)."""
+        """Return the bytes of `elements` codes with the scales of a cache of these dimensions (B, H, L)."""
         scales = math.prod(self.scales_shape(dims)) * PART_BYTES[self.scale] if self.scale else 0
         return elements * PART_BYTES[self.dtype or dtype] + scales
 
@@ -153,7 +158,7 @@ CACHE_FORMATS: Mapping[str, CacheFormat] = {
 
 
 def find_cache_format(name: str) -> CacheFormat:
-    """Raises UnknownName with the nearest names."""
+    """Return the cache format with this name. Raises UnknownName with the nearest names."""
     if name not in CACHE_FORMATS:
         raise UnknownName("cache format", name, tuple(CACHE_FORMATS))
     return CACHE_FORMATS[name]
@@ -164,7 +169,7 @@ def find_cache_format(name: str) -> CacheFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Former:
-    """What an op of versions before 2026-11-25 is now: another op with a trait, its operands in the old order."""
+    """Present form of an op of versions before 2026-11-25: another op and a trait, its operands in the old order."""
 
     op: str
     trait: Literal["weight", "cache"]

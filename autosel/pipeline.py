@@ -1,7 +1,7 @@
 """The story of tuning: fingerprint, knobs, candidates, parity, race, verdict, decision.
 
-`tune` is the one entry the CLI, the daemon and a fleet worker share. Each step takes values and returns values; the
-ledger is the one place that writes, and what it acknowledged survives a kill: the next tune starts from there.
+The CLI, the daemon and a fleet's workers all call `tune`. Each step takes values and returns values. Only the ledger
+writes, and what it acknowledged survives a kill: the next tune continues from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tune(
 ) -> Report:
     """Decide every workload of the request, with evidence; settled ones are not measured again.
 
-    One tuner a device: raises LedgerError at once if another holds it.
+    One tune per device at a time: raises LedgerError at once if another one holds it.
     """
     started = clock()
     listener.stage("fingerprint", request.device, 0, 1)
@@ -81,8 +81,10 @@ def tune_at(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:
-    """Decide the workloads for processes with each of these numbers of threads; 0: as many as this process has. The
-    budget is for all of them together."""
+    """Decide the workloads for processes with each of these numbers of threads; 0 means this process's number.
+
+    The budget is for all of them together.
+    """
     started = clock()
     found: list[Report] = []
     for count in counts:

@@ -1,6 +1,6 @@
-"""Where files that ship outside the package live: kernels/, fingerprints/, db/.
+"""Folders of files outside the package: kernels/, fingerprints/, db/.
 
-In a wheel they are below `autosel/_data`; in a checkout (editable install, or run in place) beside the package.
+In a wheel they are below `autosel/_data`; in a checkout (editable install, or run in place) next to the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every environment variable autosel reads, with type, default and help; nothing else in the code reads one.
+"""Every environment variable that autosel reads, with type, default and help; no other module reads any.
 
-A settings file (`config.toml` below AUTOSEL_HOME) may give the same names in lower case without the prefix; the
-environment wins. `origin` says where each value came from.
+A settings file (`config.toml` below AUTOSEL_HOME) may contain the same names in lower case without the prefix; the
+environment takes precedence. `origin` is the source of each value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Setting:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(name="home", kind=Path, default=None, help="where the ledger, builds and snapshot live"),
+    Setting(name="home", kind=Path, default=None, help="the folder of the ledger, builds and snapshot"),
     Setting(name="db", kind=str, default=None, help="SQLAlchemy URL of the ledger (default: SQLite below the home)"),
     Setting(name="guard", kind=str, default="on", help="check served kernels on some calls", choices=("on", "off")),
     Setting(
@@ -45,25 +45,25 @@ SETTINGS: tuple[Setting, ...] = (
         name="spot_rate",
         kind=float,
         default=0.04,
-        help="share of calls of which the guard recomputes a few elements; at most 0.11 % of the time",
+        help="share of calls in which the guard recomputes a few elements; at most 0.11 % of the time",
     ),
     Setting(name="disable", kind=bool, default=False, help="1: best() serves the baseline everywhere"),
     Setting(
         name="mode",
         kind=str,
         default="tune",
-        help="off: the baseline everywhere; replay: what is decided, nothing new; tune: a daemon tunes what was missed",
+        help="off: the baseline everywhere; replay: stored decisions only; tune: a daemon also tunes missed workloads",
         choices=("off", "replay", "tune"),
     ),
-    Setting(name="lock", kind=Path, default=None, help="a lock file: best() serves what it pins and nothing else"),
+    Setting(name="lock", kind=Path, default=None, help="a lock file: best() serves only what it pins"),
     Setting(name="frozen", kind=bool, default=False, help="1: refuse to start where the lock file cannot be kept"),
-    Setting(name="record", kind=Path, default=None, help="a file to note in which workloads this process asks for"),
-    Setting(name="engine_files", kind=Path, default=None, help="an export that a serving engine's plug-in hands it"),
+    Setting(name="record", kind=Path, default=None, help="a file to record this process's workloads in"),
+    Setting(name="engine_files", kind=Path, default=None, help="export that a plug-in gives to its serving engine"),
     Setting(name="allow", kind=str, default="", help="entry points of autosel.candidates that may be imported: a,b"),
-    Setting(name="effort", kind=str, default="quick", help="how hard `tune` tries", choices=("quick", "full")),
-    Setting(name="budget", kind=float, default=0.0, help="seconds `tune` may take; 0: as long as it needs"),
+    Setting(name="effort", kind=str, default="quick", help="how much `tune` tries", choices=("quick", "full")),
+    Setting(name="budget", kind=float, default=0.0, help="seconds that `tune` may take; 0: no limit"),
     Setting(
-        name="place_workers", kind=bool, default=True, help="keep the CPU pool's worker threads on cores of their own"
+        name="place_workers", kind=bool, default=True, help="keep each worker thread of the CPU pool on its own core"
     ),
     Setting(
         name="layout_gb",
@@ -84,7 +84,7 @@ class Value:
 
 @cache
 def read() -> Mapping[str, Value]:
-    """All settings, once per process. Raises BadConfig naming the variable or file line at fault."""
+    """Return all settings, read once per process. Raises BadConfig that names the variable or the file's line."""
     home = _home(os.environ)
     return resolve(os.environ, _file(home / "config.toml"), home)
 
@@ -96,7 +96,7 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
         known, odd = ", ".join(s.name for s in SETTINGS), _shortened(_plain(", ".join(sorted(unknown))))
         raise BadConfig(f"{path}: unknown settings {odd}", why=f"known: {known}")
     if "home" in entries:
-        raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file lies in the home: set AUTOSEL_HOME")
+        raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file is in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
     for setting in SETTINGS:
         if setting.variable in environment:
@@ -116,13 +116,15 @@ def get(name: str) -> Any:
 
 
 def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES as it stands; None where it is not set. No setting of ours: CUDA reads it."""
+    """Return CUDA_VISIBLE_DEVICES, a setting of CUDA's; None if it is not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def mps_share() -> float:
-    """The share of a GPU's SMs that NVIDIA's multi-process service grants this process, if it runs: 1 unless somebody
-    set CUDA_MPS_ACTIVE_THREAD_PERCENTAGE."""
+    """Return the share of a GPU's SMs that NVIDIA's multi-process service grants this process.
+
+    It is 1 unless CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set.
+    """
     try:
         percentage = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
     except ValueError:
@@ -131,7 +133,7 @@ def mps_share() -> float:
 
 
 def home() -> Path:
-    """The folder everything autosel writes lives in (not created here)."""
+    """Return the folder of everything that autosel writes (not created here)."""
     return Path(get("home"))
 
 
@@ -140,24 +142,24 @@ def db_url() -> str:
 
 
 def compiler() -> str:
-    """The C++ compiler the user asked for, or the empty string."""
+    """Return the C++ compiler that the user set, or ""."""
     return get("cxx") or os.environ.get("CXX", "")
 
 
 def cuda_home() -> str:
-    """The folder of the CUDA toolkit the user asked for, or the empty string."""
+    """Return the folder of the CUDA toolkit that the user set, or ""."""
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH", "")
 
 
-# What a worker process may see of our environment: enough to find programs and libraries; no secret, and no variable by
-# which a library would load code from elsewhere (private caches are set instead).
+# The variables that a worker process may see: enough to find programs and libraries, but no secret, and none by which a
+# library would load other code (private caches are set instead).
 PASSED_NAMES = ("PATH", "HOME", "USER", "LANG", "TZ", "CXX", "CC", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 PASSED_PREFIXES = ("AUTOSEL_", "LC_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_")
-SECRET_ENDINGS = ("_DB", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # a database URL holds a password
+SECRET_ENDINGS = ("_DB", "_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # a database URL contains a password
 
 
 def passed_to_workers() -> dict[str, str]:
-    """The environment a worker process starts with: an allow-list, and the home and caches that it is to use."""
+    """Return the environment of a worker process: the allowed variables, and the home and caches that it uses."""
     allowed = {n: v for n, v in os.environ.items() if n in PASSED_NAMES or n.startswith(PASSED_PREFIXES)}
     passed = {n: v for n, v in allowed.items() if not n.endswith(SECRET_ENDINGS)}
     caches = home() / "cache"
@@ -165,40 +167,40 @@ def passed_to_workers() -> dict[str, str]:
         "AUTOSEL_HOME": str(home()),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "MAX_JOBS": "4",  # of libraries that compile with ninja: a job a core would be more processes than a worker may
+        "MAX_JOBS": "4",  # for libraries that compile with ninja: a job per core exceeds a worker's process limit
     }
 
 
 def passed_to_children() -> dict[str, str]:
-    """The environment of a process that is autosel itself: ours, with the home as it was found."""
+    """Return the environment of a process that runs autosel: this one, with the resolved home."""
     return {**os.environ, "AUTOSEL_HOME": str(home())}
 
 
 def notify_socket() -> str:
-    """Where a service manager waits to hear that we are ready, or the empty string."""
+    """Return the service manager's socket for the ready message, or ""."""
     return os.environ.get("NOTIFY_SOCKET", "")
 
 
 def colour() -> bool | None:
-    """False where the user wants none (NO_COLOR, a dumb terminal); None: wherever the output is a terminal."""
+    """Return False if the user wants no colour (NO_COLOR, a dumb terminal); None means on terminals only."""
     return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def unknown_variables() -> tuple[str, ...]:
-    """Names in the environment that look like ours and are not: most likely misspelt."""
+    """Return unknown variables with autosel's prefix, which are probably misspelt."""
     known = {s.variable for s in SETTINGS} | {"AUTOSEL_SPELLING"}
     return tuple(sorted(name for name in os.environ if name.startswith("AUTOSEL_") and name not in known))
 
 
 def spelling() -> str:
-    """How the caller started us, for the commands we print: `./run`, `python -m autosel` or `autosel`."""
+    """Return how the caller started autosel, for printed commands: `./run`, `python -m autosel` or `autosel`."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     started = "python -m autosel" if spec is not None and spec.name == "autosel.__main__" else "autosel"
     return os.environ.get("AUTOSEL_SPELLING") or started
 
 
 def _home(environment: Mapping[str, str]) -> Path:
-    """Raises BadConfig for one that is no folder and cannot become one."""
+    """Return the home. Raises BadConfig if it is not a folder and cannot become one."""
     if "AUTOSEL_HOME" in environment:
         return _folder(_path(environment["AUTOSEL_HOME"], "AUTOSEL_HOME"), "AUTOSEL_HOME")
     import platformdirs
@@ -207,12 +209,12 @@ def _home(environment: Mapping[str, str]) -> Path:
 
 
 def _folder(path: Path, where: str) -> Path:
-    """The path, if it is a folder or can be made one. Raises BadConfig."""
+    """Return the path if it is a folder or can become one. Raises BadConfig."""
     try:
         there = next(p for p in (path, *path.parents) if p.is_symlink() or p.exists())
         kind = "" if there.is_dir() else "a file" if there.exists() else "a link to nothing"
         why = f"{there} is {kind}, not a folder" if kind else ""
-    except PermissionError:  # whoever opens something there says so
+    except PermissionError:  # opening a file there raises a clear error
         return path
     except OSError as error:
         why = error.strerror or str(error)
@@ -234,7 +236,7 @@ def _path(text: str, where: str) -> Path:
 
 
 def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
-    todo = "mend it, or delete it to use the defaults"
+    todo = "correct it, or delete it to use the defaults"
     try:
         content = files.read(path, FILE_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -248,7 +250,7 @@ def _file(path: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _parse(setting: Setting, raw: Any, where: str) -> Any:
-    """The value of a setting, given as text or as TOML's own type. Raises BadConfig."""
+    """Return a setting's value from text or TOML's own type. Raises BadConfig."""
     text = str(raw).strip()
     told = f"{where}: {setting.name} = {_shown(text)}"
     if not text and setting.default != "":

@@ -1,4 +1,4 @@
-"""The values that travel down the pipeline: frozen, slotted, free of torch. Every unit is in the name.
+"""The values of the pipeline: frozen, slotted, without torch. Every unit is in the name.
 
     Fingerprint -> Knobs -> Accepted -> Recipe -> Passed -> Race -> Verdict -> Decision
 
@@ -31,19 +31,19 @@ Backend = Literal[
 ]  # fmt: skip
 DeviceKind = Literal["cpu", "cuda"]
 ELSEWHERE = "engine:own"  # candidate in counts of calls: an engine ran its own kernel
-WHOLE_STEP = "step"  # op of a decision about one whole decode step: it has no contract of its own, only the decoder's
+WHOLE_STEP = "step"  # op of a decision about a whole decode step, which has no contract of its own, only the decoder's
 
 
 # --- workload --------------------------------------------------------------------------------------------------------
 
-# Dimensions a caller varies from step to step; every other dimension belongs to the model and is exact in a key.
+# Dimensions that a caller varies from step to step; every other dimension belongs to the model and is exact in a key.
 COUNT_DIMS = frozenset({"M", "B", "S"})
 LENGTH_DIMS = frozenset({"L"})
-EXACT = 8  # counts up to here are buckets of their own
+EXACT = 8  # counts up to here have their own buckets
 
 
 def count_bucket(n: int) -> tuple[int, int]:
-    """The (lowest, highest) count that shares n's bucket: exact to 8, then (2^k, 2^(k+1)]."""
+    """Return the (lowest, highest) count that shares n's bucket: exact to 8, then (2^k, 2^(k+1)]."""
     if n <= EXACT:
         return n, n
     high = 1 << (n - 1).bit_length()
@@ -51,7 +51,7 @@ def count_bucket(n: int) -> tuple[int, int]:
 
 
 def length_bucket(n: int) -> tuple[int, int]:
-    """The (lowest, highest) context length that shares n's bucket: (2^k, 2^(k+1)], everything up to 16 together."""
+    """Return the (lowest, highest) context length that shares n's bucket: (2^k, 2^(k+1)]; all up to 16 share one."""
     high = max(16, 1 << (n - 1).bit_length())
     return (1 if high == 16 else high // 2 + 1), high
 
@@ -61,8 +61,8 @@ class Workload:
     """An op at one shape, dtype and layout.
 
     `dims` are sizes in the op's own order (M, K, N; B, Hq, Hkv, S, D, L ...). `traits` are the static attributes that
-    make it another computation (bias, window, softcap, style, offset ...); a trait at its default is left out, so that
-    one computation has one key.
+    make another computation (bias, window, softcap, style, offset ...); a trait at its default is left out, so that one
+    computation has one key.
     """
 
     op: str
@@ -81,16 +81,16 @@ class Workload:
 
     @property
     def weight_format(self) -> WeightFormat:
-        """The format of its weights: the trait `weight`, else plain. Raises UnknownName."""
+        """Return the format of its weights: the trait `weight`, else plain. Raises UnknownName."""
         return formats.find_weight_format(str(self.trait("weight", PLAIN)))
 
     @property
     def cache_format(self) -> CacheFormat:
-        """The format of its keys and values: the trait `cache`, else plain. Raises UnknownName."""
+        """Return the format of its keys and values: the trait `cache`, else plain. Raises UnknownName."""
         return formats.find_cache_format(str(self.trait("cache", PLAIN)))
 
     def at(self, **sizes: int) -> Workload:
-        """The same workload with some dimensions changed."""
+        """Return the same workload with some dimensions changed."""
         unknown = set(sizes) - {name for name, _ in self.dims}
         assert not unknown, f"{self.op} has no dimensions {unknown}"
         return dataclasses.replace(self, dims=tuple((n, sizes.get(n, s)) for n, s in self.dims))
@@ -101,17 +101,17 @@ class Workload:
 
     @property
     def key(self) -> str:
-        """The canonical key: `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16`."""
+        """Return the canonical key: `attn/B1.Hq32.Hkv8.S1.D128.L8192/bf16`."""
         return self._spell(".".join(f"{n}{s}" for n, s in self.dims))
 
     @staticmethod
     def parse(key: str) -> Workload:
-        """Return the workload of a canonical key; traits stay text. Raises ValueError."""
+        """Return the workload of a canonical key; traits remain text. Raises ValueError."""
         op, dims, rest = (*key.split("/"), "", "")[:3] if key.count("/") == 2 else ("", "", "")
         dtype, *traits = re.split(r"\.(?=[A-Za-z_]+=)", rest)
         sizes = [re.fullmatch(r"([A-Za-z]+?)([1-9][0-9]{0,15})", part) for part in dims.split(".")]
         if dtype not in DTYPE_BYTES or not all(sizes):
-            raise ValueError(f"{key!r:.80} is no workload's key")
+            raise ValueError(f"{key!r:.80} is not a workload's key")
         return Workload(
             op=op,
             dims=tuple((m[1], int(m[2])) for m in sizes if m),
@@ -121,12 +121,12 @@ class Workload:
 
     @property
     def bucket(self) -> str:
-        """The key with the caller's dimensions widened to their bucket: the one bucket function of the code."""
+        """Return the key with the caller's dimensions widened to their bucket. No other function assigns buckets."""
         return self._spell(".".join(f"{n}{_bucket_text(n, s)}" for n, s in self.dims))
 
     @property
     def shape_text(self) -> str:
-        """For people: `B1 Hq32 Hkv8 S1 D128 L8192`."""
+        """Return the shape for people: `B1 Hq32 Hkv8 S1 D128 L8192`."""
         return " ".join(f"{n}{s}" for n, s in self.dims)
 
 
@@ -155,12 +155,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Who this device is, and, kept apart, how fast it was found to be.
+    """Identity of a device, and separately its measured rates.
 
-    `identity` digests to `hw_id`, `environment` (driver, torch, compiler, kernel pack) with it to `env_id`; `rates` are
-    never part of a key. `contended` says that other work disturbed the measurement: the best windows are reported, not
-    an average. `source` is "measured" or the file the values came from. `threads` is the number that this process may
-    use where the CPU has more, else 0; it is not part of a key either.
+    `hw_id` is the digest of `identity`; `env_id` that of `environment` (driver, torch, compiler, kernel pack) with it.
+    `rates` are never part of a key. `contended` means that other work disturbed the measurement: the best windows are
+    reported, not an average. `source` is "measured" or the file of the values. `threads` is the number that this
+    process may use if the CPU has more, else 0; it is not part of a key either.
     """
 
     kind: DeviceKind
@@ -176,7 +176,7 @@ class Fingerprint:
 
     @property
     def cpus(self) -> int:
-        """The threads worth starting: one a usable core; 0 on a GPU."""
+        """Return the useful number of threads: one per usable core; 0 on a GPU."""
         return self.threads or int(self.identity.get("cpus", 0))
 
     @property
@@ -193,7 +193,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One setting with the formula that gave it and the inputs it was given, so that anyone can redo the sum."""
+    """One setting with its formula and inputs, so that anyone can repeat the computation."""
 
     name: str
     value: Scalar
@@ -229,7 +229,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """The candidate cannot run this workload here, and why, in words a user can act on."""
+    """The candidate cannot run this workload here. `reason` tells a user why."""
 
     reason: str
 
@@ -237,16 +237,16 @@ class Rejected:
 Support = Accepted | Rejected
 
 
-LATER: Mapping[str, bool] = {"later": True}  # of a field that older values lack: left out of JSON at its default
+LATER: Mapping[str, bool] = {"later": True}  # of a field that older values lack: not in JSON at its default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A form of weights that a candidate makes for itself, once for each weight, and reads besides the weight itself.
+    """A form of weights that a candidate makes once for each weight, and reads in addition to the weight itself.
 
-    `weights`: the op's arguments that are prepared. `prepare` makes the bytes, `compare` checks them: entries of the
-    native artefact; of a Python candidate, functions of its module (`compare` may be empty). `share`: bytes of the
-    prepared weight, relative to the weight's, at best. `worth`: the share above which the weight itself is read.
+    `weights` are the op's arguments that are prepared. `prepare` makes the bytes, `compare` checks them: entries of the
+    native artefact, or functions of a Python candidate's module (`compare` may be empty). `share` is the smallest size
+    of a prepared weight, relative to the weight. `worth` is the share above which the weight itself is read.
     """
 
     name: str
@@ -260,7 +260,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What preparing the weights of one call took: `bytes` are kept besides the `plain_bytes` of the weights."""
+    """Cost of preparing the weights of one call: `bytes` are kept in addition to the `plain_bytes` of the weights."""
 
     layout: str
     version: int
@@ -282,7 +282,7 @@ class Prepared:
 class NativeRecipe:
     """Compile `source` (a path below kernels/) with `flags`; call `entry` with the op's arguments, then `knob_args`.
 
-    `operands`, where given, are passed in place of the arguments: `x`, `w.codes`, `w.scales`, `w.packed` ...
+    `operands`, if given, replace the arguments: `x`, `w.codes`, `w.scales`, `w.packed` ...
     """
 
     source: str
@@ -299,7 +299,7 @@ class PythonRecipe:
     """Import `module:function`; it takes the op's arguments, or `operands`, `out` last (None: allocate and return)."""
 
     target: str
-    path: str = ""  # a folder to put on sys.path first, for a user's module outside site-packages
+    path: str = ""  # folder to put first on sys.path, for a user's module outside site-packages
     operands: tuple[str, ...] = field(default=(), metadata=LATER)
     layout: Layout | None = field(default=None, metadata=LATER)
     kind: Literal["python"] = "python"
@@ -313,8 +313,11 @@ Recipe = NativeRecipe | PythonRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """Every case within the op's bound. `worst` is the largest error divided by its bound. `pairs`: rows that were run
-    of the op's array, of `pairs_of`; with `inputs`, the text that all inputs were drawn from, the rest can be run."""
+    """Every case is within the op's bound. `worst` is the largest error divided by its bound.
+
+    `pairs` rows of the op's array, of `pairs_of`, have run; the rest can be run with `inputs`, the text that all inputs
+    were drawn from.
+    """
 
     cases: int
     worst: float
@@ -327,7 +330,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """One check did not hold: `check` names it, `case` the inputs, `evidence` the values seen."""
+    """A failed check: `check` names it, `case` the inputs; `evidence` has the values."""
 
     check: str
     case: str
@@ -344,26 +347,28 @@ Parity = Passed | Failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One visit to every arm. `order` is the coin-flipped order of arm indices, `samples_ns[arm]` the samples' times
-    per call in nanoseconds, in the order taken."""
+    """One visit to every arm. `order` is the coin-flipped order of arm indices.
+
+    `samples_ns[arm]` are the samples' times per call in nanoseconds, in the order taken.
+    """
 
     order: tuple[int, ...]
     samples_ns: tuple[tuple[float, ...], ...]
 
 
-CONTENDED_CORES = 0.1  # that others keep busy; an idle machine's own services take a fiftieth
-CONTENDED_STEAL = 0.02  # of CPU time
+CONTENDED_CORES = 0.1  # kept busy by other processes; an idle machine's own services use a fiftieth
+CONTENDED_STEAL = 0.02  # share of CPU time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What else happened on the machine while samples were taken."""
+    """Other load on the machine while samples were taken."""
 
-    watched: bool  # the system tells when a thread waits for a core; False: no sample was taken again for it
-    again: int = 0  # samples taken again because a thread of ours waited for a core
-    busy_cores: float = 0.0  # that other processes kept busy
+    watched: bool  # the system shows when a thread waits for a core; False: no sample was repeated for it
+    again: int = 0  # samples repeated because a thread waited for a core
+    busy_cores: float = 0.0  # kept busy by other processes
     stolen: float = 0.0  # share of CPU time that the hypervisor gave to other guests
-    by: tuple[str, ...] = ()  # who kept it busy, most first: `cc1plus 0.9 cores`
+    by: tuple[str, ...] = ()  # the busiest processes, most first: `cc1plus 0.9 cores`
 
     @property
     def contended(self) -> bool:
@@ -389,18 +394,18 @@ class Session:
     pairs: tuple[Pair, ...]
     calls_per_sample: tuple[int, ...]
     read_bytes_per_s: float = 0.0  # best read probe interleaved in this session: the physical ceiling
-    aa_crossed: bool | None = None  # did the baseline's clone cross E >= 1/alpha_s? None: no clone ran
+    aa_crossed: bool | None = None  # True if the baseline's clone crossed E >= 1/alpha_s; None: no clone ran
     dropped_pairs: int = 0
     voided: str = ""
-    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
-    prepared: Mapping[str, Prepared] | None = field(default=None, metadata=LATER)  # by arm: what its layout took
+    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: not observed
+    prepared: Mapping[str, Prepared] | None = field(default=None, metadata=LATER)  # by arm: cost of its layout
     checked: tuple[tuple[int, int], ...] = field(default=(), metadata=LATER)  # (compared in full, timed) calls by arm
     deployed: tuple[Deployed, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
-    """All sessions of one attempt at one workload, with the parameters the verdict needs."""
+    """All sessions of one attempt at one workload, with the verdict's parameters."""
 
     workload: Workload
     baseline: str
@@ -410,14 +415,14 @@ class Race:
     alpha_session: float
     pi: float
     sessions: tuple[Session, ...]
-    time_class: Literal["short", "long"] = "short"  # which A/A history its sessions belong to
+    time_class: Literal["short", "long"] = "short"  # the A/A history of its sessions
     nominees: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """A ratio of times, rival / winner: above 1 means the winner is faster. `lo`..`hi` covers 95 %."""
+    """A ratio of times, rival / winner: above 1 means that the winner is faster. `lo`..`hi` covers 95 %."""
 
     median: float
     lo: float
@@ -451,22 +456,22 @@ Outcome = Literal["promote", "tie", "lose", "undecided"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the samples justify, in words and figures; pure function of a Race."""
+    """Result that the samples justify, in words and figures; a pure function of a Race."""
 
     outcome: Outcome
     winner: str
     reason: str
-    effect: Effect | None  # winner over the baseline; None when nothing was timed
+    effect: Effect | None  # winner over the baseline; None if nothing was timed
     over_incumbent: Effect | None = None
     next_best: tuple[str, float] | None = None  # candidate, its time over the winner's
     timings: Mapping[str, Timing] = field(default_factory=dict)
     e_values: tuple[float, ...] = ()
-    wins: tuple[tuple[int, int], ...] = ()  # (pairs won against the baseline, pairs) a confirming session
+    wins: tuple[tuple[int, int], ...] = ()  # (pairs won against the baseline, pairs) for each confirming session
     false_promotion_bound: float | None = None
     read_bytes_per_s: float = 0.0
-    roofline: float | None = None  # fraction of what the read rate of this very race allows
-    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: nobody looked
-    prepared: Prepared | None = field(default=None, metadata=LATER)  # what the winner's layout took
+    roofline: float | None = None  # fraction of the limit given by the read rate of this race
+    conditions: Conditions | None = field(default=None, metadata=LATER)  # None: not observed
+    prepared: Prepared | None = field(default=None, metadata=LATER)  # cost of the winner's layout
     checked: tuple[int, int] | None = field(default=None, metadata=LATER)  # the winner's calls: (compared, timed)
     deployed: tuple[DeployedTiming, ...] = field(default=(), metadata=LATER)
 
@@ -477,10 +482,10 @@ SERVING: tuple[State, ...] = ("promoted", "kept", "pinned")  # states in which a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What exactly serves or was beaten: enough to load it again, and to tell when it has become another thing.
+    """A kernel that serves or was raced: enough to load it again, and to detect that it has changed.
 
-    `digest` covers build and knobs (a native arm) or the versions of the libraries it calls (torch's). `build` is the
-    compiled artefact's own digest, which `dispatch` loads; empty for an arm that is not compiled.
+    `digest` covers build and knobs (a native arm) or the versions of the libraries that it calls (torch's). `build` is
+    the digest of the compiled artefact, which `dispatch` loads; empty for an arm that is not compiled.
     """
 
     candidate: str
@@ -493,7 +498,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A verdict made durable. Appended, never edited."""
+    """A stored verdict. Decisions are appended, never edited."""
 
     id: int
     state: State
@@ -507,32 +512,37 @@ class Decision:
     verdict: Verdict | None
     reason: str
     created_at: str  # UTC, ISO 8601
-    length_range: tuple[int, int] | None = None  # max_len this row serves, where its bucket was split at a crossover
-    stale: str = ""  # what has changed since its race: its arm has passed parity again since, and waits for another
+    length_range: tuple[int, int] | None = None  # max_len that this row serves, if its bucket was split at a crossover
+    stale: str = ""  # what has changed since its race: its arm has passed parity again, and another race is due
 
     @property
     def standing(self) -> Verdict | None:
-        """The verdict, as long as it is about the arm that serves. After a demotion, or where another arm was promoted
-        by hand, it is history: nobody may show its effect as what is served now."""
+        """Return the verdict if it is about the arm that serves, else None.
+
+        After a demotion, or if a user promoted another arm, the verdict is history: its effect must not be shown as
+        current.
+        """
         v = self.verdict
         return v if v is not None and self.state in SERVING and v.winner == self.arm.candidate else None
 
     @property
     def effect(self) -> Effect | None:
-        """What serves over the baseline, where its own race says so."""
+        """Return the effect of what serves over the baseline, if its own race measured it."""
         return self.standing.effect if self.standing is not None else None
 
     @property
     def next_best(self) -> tuple[str, float] | None:
-        """The fastest other candidate, and its time over that of what serves. Of the baseline it is the effect: two
-        candidates have one ratio, wherever it is shown."""
+        """Return the fastest other candidate, and its time over that of what serves.
+
+        If that is the baseline, the ratio is the effect: two candidates have one ratio everywhere.
+        """
         found = self.standing.next_best if self.standing is not None else None
         of_baseline = found is not None and found[0] == self.baseline.candidate != self.arm.candidate
         return (found[0], self.effect.median) if found and of_baseline and self.effect else found
 
     @property
     def told(self) -> str:
-        """Its reason; of one that no longer serves with the state, as `demoted: NaN seen`."""
+        """Return the reason; for a decision that no longer serves with its state: `demoted: NaN seen`."""
         return self.reason if self.state in SERVING else f"{self.state}: {self.reason}"
 
 
@@ -540,19 +550,19 @@ class Decision:
 
 
 def canonical_json(value: Any) -> bytes:
-    """RFC 8785 bytes: one value, one spelling."""
+    """Return RFC 8785 bytes: one spelling for each value."""
     import rfc8785
 
     return rfc8785.dumps(to_json(value))
 
 
 def digest(value: Any) -> str:
-    """sha256 (hex) over the canonical JSON of a value."""
+    """Return the sha256 (hex) of the canonical JSON of a value."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def to_json(value: Any) -> Any:
-    """A value as plain JSON types; dataclasses become objects by field name."""
+    """Return a value as plain JSON types; dataclasses become objects by field name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_json(item) for name, item in _items(value)}
     if isinstance(value, Mapping):
@@ -565,7 +575,7 @@ def to_json(value: Any) -> Any:
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Fields and what they hold, without those that came later and are at their default."""
+    """Yield fields and their values, without later fields at their default."""
     for f in dataclasses.fields(value):
         item = getattr(value, f.name)
         if not (f.metadata.get("later") and item == f.default):
@@ -573,7 +583,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def from_json(kind: Any, data: Any) -> Any:
-    """The inverse of `to_json` for type `kind`. Raises ValueError, naming the field, on anything unexpected."""
+    """Invert `to_json` for type `kind`. Raises ValueError, naming the field, on anything unexpected."""
     return _decode(kind, data, kind.__name__ if isinstance(kind, type) else str(kind))
 
 
@@ -632,7 +642,7 @@ def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _hints(kind: Any) -> dict[str, Any]:
-    """Of a dataclass; finding them takes longer than all the rest of decoding."""
+    """Return the type hints of a dataclass; computing them takes longer than the rest of decoding."""
     return typing.get_type_hints(kind)
 
 
@@ -659,10 +669,10 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
 
 
 def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) -> Any:
-    """Strict JSON: refuses NaN, infinity (1e999 too), whole numbers beyond any float, duplicate keys, deep nesting and
-    lone surrogates, all of which Python's parser lets through.
+    """Parse strict JSON.
 
-    Raises ValueError that names `what`.
+    It refuses NaN, infinity (1e999 too), whole numbers beyond any float, duplicate keys, deep nesting and lone
+    surrogates, all of which Python's parser accepts. Raises ValueError that names `what`.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -703,7 +713,7 @@ def _refuse_depth(data: Any, left: int, what: str) -> None:
 
 
 def _refuse_surrogates(data: Any, what: str) -> None:
-    """Half a character is not text: it can be neither stored nor printed."""
+    """Refuse lone surrogates: half a character can be neither stored nor printed."""
     if isinstance(data, str) and not data.isascii() and any("\ud800" <= c <= "\udfff" for c in data):
         raise ValueError(f"{what}: a lone surrogate is not text")
     for item in (*data, *data.values()) if isinstance(data, dict) else data if isinstance(data, list) else ():

@@ -1,13 +1,9 @@
-"""The runtime guard: what was proven and promoted is checked again while it serves, and gives way on any doubt.
+"""The runtime guard: it checks promoted kernels while they serve, and replaces them by the baseline on any doubt.
 
-rate       which calls are checked: the first 32 of a bucket, then a random few
-spot       a few elements of a result recomputed natively
-call       one checked call: both arms on the same inputs
-judge      is the result right? float64 on sampled rows, the baseline on all of it
-replay     whose fault was it?
-detector   has it become slower than the baseline?
-watch      the life of one served arm, from its first call to its demotion
-held       what may not serve, since a fault was seen
+rate which calls are checked: the first 32 of a bucket, then a random few spot a few elements of a result recomputed
+natively call one checked call: both arms on the same inputs judge correctness of a result: float64 on sampled rows, the
+baseline on all of it replay the cause of a fault detector slowdown compared with the baseline watch one served arm,
+from its first call to its demotion held arms that may not serve because of a fault
 """
 
 from __future__ import annotations

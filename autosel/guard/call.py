@@ -1,10 +1,10 @@
-"""One checked call: both arms on the same inputs, into outputs of their own, so that either result can be served.
+"""One checked call: both arms on the same inputs, with separate outputs, so that either result can be served.
 
-What an op writes in place is kept before, and put back between the arms. Small operands are kept too: a candidate that
-writes into its inputs must not spoil them for the baseline.
+Memory that an op writes in place is copied first, and restored between the arms. Small operands are copied too, so that
+a candidate that writes into its inputs does not spoil them for the baseline.
 
-Who was faster is told by the clock that the race went by: on a GPU by events around each arm, on a stream that is held
-while they are enqueued. What launching an arm costs the host, a graph does not pay, and the race did not.
+Arms are compared by the clock of their race: on a GPU by events around each arm, on a stream that is held while they
+are enqueued. The host's launch overhead does not count, as in a graph and in the race.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autosel.values import Workload
 
 Arm = Callable[..., Any]
 Clock = Callable[[], int]
-HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue an arm between two events
-KEPT_BYTES = 16 << 20  # operands up to this size together are kept; weights and caches are not
+HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to enqueue an arm between two events
+KEPT_BYTES = 16 << 20  # operands are copied if they are smaller than this together; weights and caches are not copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Events around what is enqueued between them, on a stream that is held until the host has done so."""
+    """Events around the work enqueued between them, on a stream that is held meanwhile."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
@@ -40,21 +40,21 @@ class Marks:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What an arm gave: `outputs` to be judged, or the error it raised."""
+    """Result of an arm: `outputs` to judge, or the error that it raised."""
 
     arm: Arm
     outputs: tuple[Any, ...] = ()
     error: Exception | None = None
-    ns: int = 0  # what a call costs its caller among others: on a GPU the host's time or the device's, the longer one
-    raced_ns: int = 0  # by the clock that its race went by: on a GPU the device's alone
+    ns: int = 0  # cost of a call for its caller: on a GPU the longer of host time and device time
+    raced_ns: int = 0  # by the clock of its race: on a GPU only the device's
     spoilt: str = ""  # an input that it changed
-    own: bool = False  # the error came of running the arm, not of what the check does around it
-    broke: bool = False  # the device answered before it ran, and does not after it
+    own: bool = False  # the error came from the arm, not from the check around it
+    broke: bool = False  # the device answered before the arm ran, and not afterwards
 
 
 @dataclass(slots=True)
 class Call:
-    """Raises BadArguments for arguments outside the op's contract."""
+    """A call to check. Raises BadArguments for arguments outside the op's contract."""
 
     op: Op
     args: Sequence[Any]
@@ -64,7 +64,7 @@ class Call:
     workload: Workload = field(init=False)
     written: Written | None = field(init=False)
     kept: dict[str, Tensor] = field(init=False)
-    last: Result | None = None  # whose writes an in-place op's operands hold now
+    last: Result | None = None  # the result whose in-place writes the operands hold now
 
     def __post_init__(self) -> None:
         self.inputs = {a.name: value for a, value in zip(self.op.args, self.args, strict=True)}
@@ -75,8 +75,9 @@ class Call:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self, arm: Arm) -> Result:
-        """Never raises: on a device that an arm has broken even looking at its inputs does, and that must not hide who
-        broke it."""
+        """Run an arm without raising: on a device that an arm has broken, even reading its inputs raises, which must
+        not hide the cause.
+        """
         result = Result(arm=arm)
         try:
             if self.written is not None and self.last is not None:
@@ -119,7 +120,7 @@ class Call:
             result.error = error
 
     def taken(self, arm: Arm, returned: Any) -> Result:
-        """Return the result of a run that is over: this call was made after it. What it wrote in place is its own."""
+        """Return the result of a finished run, after which this call was made. Its in-place writes are its own."""
         result = Result(arm=arm, outputs=self._outputs(returned, self.outs))
         self.last = result
         return result
@@ -133,7 +134,7 @@ class Call:
         return tuple(m if out is None else out for m, out in zip(made, outs, strict=True))
 
     def _mend(self) -> str:
-        """The first input that is not what it was, after putting all back."""
+        """Restore all inputs, and return the first one that had changed."""
         spoilt = ""
         for name, before in self.kept.items():
             if not torch.equal(_bits(before), _bits(self.inputs[name])):
@@ -145,7 +146,7 @@ class Call:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self, result: Result) -> Any:
-        """What the caller gets: this result, in the caller's own outputs. Raises the error it holds."""
+        """Return this result to the caller, in the caller's own outputs. Raises its error."""
         if result.error is not None:
             raise result.error
         if self.written is not None:
@@ -161,13 +162,13 @@ class Call:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def rows(self, count: int, seed: int) -> Rows:
-        """A part to check in float64: of an in-place op what it writes, of the others some rows."""
+        """Return a part to check in float64: what an in-place op writes, or some rows of other ops."""
         if self.written is not None:
             return self.whole()
         return self.op.rows(self.workload, self.inputs, count, seed)
 
     def whole(self) -> Rows:
-        """All that was kept of the outputs."""
+        """Return everything that was kept of the outputs."""
         inputs = self.inputs if self.written is None else self.written.inputs
         return Rows(inputs=inputs, pick=tuple)
 
@@ -213,14 +214,16 @@ def _told(value: Any) -> str:
 
 
 def _settle(values: Sequence[Any]) -> None:
-    """Wait until the device has done what was asked of it: times are of work, not of launches."""
+    """Wait until the device has finished, so that times are of work, not of launches."""
     device = _gpu(values)
     if device is not None:
         torch.cuda.synchronize(device)
 
 
 def _held(values: Sequence[Any]) -> Marks | None:
-    """The first of the events enqueued, as a race on a GPU does it (race/device.py): the host's delays do not count."""
+    """Record the first event on a held stream, as a race on a GPU does (race/device.py), so that host delays do not
+    count.
+    """
     device = _gpu(values)
     if device is None:
         return None
@@ -240,6 +243,6 @@ def _gpu(values: Sequence[Any]) -> torch.device | None:
 
 
 def captured(values: Sequence[Any]) -> bool:
-    """Is a CUDA graph being captured? Then nothing may be waited for, and nothing can be compared."""
+    """Return True during a CUDA graph capture, in which nothing can be awaited or compared."""
     on_gpu = any(isinstance(v, Tensor) and v.is_cuda for v in values)
     return on_gpu and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""What may not serve since a fault was seen, here or by another process of this home."""
+"""Arms that may not serve because of a fault that this or another process of this home has seen."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from autosel.values import Decision
 
 
 class Held:
-    """Faults of this device. A wrong or raising build is held for all shapes of its op; a slow one for its decision; a
-    device that is suspect, for everything.
+    """Faults of this device.
 
-    A decision made after the fault is not held by it: whoever made it knew.
+    A wrong or raising build is held for all shapes of its op, a slow one for its decision, and a suspect device for
+    everything. A fault does not hold a decision made after it, because that decision took it into account.
     """
 
     def __init__(self, faults: Iterable[Fault] = (), *hw_ids: str) -> None:
         self.faults = {fault.id: fault for fault in faults if fault.decision.hw_id in hw_ids}
 
     def why(self, d: Decision) -> str:
-        """Why this decision's arm may not serve, or ""."""
+        """Return why this decision's arm may not serve, or ""."""
         for fault in self.faults.values():
             if d.created_at <= fault.seen_at and _concerns(fault, d):
                 return fault.reason

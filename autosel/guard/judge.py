@@ -1,7 +1,7 @@
-"""Is a served result right? The whole of it against the baseline's, and some rows against float64.
+"""Judge a served result: the whole of it against the baseline's, and some rows against float64.
 
-The baseline is a second witness, not the truth: where the two differ more than they used to, float64 decides, on the
-whole result where that is affordable. A check gives a Finding, which can be asked again of other results of that call.
+The baseline is a second opinion, not the truth: if the two differ more than usual, float64 decides, on the whole result
+if that is affordable. A failed check gives a Finding, which can be applied to other results of the same call.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from autosel.ops.rounding import LAMBDA
 from autosel.ops.stored import leaves, mapped
 
 ROWS = 4
-WHOLE_BYTES = 64 << 20  # the most an op may move, and have copied, for float64 of all of it when something looks wrong
-MORE_ROWS = 4  # samples of rows otherwise
-UNUSUAL = 2.0  # times the largest difference that was found right; only decides whether float64 is asked
+WHOLE_BYTES = 64 << 20  # most bytes that an op may move and copy for float64 of the whole result after a suspicion
+MORE_ROWS = 4  # number of samples of rows otherwise
+UNUSUAL = 2.0  # times the largest difference that was found right; only decides if float64 is used
 FEW_ULPS = 8.0
-FORGET = 0.9  # a check: one call with outliers must not make the baseline's dissent mute for ever
+FORGET = 0.9  # per check: one call with outliers must not hide the baseline's differences for ever
 
 Check = Callable[[Sequence[Tensor]], Mismatch | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is wrong, and the check that says so of any result of the same call."""
+    """A mismatch, and its check, which can be applied to any result of the same call."""
 
     mismatch: Mismatch
     check: Check
 
 
 class Judge:
-    """Judges the results of one served arm. Learns how far from the baseline right results are."""
+    """Judge of one served arm's results, which learns how far right results are from the baseline's."""
 
     def __init__(self) -> None:
         self.usual = 0.0
 
     def look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
-        """The first check that the candidate's result fails. `deep`: float64 rows also where nothing looks wrong."""
-        with torch.device("cpu"):  # where float64 is computed, whatever the process makes its tensors on
+        """Return the first check that the candidate's result fails. `deep` also checks float64 rows without a
+        suspicion.
+        """
+        with torch.device("cpu"):  # float64 is computed there, whatever the process's default device
             return self._look(call, candidate, baseline, seed, deep=deep)
 
     def _look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
@@ -94,8 +96,11 @@ def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> Finding | None
 
 
 def _against_float64(call: Call, rows: Rows) -> Check:
-    """Without the baseline's statistics: RMS error and bias are tests at four standard deviations, which parity passes
-    once, and a million shadow checks would fail by chance."""
+    """Return a check without the baseline's statistics.
+
+    RMS error and bias are tests at four standard deviations. Parity uses them once; a million shadow checks would fail
+    by chance.
+    """
     inputs = {name: mapped(value, Tensor.cpu) for name, value in rows.inputs.items()}
 
     def check(outputs: Sequence[Tensor]) -> Mismatch | None:
@@ -107,8 +112,11 @@ def _against_float64(call: Call, rows: Rows) -> Check:
 
 
 def _everywhere(call: Call, seed: int) -> list[Check]:
-    """Of an op that writes in place all that was kept, which is little. Of the others all, unless that is a cache whose
-    pool is the device's memory, of which the call reads some pages."""
+    """Return checks of the whole result.
+
+    For an in-place op that is everything kept, which is little. Otherwise it is all of the result, except for a cache
+    whose pool fills the device's memory and of which the call reads only some pages.
+    """
     whole = call.whole()
     copied = sum(tensor.nbytes for tensor in leaves(whole.inputs).values())
     if call.written is not None or max(copied, call.op.bytes_moved(call.workload)) <= WHOLE_BYTES:
@@ -120,7 +128,7 @@ def _everywhere(call: Call, seed: int) -> list[Check]:
 
 
 def apart(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> float:
-    """The largest difference, in units of the largest value's roundoff; inf where integers differ."""
+    """Return the largest difference in units of the largest value's roundoff; inf if integers differ."""
     most = 0.0
     for got, ref in zip(outputs, base, strict=True):
         if not got.is_floating_point():
@@ -129,7 +137,7 @@ def apart(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> float:
         if not got.numel():
             continue
         g, r = got.detach().float(), ref.detach().float()
-        difference = (g - r).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()  # NaN, Inf: more_nonfinite's
+        difference = (g - r).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()  # more_nonfinite checks NaN and Inf
         largest = r.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
         unit = UNIT[DTYPE_NAME[got.dtype]] * largest
         most = max(most, difference / unit if unit else (math.inf if difference else 0.0))
@@ -137,8 +145,7 @@ def apart(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> float:
 
 
 def more_nonfinite(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> Mismatch | None:
-    """NaN or Inf where the baseline has a number that is not near the end of the dtype's range, or another NaN
-    pattern than it."""
+    """Find NaN or Inf where the baseline has a number well inside the dtype's range, or another NaN pattern."""
     for index, (got, ref) in enumerate(zip(outputs, base, strict=True)):
         if not got.is_floating_point():
             continue
@@ -157,12 +164,15 @@ def more_nonfinite(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> Mismatc
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
-_VALUES = {"attn": "v", "prefill_attn": "v"}  # whose values are at hand for all heads; [B, Hkv, keys, D]
+_VALUES = {"attn": "v", "prefill_attn": "v"}  # ops whose values are available for all heads; [B, Hkv, keys, D]
 
 
 def hull(call: Call) -> list[Check]:
-    """Attention averages values: each channel of o lies between the smallest and the largest of V, or is 0 where a
-    query sees nothing. Costs one pass over V, for all heads. Not asked where V holds NaN or Inf."""
+    """Return the check that attention averages values.
+
+    Each channel of o is between the smallest and the largest of V, or 0 if a query sees nothing. It costs one pass over
+    V for all heads, and is skipped if V has NaN or Inf.
+    """
     name = _VALUES.get(call.op.name)
     if name is None:
         return []
@@ -173,7 +183,7 @@ def hull(call: Call) -> list[Check]:
         low, high = (t.float().repeat_interleave(o.shape[1] // v.shape[1], 1) for t in (v.amin(2), v.amax(2)))
         if not (low.isfinite().all() and high.isfinite().all()):
             return None
-        # The contract's roundings (ops/attention.py) at their largest: fp32 sums over the keys, P rounded, the store.
+        # The contract's roundings (ops/attention.py) at their largest: fp32 sums over the keys, rounded P, the store.
         relative = (2 * LAMBDA * math.sqrt(v.shape[2]) + 8) * U32 + 3 * UNIT[DTYPE_NAME[o.dtype]]
         room = relative * torch.maximum(low.abs(), high.abs())
         low, high = (low.clamp_max(0) - room)[:, :, None], (high.clamp_min(0) + room)[:, :, None]

@@ -1,4 +1,4 @@
-"""Whose fault was it? Both arms again on the very inputs of the call that failed."""
+"""Find the cause of a fault: run both arms again on the inputs of the call that failed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ REPLAYS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """kernel: the candidate is wrong each time. race: it is not, so its threads or its timing are suspected. device:
-    the baseline is sometimes wrong and sometimes right on the same inputs. unjudged: so is the baseline, each time; the
-    inputs are outside what the bound covers."""
+    """Result of the replays.
+
+    kernel: the candidate is wrong each time. race: it is not, so its threads or its timing are suspected. device: the
+    baseline is sometimes wrong and sometimes right on the same inputs. unjudged: the baseline also fails each time, so
+    the inputs are outside the bound's range.
+    """
 
     cause: Literal["kernel", "race", "device", "unjudged"]
     candidate_wrong: int
@@ -45,7 +48,7 @@ class Replay:
 
 def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Replay:
     again = [call.run(candidate) for _ in range(REPLAYS)]
-    if any(result.broke for result in again):  # nothing can be asked of that device any more, the baseline least
+    if any(result.broke for result in again):  # that device does not answer any more
         failed = sum(result.error is not None for result in again)
         return Replay(cause="kernel", candidate_wrong=failed, baseline_wrong=0)
     witness = [baseline, *(call.run(baseline.arm) for _ in range(REPLAYS))]
@@ -61,11 +64,13 @@ def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Re
 
 
 def _fails(call: Call, finding: Finding, result: Result, baseline: Result) -> bool:
-    """Raises OutOfMemoryError for a run that had no room: it witnesses nothing."""
+    """Return True if the result fails the finding's check. Raises OutOfMemoryError for a run without memory: it proves
+    nothing.
+    """
     if isinstance(result.error, torch.OutOfMemoryError):
         raise result.error
     if result.error is not None or result.spoilt:
         return True
     formed = call.same_form(result.outputs, baseline.outputs) is None
-    with torch.device("cpu"):  # as the judge asked it
+    with torch.device("cpu"):  # as for the judge
         return not formed or finding.check(result.outputs) is not None

@@ -1,11 +1,11 @@
 """Spot checks: recompute a few elements of a served result natively, without running the baseline.
 
-    check = find(workload, isa)              # None where it was not compiled (kernels/cpu/spot.cpp; `tune` does)
+    check = find(workload, isa)              # None if it is not compiled (kernels/cpu/spot.cpp; `tune` compiles it)
     check(args, outs, seed)                  # largest |got - expected| / tolerance
 
-A spot check takes microseconds where a shadow check takes milliseconds, so that one call in 25 can have one. What looks
-wrong is judged like a shadow check, by the op's own bound. `Allowance` holds all spot checks of a process to a share of
-the time that passes, so that a small model pays no larger part of its step than a large one.
+A spot check takes microseconds, a shadow check milliseconds, so one call in 25 can have a spot check. A suspicious
+result is judged like a shadow check, by the op's own bound. `Allowance` limits all spot checks of a process to a share
+of the elapsed time, so that a small model's step does not lose a larger part than a large one's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OPS = (
     "linear", "norm_qkv", "gate_up", "lm_head", "rmsnorm", "add_rmsnorm", "swiglu", "geglu", "rope", "kv_append",
     "attn", "prefill_attn", "paged_attn", "sample",
 )  # fmt: skip
-SHARE = 0.0011  # of the time that passes; with the shadow checks a step pays at most 0.3 % (rate.py)
-MOST_NS = 10_000_000  # saved up at most, and at the start
+SHARE = 0.0011  # of the elapsed time; with the shadow checks a step loses at most 0.3 % (rate.py)
+MOST_NS = 10_000_000  # largest saved amount, and the amount at the start
 
 Spot = Callable[[Sequence[Any], Sequence[Any], int], float]
 
 
 def builds(workloads: Iterable[Workload], fp: Fingerprint) -> tuple[NativeRecipe, ...]:
-    """Return what has to be compiled for these workloads to be spot-checked on this device: nothing on a GPU."""
+    """Return what to compile for spot checks of these workloads on this device: nothing on a GPU."""
     if fp.kind != "cpu" or find_compiler() is None:
         return ()
     isa = best_isa(tuple(fp.identity["isa"]))
@@ -41,13 +41,13 @@ def builds(workloads: Iterable[Workload], fp: Fingerprint) -> tuple[NativeRecipe
 
 
 def _covers(w: Workload) -> bool:
-    """Plain operands alone: results of weights or a cache in a format have their shadow checks."""
+    """Return True for plain operands; results with weights or a cache in a format have only shadow checks."""
     plain = w.weight_format.plain and w.cache_format.plain
     return w.op in OPS and w.dtype in ("bf16", "fp16", "fp32") and plain
 
 
 def recipe(dtype: DTypeName, isa: Isa) -> NativeRecipe:
-    """Return the build that holds every op's check for one dtype."""
+    """Return the build with every op's check for one dtype."""
     return NativeRecipe(source=SOURCE, entry="spot_linear", flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}"))
 
 
@@ -63,7 +63,7 @@ def find_named(name: str, dtype: DTypeName, isa: Isa) -> Spot | None:
         if find_artefact(digest) is None:
             return None
         entry = load_entry(digest, f"spot_{name}")
-    except BuildError:  # no compiler: the digest names one
+    except BuildError:  # no compiler, which is part of the digest
         return None
 
     def check(args: Sequence[Any], outs: Sequence[Any], seed: int) -> float:
@@ -74,7 +74,7 @@ def find_named(name: str, dtype: DTypeName, isa: Isa) -> Spot | None:
 
 @dataclass(slots=True)
 class Allowance:
-    """Nanoseconds that checks may take: a share of the time that passes, and a debt is paid before the next check.
+    """Nanoseconds that checks may use: a share of the elapsed time; a debt delays the next check.
 
     Threads share it without a lock: a lost update costs one check more or less.
     """
@@ -85,7 +85,7 @@ class Allowance:
     at_ns: int = 0
 
     def may(self) -> bool:
-        """Return True if a check may begin now."""
+        """Return True if a check may start now."""
         now = self.clock()
         self.saved_ns = min(MOST_NS, self.saved_ns + self.share * (now - (self.at_ns or now)))
         self.at_ns = now

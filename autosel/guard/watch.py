@@ -1,7 +1,7 @@
-"""The life of one served arm: which of its calls are checked, what they showed, when it has to go.
+"""One served arm: which of its calls are checked, the results, and its demotion.
 
-A caller gets the candidate's result, or, of every call that was checked and found wrong, the baseline's; of the first
-calls always the baseline's. What goes wrong in the guard itself costs the candidate its place, never the caller's call.
+A caller gets the candidate's result; the baseline's for a call that was checked and found wrong, and for all of the
+first calls. An error in the guard itself demotes the candidate, but never fails the caller's call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autosel.ops.stored import tensors
 from autosel.values import Decision
 
 log = logging.getLogger(__name__)
-MOST_TROUBLES = 3  # checks that could not be made; then the baseline serves
+MOST_TROUBLES = 3  # failed checks until the baseline serves
 
 
 def anywhere(_: Sequence[Any]) -> bool:
@@ -40,9 +40,11 @@ def anywhere(_: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is watched: the arm of a decision, loaded, and the baseline that stands in for it. `at_home` says whether
-    arguments are on the device that was decided for; what the arm does with others shows nothing about it. `spot`
-    recomputes a few elements of a result; None where no such check is at hand."""
+    """What is watched: the loaded arm of a decision, and the baseline that replaces it.
+
+    `at_home` tells if arguments are on the decision's device; results elsewhere prove nothing about the arm. `spot`
+    recomputes a few elements of a result; None if there is no such check.
+    """
 
     op: Op
     decision: Decision
@@ -58,8 +60,9 @@ def utc_now() -> datetime:
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """`report` takes the fault off the caller's hands: it must put the baseline in the candidate's place. Threads share
-    a watch."""
+    """Watch of one served arm, shared by threads. `report` handles a fault, and must replace the candidate by the
+    baseline.
+    """
 
     subject: Subject
     policy: Policy
@@ -75,14 +78,14 @@ class Watch:
     unjudged: int = 0
     allowance: Allowance = field(default_factory=Allowance)  # shared by all watches of a process
     spot_checks: int = 0
-    spot_limit: float = 1.0  # a ratio above it is suspected; grows with each suspicion that the judge clears
+    spot_limit: float = 1.0  # a larger ratio is suspicious; increases with each suspicion that the judge clears
     lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.rate = Rate(policy=self.policy, random=self.random, spots=self.subject.spot is not None)
 
     def gap(self) -> int:
-        """Calls to the next one that must come here."""
+        """Return the number of calls up to the next one that must come here."""
         with self.lock:
             return self.rate.gap() if self.fault is None else NEVER
 
@@ -95,9 +98,9 @@ class Watch:
         return told if self.rate.canary else f"{told}; {self._now()}"
 
     def _now(self) -> str:
-        """Say which calls are checked from now on."""
+        """Describe which calls are checked from now on."""
         if self.fault is not None:
-            return "given up"
+            return "no longer checked"
         shadow, spots = self.rate.shadow, self.policy.spot_rate if self.rate.spots else 0.0
         compared = f"1 call in {1 / shadow:,.0f} is compared with the baseline" if shadow else ""
         recomputed = f"1 call in {1 / spots:,.0f} is recomputed in part" if spots else ""
@@ -115,9 +118,9 @@ class Watch:
             return s.candidate(*args, *outs)
         try:
             call = Call(s.op, args, outs, self.clock)
-        except AutoselError:  # outside the contract: what the candidate does with it is the caller's affair
+        except AutoselError:  # outside the contract: the caller is responsible
             return s.candidate(*args, *outs)
-        except torch.OutOfMemoryError:  # no room to keep its operands: nor for the baseline, which needs more
+        except torch.OutOfMemoryError:  # no memory to copy its operands, so none for the baseline, which needs more
             with self.lock:
                 self.rate.checks += 1
             return s.candidate(*args, *outs)
@@ -136,7 +139,7 @@ class Watch:
             candidate = call.run(s.candidate)
         if candidate.error is not None and (candidate.broke or (candidate.own and baseline.error is None)):
             self._raised(candidate.error, call)
-        if baseline.error is not None:  # no witness; if the candidate failed too, its error is the caller's
+        if baseline.error is not None:  # nothing to judge by; the candidate's error, if any, is the caller's
             self._count(candidate, self.clock() - start, first=first)
             return call.serve(candidate)
         if candidate.error is not None:
@@ -144,7 +147,7 @@ class Watch:
         try:
             finding = self.judge.look(call, candidate, baseline, self._seed(), deep=deep)
             wrong = finding is not None and self._wrong(call, finding, baseline, number, canary=canary)
-        except torch.OutOfMemoryError:  # who serves leaves little room, and that says nothing about the arm
+        except torch.OutOfMemoryError:  # the serving process leaves little memory, which proves nothing about the arm
             self._count(candidate, self.clock() - start, first=first)
             return call.serve(baseline)
         except Exception as error:
@@ -162,7 +165,7 @@ class Watch:
     # --- a few elements of a call ------------------------------------------------------------------------------------
 
     def _spotted(self, args: Sequence[Any], outs: Sequence[Any]) -> Any:
-        """Serve the candidate's result, some of it recomputed while the process's allowance lasts."""
+        """Serve the candidate's result, and recompute a part of it if the allowance permits."""
         s, spot = self.subject, self.subject.spot
         try:
             result = s.candidate(*args, *outs)
@@ -173,7 +176,7 @@ class Watch:
         start = self.clock()
         try:
             ratio = spot(args, self._made(result, outs), self._seed())
-        except Exception as error:  # outside the contract, or nothing that the check can read
+        except Exception as error:  # outside the contract, or not readable by the check
             self._unspotted(error)
             return result
         self.spot_checks += 1
@@ -181,7 +184,7 @@ class Watch:
         return result if ratio <= self.spot_limit else self._suspected(args, outs, result, ratio)
 
     def _made(self, result: Any, outs: Sequence[Any]) -> Sequence[Any]:
-        """Return the pure outputs; what an op writes in place is among its arguments."""
+        """Return the pure outputs; in-place results are among the arguments."""
         if not outs or outs[0] is not None:
             return outs
         return result if isinstance(result, tuple) else (result,)
@@ -193,9 +196,9 @@ class Watch:
             self.troubles, self.rate.spots = 0, False
 
     def _suspected(self, args: Sequence[Any], outs: Sequence[Any], result: Any, ratio: float) -> Any:
-        """Ask the judge about a result that a spot check suspects, before anything else runs."""
+        """Judge a result that a spot check suspects, before anything else runs."""
         s = self.subject
-        if _overlap(args, outs):  # an operand is gone, and every check like this one would suspect its result
+        if _overlap(args, outs):  # an operand is overwritten, so every such check would suspect its result
             self.rate.spots = False
             return result
         try:
@@ -221,18 +224,21 @@ class Watch:
         return self.random.getrandbits(31)
 
     def _count(self, candidate: Result, took_ns: int, *, first: bool) -> None:
-        """A check that showed nothing is one: where the baseline or the check runs out of memory each time, or nobody
-        can judge, not every call may try it for ever."""
+        """Count a check without a result, so that not every call is checked again for ever if memory is short or
+        nothing can judge.
+        """
         with self.lock:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
 
     def _account(
         self, call: Call, candidate: Result, baseline: Result, took_ns: int, *, canary: bool, first: bool
     ) -> None:
-        """The check's cost, and, after the first calls, who was faster. `first`: the candidate ran first."""
+        """Record the check's cost and, after the first calls, which arm was faster. `first` means that the candidate
+        ran first.
+        """
         with self.lock:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
-            if canary or self.subject.decision.state == "pinned":  # a pin serves whatever it takes
+            if canary or self.subject.decision.state == "pinned":  # a pinned arm serves at any speed
                 return
             self.detector.add(candidate.raced_ns > baseline.raced_ns)
             if not self.detector.alarm or self._dwelt_s() < MIN_DWELL_S:
@@ -254,7 +260,7 @@ class Watch:
     # --- wrong ------------------------------------------------------------------------------------------------------
 
     def _wrong(self, call: Call, finding: Finding, baseline: Result, number: int, *, canary: bool) -> bool:
-        """Find out why, and report it; False where nobody can tell."""
+        """Find the cause and report it; return False if the fault cannot be judged."""
         again = replay(call, finding, self.subject.candidate, baseline)
         mismatch = finding.mismatch
         if again.cause == "unjudged":
@@ -275,8 +281,10 @@ class Watch:
     # --- raised -----------------------------------------------------------------------------------------------------
 
     def raised(self, error: Exception, args: Sequence[Any], outs: Sequence[Any]) -> Any:
-        """The candidate raised on a call that was not checked: the baseline's result, or the error where that raises
-        too or cannot be had."""
+        """Return the baseline's result after the candidate raised on an unchecked call.
+
+        Raises the candidate's error if the baseline raises too or cannot run.
+        """
         s = self.subject
         if self.fault is not None:
             return s.baseline(*args, *outs)
@@ -284,7 +292,7 @@ class Watch:
             w = s.op.workload_of({a.name: value for a, value in zip(s.op.args, args, strict=True)})
         except AutoselError:
             raise error from None
-        if _overlap(args, outs):  # it may have overwritten what the baseline would read
+        if _overlap(args, outs):  # the candidate may have overwritten operands of the baseline
             raise error
         try:
             result = s.baseline(*args, *outs)
@@ -303,7 +311,7 @@ class Watch:
         evidence = {"error": type(error).__name__, "message": str(error)[:2000]}
         self._report("raised", f"raised in service: {type(error).__name__}: {first:.200}", workload, evidence)
 
-    # --- trouble of our own -----------------------------------------------------------------------------------------
+    # --- errors of the guard ----------------------------------------------------------------------------------------
 
     def _trouble(self, error: Exception, args: Sequence[Any], outs: Sequence[Any]) -> Any:
         self._troubled(error)
@@ -342,7 +350,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _overlap(args: Sequence[Any], outs: Sequence[Any]) -> bool:
-    """Does an output share memory with an argument?"""
+    """Return True if an output shares memory with an argument."""
     written = [_span(o) for o in outs if isinstance(o, Tensor)]
     read = [_span(tensor) for a in args for tensor in tensors(a)]
     return any(w[0] < r[1] and r[0] < w[1] for w in written for r in read)

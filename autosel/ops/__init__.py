@@ -1,4 +1,4 @@
-"""The ops, by name. `gemv` and `gemm` address `linear` at M = 1 and above; so do names of ops that became formats."""
+"""The ops by name. `gemv` and `gemm` are `linear` at M = 1 and above; former ops are aliases too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autosel.ops.swiglu import SwiGlu
 
 
 def registered(*ops: Op) -> dict[str, Op]:
-    """The ops by name. Raises IncompleteContract for one with a dimension, trait or argument that has no domain."""
+    """Return the ops by name. Raises IncompleteContract if a dimension, trait or argument of an op has no domain."""
     for op in ops:
         missing = undeclared(op)
         if missing:
@@ -53,7 +53,7 @@ ALIASES: Mapping[str, str] = {"gemv": "linear", "gemm": "linear", **{n: f.op for
 
 
 def find(name: str) -> Op:
-    """The op of that name or alias. Raises UnknownName with the nearest names."""
+    """Return the op with this name or alias. Raises UnknownName with the nearest names."""
     op = OPS.get(ALIASES.get(name, name))
     if op is None:
         raise UnknownName("op", name, (*OPS, *ALIASES))

@@ -1,4 +1,4 @@
-"""SiLU and the two GELUs: definition, derivative, what fp32 may lose in them. Shared by swiglu, geglu and gate_up."""
+"""SiLU and the two GELUs: definition, derivative, fp32 error. Used by swiglu, geglu and gate_up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def value(kind: Activation, g: Tensor) -> Tensor:
-    """The activation of a float64 tensor. silu(-inf) is NaN by x * sigmoid(x), and so it is here."""
+    """Return the activation of a float64 tensor. silu(-inf) is NaN by x * sigmoid(x), and also here."""
     if kind == "silu":
         return g * torch.sigmoid(g)
     if kind == "gelu_erf":
@@ -29,7 +29,7 @@ def value(kind: Activation, g: Tensor) -> Tensor:
 
 
 def slope(kind: Activation, g: Tensor) -> Tensor:
-    """|f'(g)|."""
+    """Return |f'(g)|."""
     if kind == "silu":
         s = torch.sigmoid(g)
         return (s * (1 + g * (1 - s))).abs()
@@ -41,10 +41,11 @@ def slope(kind: Activation, g: Tensor) -> Tensor:
 
 
 def evaluation_error(kind: Activation, g: Tensor, a: Tensor) -> Tensor:
-    """What computing f(g) in fp32 loses, float64.
+    """Return the error of computing f(g) in fp32, float64.
 
-    silu: exp(-g) carries |g| u32 from its argument, relative, of which the sigmoid takes over 1 - s; one below fp32's
-    range counts as zero. gelu: 1 + erf and 1 + tanh cancel for negative g, so the error is absolute, a few u32 of |g|.
+    silu: exp(-g) has a relative error of |g| u32 from its argument, of which the sigmoid keeps the factor 1 - s; a
+    value below fp32's range counts as zero. gelu: 1 + erf and 1 + tanh cancel for negative g, so the error is absolute,
+    a few u32 of |g|.
     """
     if kind == "silu":
         return (8 + 2 * g.abs() * torch.sigmoid(-g)) * U32 * a.abs() + 4 * g.abs() * TINY_NORMAL["fp32"]
@@ -52,6 +53,6 @@ def evaluation_error(kind: Activation, g: Tensor, a: Tensor) -> Tensor:
 
 
 def propagate(kind: Activation, g: Tensor, error: Tensor) -> Tensor:
-    """Bound on f(g'), |g' - g| <= error, evaluated in fp32."""
+    """Return a bound on the error of f(g'), |g' - g| <= error, evaluated in fp32."""
     near = slope(kind, g) * error + CURVATURE / 2 * error.square()
     return torch.minimum(near, STEEPEST * error) + evaluation_error(kind, g, value(kind, g))

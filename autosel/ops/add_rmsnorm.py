@@ -1,8 +1,8 @@
-"""add_rmsnorm: the residual stream's step, in two orders.
+"""add_rmsnorm: the residual sum and the norm, in two orders.
 
-sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r.
-sandwich 1 (Gemma): y = rmsnorm(x); new_residual = residual + y.
-The contract allows the eager composition's roundings: r is stored before it is normalised, y before it is added.
+sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r. sandwich 1 (Gemma): y = rmsnorm(x); new_residual
+= residual + y. The contract allows the roundings of the eager composition: r is stored before it is normalised, y
+before it is added.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class AddRmsNorm(Op):
             flush = normalise_flush(x, weight, inputs["eps"], inputs["offset"])
             y_error = stored(y, relative * y.abs() + flush, dtype)
             return y_error, stored(r, y_error + flushable(residual) + U32 * (r.abs() + y.abs()), dtype)
-        # r: one fp32 addition (exact up to u32), one store. Storing r moves y_k by u |y_k|, and rstd by at most
-        # u sum(r^2 delta) / sum(r^2): independent roundings add in squares; when one r dominates it is u itself.
+        # r: one fp32 addition (exact up to u32), one store. Storing r changes y_k by u |y_k|, and rstd by at most u
+        # sum(r^2 delta) / sum(r^2): independent roundings add in squares; if one r dominates, it is u itself.
         flushed = flushable(x) + flushable(residual)
         energy, fourth = r.square().sum(-1, keepdim=True), r.pow(4).sum(-1, keepdim=True)
         shared = (LAMBDA * fourth.sqrt() / energy).clamp_max(1.0).nan_to_num(1.0)
-        # A flushed element of x or residual moves r_k by that much: y_k by its share, rstd by `moved`, relative.
+        # A flushed element of x or residual changes r_k by its size: y_k by its share, rstd by `moved`, relative.
         rstd = (energy / r.shape[-1] + inputs["eps"]).rsqrt()
         scale = (weight.double() + inputs["offset"]).abs()
         moved = (flushed.square().sum(-1, keepdim=True) / (energy + r.shape[-1] * inputs["eps"])).sqrt()

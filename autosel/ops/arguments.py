@@ -1,4 +1,4 @@
-"""Check an op's arguments and bind the letters of its shapes: `x[M,K]`, `w[N,K]` -> {M, K, N}."""
+"""Check an op's arguments and bind the letters of its shapes: `x[M,K]`, `w[N,K]` gives {M, K, N}."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Binder:
-    """Takes tensors one by one; the first use of a letter binds it, later uses must agree."""
+    """Checker of an op's tensors, one by one; the first use of a letter binds it, later uses must agree."""
 
     def __init__(self, op: str, inputs: Inputs) -> None:
         self.op, self.inputs = op, inputs
         self.dims: dict[str, int] = {}
         self.bound_by: dict[str, str] = {}
         self.dtype: torch.dtype | None = None
-        self.first: tuple[str, torch.device] | None = None  # the first tensor, and where it is
+        self.first: tuple[str, torch.device] | None = None  # name and device of the first tensor
 
     @property
     def dtype_name(self) -> DTypeName:
@@ -34,7 +34,7 @@ class Binder:
         return DTYPE_NAME[self.dtype]
 
     def floats(self, name: str, shape: str) -> Tensor:
-        """A tensor in the workload's dtype. Raises BadArguments naming it."""
+        """Return a tensor in the workload's dtype. Raises BadArguments that names it."""
         tensor = self._tensor(name, shape)
         if tensor.dtype not in FLOATS:
             raise BadArguments(f"{self.op}: {name} is {tensor.dtype}", why="it must be bfloat16, float16 or float32")
@@ -48,15 +48,17 @@ class Binder:
         return None if self.inputs.get(name) is None else self.floats(name, shape)
 
     def exactly(self, name: str, shape: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of one fixed dtype (lengths, positions, tables)."""
+        """Return a tensor of one fixed dtype (lengths, positions, tables)."""
         tensor = self._tensor(name, shape)
         if tensor.dtype != dtype:
             raise BadArguments(f"{self.op}: {name} is {tensor.dtype}, expected {dtype}")
         return tensor
 
     def weight(self, name: str, shape: str) -> str:
-        """The name of the format of a matrix: plain for a tensor in the workload's dtype, else the `Weight`'s. Raises
-        BadArguments for parts that are not the format's."""
+        """Return a matrix's format: plain for a tensor in the workload's dtype, else the `Weight`'s.
+
+        Raises BadArguments for parts that do not fit the format.
+        """
         w = self.inputs.get(name)
         if not isinstance(w, Weight):
             self._refuse_codes(name, w)
@@ -76,8 +78,10 @@ class Binder:
         return w.format.name
 
     def cache(self, name: str, shape: str) -> str:
-        """The name of the format of keys or values: plain for a tensor in the workload's dtype, else the `Cached`'s.
-        Raises BadArguments for parts that are not the format's."""
+        """Return the format of keys or values: plain for a tensor in the workload's dtype, else the `Cached`'s.
+
+        Raises BadArguments for parts that do not fit the format.
+        """
         c = self.inputs.get(name)
         if not isinstance(c, Cached):
             self._refuse_codes(name, c, "Cached")
@@ -94,7 +98,7 @@ class Binder:
         return c.format.name
 
     def one_format(self, *names: str) -> str:
-        """The format that operands already taken share. Raises BadArguments where they do not."""
+        """Return the common format of checked operands. Raises BadArguments if they differ."""
         found = {name: getattr(self.inputs[name], "format", None) for name in names}
         spelled = {name: f.name if f else PLAIN for name, f in found.items()}
         if len(set(spelled.values())) > 1:
@@ -103,7 +107,7 @@ class Binder:
         return spelled[names[0]]
 
     def _refuse_codes(self, name: str, w: Any, kind: str = "Weight") -> None:
-        """A tensor of codes without its scales is a common mistake."""
+        """Refuse codes without their scales, a common mistake."""
         if isinstance(w, Tensor) and w.itemsize == 1:
             raise self.fail(
                 name,
@@ -174,7 +178,7 @@ class Binder:
 
 
 def need_multiple(binder: Binder, big: str, small: str) -> None:
-    """Query heads must be a multiple of KV heads."""
+    """Refuse query heads that are not a multiple of KV heads."""
     if binder.dims[big] % binder.dims[small]:
         raise BadArguments(
             f"{binder.op}: {big} = {binder.dims[big]} is no multiple of {small} = {binder.dims[small]}",

@@ -1,6 +1,6 @@
 """The array of an op: cases in which every pair of values of any two of its domains occurs, from a secret seed.
 
-It comes beside the op's hand-made cases (`Op.cases`), and depends on dtype and traits alone: all workloads of a kernel
+It complements the op's hand-made cases (`Op.cases`) and depends only on dtype and traits: all workloads of a kernel
 share it.
 """
 
@@ -26,9 +26,9 @@ Accepts = Callable[[Workload], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """One domain of an op, its levels drawn."""
+    """One domain of an op, with drawn levels."""
 
-    name: str  # `M`, or `Hq Hkv` where dimensions go together
+    name: str  # `M`, or `Hq Hkv` for dimensions that belong together
     domain: Domain
     levels: tuple[Level, ...]
 
@@ -37,7 +37,9 @@ class Array:
     """The domains of an op at a dtype and traits, and the cases that cover them."""
 
     def __init__(self, op: Op, w: Workload, seed: int, *, traits: bool = False, sizes: bool = True) -> None:
-        """`traits`: vary the traits too; else they are w's. `sizes`: vary the dimensions; else they are w's."""
+        """Draw the levels. With `traits`, the traits vary too, else they are w's; without `sizes`, the dimensions are
+        w's.
+        """
         self.op, self.w, self.rng = op, w, Random(seed)
         self.factors = tuple(self._factor(name, domain, traits, sizes) for name, domain in op.domains.items())
 
@@ -58,23 +60,25 @@ class Array:
 
     @cached_property
     def _shaped(self) -> list[int]:
-        """The factors that a workload is made of."""
+        """Return the factors that determine a workload."""
         return [i for i, f in enumerate(self.factors) if f.domain.kind in ("count", "trait") or f.domain.presence]
 
     @cached_property
     def admits(self) -> Callable[[Sequence[int | None]], bool]:
-        """Has a row a contracted result, for a candidate that accepts every workload?"""
+        """Return the test that a row has a defined result, for a candidate that accepts every workload."""
         return self._admits(lambda _: True)
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rows for a candidate that accepts every workload."""
+        """Return the rows for a candidate that accepts every workload."""
         sizes = [len(f.levels) for f in self.factors]
         alone = [row for row in one_at_a_time(sizes) if self.admits(row)]
         return values_first([*alone, *covering(sizes, self.admits, self.rng, given=alone)])
 
     def cases(self, accepts: Accepts) -> list[Case]:
-        """The rows that a candidate accepts, and more where it accepts only some: of what it accepts, every pair."""
+        """Return the rows that a candidate accepts, and more if it accepts only some, to cover every pair that it
+        accepts.
+        """
         rng = Random(f"{self.rows}")
         kept = [row for row in self.rows if accepts(self._workload(self.level_of(row)))]
         if len(kept) < len(self.rows):
@@ -83,7 +87,7 @@ class Array:
         return [self.case(self.level_of(row)) for row in kept]
 
     def _refused(self, accepts: Accepts, rng: Random) -> set[tuple[int, int]]:
-        """Levels (factor, level) with which a candidate accepted no workload of many: a search would take long."""
+        """Return (factor, level) pairs with which a candidate accepted none of many workloads."""
         known = {(i, at) for i in self._shaped for at in range(len(self.factors[i].levels))}
         for i, at in sorted(known):
             for _ in range(PROBES):
@@ -98,7 +102,7 @@ class Array:
     def level_of(self, row: Row) -> dict[str, Level]:
         return {f.name: f.levels[at] for f, at in zip(self.factors, row, strict=True)}
 
-    # --- what is admitted ---------------------------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admits(
         self, accepts: Accepts, refused: Collection[tuple[int, int]] = ()
@@ -108,7 +112,7 @@ class Array:
         coarse = [self._shape_classes(f) for f in self.factors]
 
         def shape_admitted(row: Sequence[int | None]) -> bool:
-            """Of open sizes the smallest: they may still be chosen."""
+            """Test the smallest sizes for open factors, because they may still be chosen."""
             key = tuple(None if (at := row[i]) is None else coarse[i][at] for i in shaped)
             if key not in known:
                 w = self._workload({self.factors[i].name: self._level_or_least(i, row[i]) for i in shaped})
@@ -125,11 +129,13 @@ class Array:
 
     @staticmethod
     def _shape_classes(f: Factor) -> list[int]:
-        """Which levels of a factor make the same workload: all contents of an argument that may be absent do."""
+        """Return the class of each level: levels that make the same workload share one, such as contents of an optional
+        argument.
+        """
         return [int(level is not ABSENT) if f.domain.presence else i for i, level in enumerate(f.levels)]
 
     def _present(self, levels: Mapping[str, Level]) -> bool:
-        """No contents for an argument that is absent."""
+        """Refuse contents for an absent argument."""
         for f in self.factors:
             needed = levels.get(f.domain.needs)
             if needed is not None and not needed.value and levels.get(f.name, f.levels[0]) is not f.levels[0]:
@@ -160,7 +166,7 @@ class Array:
         return self.op.workload(self.w.dtype, dims, **traits)
 
     def case(self, levels: Mapping[str, Level]) -> Case:
-        """Its name is a digest of its levels: a row has it wherever it occurs."""
+        """Return the case of a row. Its name is a digest of its levels, so a row has the same name everywhere."""
         at = self._workload(levels)
         told = ", ".join(f"{name} {level.name}" for name, level in levels.items() if level is not self._first(name))
         name = hashlib.blake2b(f"{at.key} {told}".encode(), digest_size=4).hexdigest()
@@ -183,7 +189,7 @@ class Array:
 
 
 def _turn(kind: Kind, level: Level) -> tuple[bool, bool, int]:
-    """When a level is applied: NaN and infinity to contents that are otherwise final, the layout last."""
+    """Return the order of a level: NaN and infinity after other contents, the layout last."""
     return kind == "layout", bool(level.special), ORDER.index(kind)
 
 

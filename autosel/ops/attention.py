@@ -1,11 +1,11 @@
-"""What the three attention ops share: who sees what, the float64 definition, the bound.
+"""Common parts of the three attention ops: visibility, the float64 definition, the bound.
 
-Query i of S sits at position length - S + i and sees keys at positions <= its own and, with a window w, > its own - w.
-A query that sees nothing (length 0; fewer keys than queries) gives zeros. Scores are kept in fp32; the probabilities
-may be rounded to the dtype before they multiply V (tensor cores and torch's CPU kernel do), normalised or not.
+Query i of S is at position length - S + i and sees keys at positions <= its own and, with a window w, > its own - w. A
+query that sees nothing (length 0, or fewer keys than queries) gives zeros. Scores are fp32; the probabilities may be
+rounded to the dtype before they multiply V (as tensor cores and torch's CPU kernel do), normalised or not.
 
-NaN: in q, its row; in a visible k, every query that sees it; in a visible v, its channel. Keys that a query does not
-see do not influence it, provided that they are finite. An infinite score has no contracted result (libraries differ).
+NaN: in q, it affects its row; in a visible k, every query that sees it; in a visible v, its channel. Keys that a query
+does not see do not influence it if they are finite. An infinite score has no defined result (libraries differ).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, flushable, matmul_error, stored
 
-# Of the exponential that PyTorch takes on a CPU where P is stored in halves (ATen, vec: fexp_u20); seen: 2^-15.6.
+# Error of PyTorch's exponential on a CPU when P is stored in halves (ATen, vec: fexp_u20); measured: 2^-15.6.
 HALF_EXP = 2.0**-15
 
 
 def visible(s: int, keys: int, lengths: Tensor, window: int) -> Tensor:
-    """bool [B, S, keys]: does query i of batch row b see key j?"""
+    """Return bool [B, S, keys]: True if query i of batch row b sees key j."""
     query = lengths.long()[:, None] - s + torch.arange(s)
     key = torch.arange(keys)
     seen = key <= query[..., None]
@@ -45,7 +45,7 @@ class Exact:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window: int, softcap: float) -> Exact:
-    """q[B,Hq,S,D], k/v[B,Hkv,L,D], lengths[B] -> float64 attention.
+    """Return float64 attention of q[B,Hq,S,D] over k/v[B,Hkv,L,D], lengths[B].
 
     The queries are the last S of `lengths` positions.
     """
@@ -65,15 +65,17 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, window
 
 
 def unpack(rows: Tensor, shape: torch.Size) -> Tensor:
-    """[B, Hkv, G*S, D] back to q's [B, Hq, S, D]."""
+    """Reshape [B, Hkv, G*S, D] to q's [B, Hq, S, D]."""
     return rows.reshape(shape)
 
 
 def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | float = 0.0) -> Tensor:
-    """[B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store. `folded`: what else q . k may
-    be off by, before it is scaled."""
+    """Return the bound [B, Hkv, R, D]: score errors through the softmax, rounded P, fp32 sums, one store.
+
+    `folded` is an additional error of q . k before scaling.
+    """
     dtype, d, keys = DTYPE_NAME[v.dtype], k.shape[-1], k.shape[2]
-    # A score errs by its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.
+    # A score has its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.
     score = (matmul_error(e.q, k) + folded) * (scale or d**-0.5)
     score = score + 8 * U32 * (torch.where(e.seen, e.scores.abs(), 0.0) + e.peak.abs())
     score = torch.where(e.p > 0, score, 0.0)
@@ -82,14 +84,14 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
     spread = (e.p @ v64.square() - e.o.square()).clamp_min(0).sqrt()
     moved = (e.p * score.expm1().square()).sum(-1, keepdim=True).sqrt() * (e.p * score).sum(-1, keepdim=True).exp()
     weighted = e.p @ v_abs
-    # Where all values agree no error of a score matters, however large.
+    # If all values are equal, no error of a score matters, however large.
     error = torch.where(spread > 0, moved * spread, 0.0) + (2 * LAMBDA * math.sqrt(keys) + 8) * U32 * weighted
     error = error + 2 * keys * TINY_NORMAL["fp32"]  # products that underflow
-    # P below the dtype's range (1 is its largest value before normalising), and exp that underflows.
+    # P below the dtype's range (1 is its largest value before normalisation), and underflow of exp.
     floor = (TINY_SUBNORMAL[dtype] if dtype != "fp32" else 0.0) + TINY_NORMAL["fp32"]
     error = error + floor * e.p_max * (e.seen.double() @ v_abs)
     if dtype != "fp32":
-        # P rounded, then divided by the sum of what it was rounded to: sum p d (v - o), |d| <= u.
+        # P is rounded, then divided by the sum of the rounded values: sum p d (v - o), |d| <= u.
         error = error + (UNIT[dtype] + HALF_EXP) * (weighted + e.o.abs())
     v_flush = flushable(v)
     if v_flush.any():
@@ -98,12 +100,12 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
 
 
 def keys_read(s: int, length: int, window: int) -> int:
-    """Keys that some query of the S last positions sees."""
+    """Return the number of keys that any of the last S queries sees."""
     return min(length, window + s - 1) if window else length
 
 
 def pairs_seen(s: int, length: int, window: int) -> int:
-    """(query, key) pairs that are visible."""
+    """Return the number of visible (query, key) pairs."""
     total = 0
     for i in range(max(0, s - length), s):
         at = length - s + i + 1

@@ -1,5 +1,8 @@
-"""The hostile battery of attention over a cache: needles where an off-by-one would lose them, and where it would let
-them in; junk beyond the lengths; scores that overflow without a maximum; every tail of every tile."""
+"""The hostile battery of attention over a cache.
+
+It has needles that an off-by-one error would lose or let in, junk beyond the lengths, scores that overflow without a
+maximum, and every tail of every tile.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def near_lengths(b: int, longest: int) -> Tensor:
 
 
 def bury(cache: Cache, lengths: Tensor | None, longest: int, draw: Draw) -> None:
-    """Large finite junk beyond the lengths, of codes the largest: reading one key too many shows."""
+    """Write large finite values beyond the lengths (the largest codes), so that reading one key too many shows."""
     tensor, most = (cache, 800.0) if isinstance(cache, Tensor) else (cache.codes, CODES[cache.format.code].most)
     for b in range(tensor.shape[0]):
         start = longest if lengths is None else int(lengths[b])
@@ -81,7 +84,7 @@ def bury(cache: Cache, lengths: Tensor | None, longest: int, draw: Draw) -> None
 
 
 def _at(w: Workload, *, b: int, heads: tuple[int, int], keys: int, s: int = 0, width: int = 0) -> Workload:
-    """A small workload; batch rows are dropped, then the width halved, to stay within the budget."""
+    """Return a small workload; to stay within the budget, batch rows are dropped, then the width is halved."""
     hq, hkv = heads
     width, s = width or w["D"], s or min(w["S"], 8)
     size = DTYPE_BYTES[w.dtype] * 2 * hkv * keys
@@ -91,7 +94,7 @@ def _at(w: Workload, *, b: int, heads: tuple[int, int], keys: int, s: int = 0, w
 
 
 def small_cache(w: Workload) -> Workload:
-    """Of two rows and two KV heads, with a short tail."""
+    """Return a workload with two rows and two KV heads, with a short tail."""
     return _at(w, b=2, heads=(2 * _group(w), 2), keys=131)
 
 
@@ -125,7 +128,7 @@ def _shapes(w: Workload, add: Any) -> None:
 
 
 def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
-    """Make all queries of a KV head point nearly the same way; returns the key [B, Hkv, D] whose score is `score`."""
+    """Make all queries of a KV head nearly parallel; return the key [B, Hkv, D] whose score is `score`."""
     q, hkv = inputs["q"], inputs["k"].shape[1]
     grouped = q.unflatten(1, (hkv, -1))
     lead = grouped[:, :, :1, :1].double()
@@ -138,7 +141,7 @@ def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
 
 
 def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score: float = NEEDLE_SCORE) -> None:
-    """In batch row b, key positions[b % n] gets nearly all the weight, and values +-3 found nowhere else."""
+    """Give key positions[b % n] of batch row b nearly all the weight, and unique values of +-3."""
     key = aim(inputs, draw, score)
     k, v = inputs["k"], inputs["v"]
     for b in range(k.shape[0]):
@@ -228,13 +231,13 @@ def _on(name: str, edit: Callable[[Tensor, Draw], None]) -> Edit:
 
 
 def _few_outliers(x: Tensor, draw: Draw) -> None:
-    """Ones of 30, not 1000: fp32 scores must stay meaningful after exp."""
+    """Use outliers of 30 instead of 1000, because fp32 scores must stay meaningful after exp."""
     flat = x.view(-1)
     flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
 
 
 def _spoil(name: str, value: float) -> Edit:
-    """One bad element in batch row 0, in a key that every query there sees."""
+    """Put one bad element into batch row 0, in a key that every query there sees."""
 
     def edit(inputs: dict[str, Any], _: Draw) -> None:
         x, s = inputs[name], inputs["q"].shape[2]
@@ -255,7 +258,7 @@ def _scaled(factor: float) -> Edit:
 
 
 def _negative(inputs: dict[str, Any], draw: Draw) -> None:
-    """All scores near -200."""
+    """Make all scores about -200."""
     key = aim(inputs, draw, -200.0)
     inputs["k"].copy_(key[:, :, None] + 0.1 * inputs["k"].double())
 
@@ -270,7 +273,7 @@ def _positive_values(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _rivals(inputs: dict[str, Any], draw: Draw) -> None:
-    """Two keys share nearly all the weight, with opposite values."""
+    """Give two keys nearly all the weight, with opposite values."""
     key, v = aim(inputs, draw, 30.0), inputs["v"]
     n = inputs["max_len"]
     for at, factor, value in ((0, 1.0, 3.0), (n // 2, 0.98, -3.0), (n - 1, 0.95, 3.0)):
@@ -279,7 +282,7 @@ def _rivals(inputs: dict[str, Any], draw: Draw) -> None:
 
 
 def _slope(sign: float) -> Edit:
-    """Scores rise (fall) along the keys: every tile brings a new maximum (none does)."""
+    """Make scores rise (fall) along the keys: every tile brings a new maximum (none does)."""
 
     def edit(inputs: dict[str, Any], draw: Draw) -> None:
         key, n = aim(inputs, draw, 1.0), inputs["k"].shape[2]
@@ -302,7 +305,9 @@ def _layouts(w: Workload, add: Any) -> None:
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """The same [B, H, L, D] over memory laid out [B, L, H, D], as a QKV projection leaves it; scales stay."""
+    """Return the same [B, H, L, D] in memory laid out as [B, L, H, D], as a QKV projection leaves it; scales are
+    unchanged.
+    """
     if x.dim() < 4:
         return x
     return x.transpose(1, 2).contiguous().transpose(1, 2)

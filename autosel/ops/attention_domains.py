@@ -1,4 +1,4 @@
-"""The domains that the attention ops share: contents of queries and caches, lengths, scales."""
+"""The domains of the attention ops: contents of queries and caches, lengths, scales."""
 
 from __future__ import annotations
 
@@ -32,13 +32,20 @@ WIDTHS = among(64, 128, 80, 96, 256, 66, 16, 8)
 SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(3, 30))
 KEYS = sizes(130, 1, 17, 1500, 4099, powers=(3, 9), primes=(19, 700))
 WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.3)
-QUIET = ("plain", "same rows", "shared prefix", "shared sum", "positive", "negative")  # no weight is zero in fp32
+QUIET = (
+    "plain",
+    "same rows",
+    "shared prefix",
+    "shared sum",
+    "positive",
+    "negative",
+)  # no weight is zero in fp32
 
 ALIKE = ("same rows", "shared prefix")
 
 
 def attention_domains(q: str = "q", k: str = "k", v: str = "v") -> dict[str, Domain]:
-    """Of query, keys, values, scale, window and softcap."""
+    """Return the domains of query, keys, values, scale, window and softcap."""
     return {
         q: contents(
             q,
@@ -72,15 +79,18 @@ SCORE_UP = {"bf16": 3, "fp16": 3, "fp32": 3}  # scores of about 64: e^64 needs i
 
 
 def affordable(w: Workload) -> bool:
-    """The reference sees every key, whatever the window, and has a dozen float64 operations for each score."""
+    """Return True if the reference is small: it sees every key, and has a dozen float64 operations for each score."""
     keys = dict(w.dims).get("L", w["S"])
     cache, scores = w["B"] * w["Hkv"] * keys * w["D"], w["B"] * w["Hq"] * w["S"] * keys
     return cache <= 100_000 and scores <= 20_000
 
 
 def admits(row: Row, v: str = "v") -> bool:
-    """Beside scores that span more than fp32's range: no bad value whose weight is zero for some, tiny for others.
-    Nor equal values beside equal scores: their sum rounds alike at each key, beyond a bound of independent roundings.
+    """Refuse combinations without a defined result or bound.
+
+    With scores that span more than fp32's range, a NaN or infinity could have weight zero for one kernel and a tiny
+    weight for another. Equal values with equal scores round equally at each key, beyond a bound of independent
+    roundings.
     """
     scores = [row[n].name for n in ("q", "k", "k_pages") if n in row]
     if v in row and row[v].name in ALIKE and any(name not in QUIET or name in ALIKE for name in scores):
@@ -100,8 +110,10 @@ def _traded(q: str, k: str, *, up: bool) -> Edit:
 
 
 def each_key(k: str, v: str) -> Edit:
-    """All keys alike, and the values of key j zero but in channel j mod D: each key fills a share of one channel, and
-    one that is dropped, doubled or taken from elsewhere shows there."""
+    """Make all keys equal, and the values of key j zero except in channel j mod D.
+
+    Each key then has a share of one channel, where a dropped, doubled or misplaced key shows.
+    """
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         inputs[k].mul_(1 / 16)
@@ -122,7 +134,7 @@ def _scales(q: str) -> Domain:
         return change
 
     def small(inputs: dict[str, Any], draw: Draw) -> None:
-        """A tiny scale, with queries as much larger."""
+        """Use a tiny scale with larger queries."""
         power = 2.0 ** (24 if draw.name != "fp16" else 5)
         inputs[q].mul_(power)
         inputs["scale"] = inputs[q].shape[-1] ** -0.5 / power
@@ -139,7 +151,7 @@ def _scales(q: str) -> Domain:
 
 
 def lengths_domain(*, presence: str = "") -> Domain:
-    """How many keys each sequence has: near and far apart, none, one, and fewer than `max_len` in all."""
+    """Return the domain of lengths: near and far apart, none, one, and all below `max_len`."""
 
     def filled(pattern: Any) -> Edit:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
@@ -165,12 +177,12 @@ def lengths_domain(*, presence: str = "") -> Domain:
 
 
 def _end(most: int, row: int) -> int:
-    """A multiple of 16, smaller row by row; 16 is a page's and a tile's usual length."""
+    """Return a multiple of 16, decreasing with the row; 16 is the usual length of pages and tiles."""
     return max(1, most // 16 - row) * 16
 
 
 def room_domain(*caches: str) -> Domain:
-    """Room for more keys than `max_len`, as a cache has."""
+    """Return the domain of extra room beyond `max_len`, as a cache has."""
 
     def more(count: int) -> Edit:
         def change(inputs: dict[str, Any], _: Draw) -> None:
@@ -184,17 +196,17 @@ def room_domain(*caches: str) -> Domain:
 
 
 def bury_unseen(inputs: dict[str, Any], draw: Draw, caches: tuple[str, ...] = ("k", "v")) -> None:
-    """Large finite junk beyond the lengths."""
+    """Write large finite values beyond the lengths."""
     for name in caches:
         bury(inputs[name], inputs["lengths"], inputs["max_len"], draw)
 
 
 def seen(name: str, bad: Literal["nan", "inf"]) -> Level:
-    """One bad element in batch row 0: in its last query, or in a key that each of its queries sees. What is not seen
-    has to be finite.
+    """Put one bad element into batch row 0: into its last query, or into a key that each of its queries sees.
 
-    Not where a row has few keys: PyTorch's attention gives 0 for a NaN that its vectors do not meet. Nor in the first
-    page of a paged cache: PyTorch's way takes that in place of pages that are not used.
+    Unseen elements must stay finite. It does nothing in rows with few keys, because PyTorch's attention gives 0 for a
+    NaN outside its vectors. It never uses the first page of a paged cache, which PyTorch's code puts in place of unused
+    pages.
     """
 
     def edit(inputs: dict[str, Any], _: Draw) -> None:

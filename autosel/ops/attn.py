@@ -1,8 +1,8 @@
 """attn: decode (S = 1), speculation and chunked prefill (S > 1) over a contiguous KV cache. See attention.py.
 
-k and v are tensors, or `Cached` in a format: code * scale. The reference is attention over these numbers. Beside attn's
-own roundings a candidate may then multiply K's scale into the query and store the product, and store a result before
-V's scale is applied. A subnormal scale may count as zero.
+k and v are tensors, or `Cached` in a format: code * scale. The reference is attention over these numbers. In addition
+to attn's own roundings, a candidate may multiply K's scale into the query and store the product, and store a result
+before V's scale is applied. A subnormal scale may count as zero.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Attn(Op):
         return attn_cases(self, w) if w.cache_format.plain else cached_cases(self, w)
 
     def _exact(self, inputs: Inputs) -> tuple[attention.Exact, Cache, Cache]:
-        """The definition on the keys that count, and those keys and values; a scale of V is still to come."""
+        """Return the result for the keys in use, and these keys and values; V's scale is not yet applied."""
         keys = inputs["max_len"]
         k, v, lengths = first_keys(inputs["k"], keys), first_keys(inputs["v"], keys), inputs["lengths"]
         if lengths is None:
@@ -154,7 +154,7 @@ class Attn(Op):
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        """Some KV heads, and of some batch rows the same ones: a head may have a scale of its own."""
+        """Return some KV heads, the same for some batch rows: a head may have its own scale."""
         wanted = max(1, count // (w["Hq"] // w["Hkv"] * w["S"]))
         order = torch.Generator().manual_seed(seed)
         h = torch.randperm(w["Hkv"], generator=order)[:wanted]
@@ -190,7 +190,7 @@ class Attn(Op):
 
 
 def ragged_lengths(b: int, longest: int) -> Tensor:
-    """Evenly spread from the longest down to half of it, so that bytes are known from the workload alone; int32 [B]."""
+    """Return int32 [B], evenly spread from the longest to half of it, so that the workload determines the bytes."""
     return torch.tensor([longest - i * (longest // 2) // b for i in range(b)], dtype=torch.int32)
 
 
@@ -207,7 +207,7 @@ def lengths_of(w: Workload) -> list[int]:
 
 
 def head_pairs(w: Workload, count: int, seed: int) -> Tensor:
-    """About count / (G*S) distinct (batch row, KV head) pairs, as b * Hkv + h."""
+    """Return about count / (G*S) distinct (batch row, KV head) pairs, as b * Hkv + h."""
     rows_each = w["Hq"] // w["Hkv"] * w["S"]
     wanted = max(1, count // rows_each)
     order = torch.randperm(w["B"] * w["Hkv"], generator=torch.Generator().manual_seed(seed))
@@ -215,6 +215,6 @@ def head_pairs(w: Workload, count: int, seed: int) -> Tensor:
 
 
 def pick_heads(rows: Tensor, b: Tensor, h: Tensor, group: int) -> Tensor:
-    """[B, Hq, S, D] -> the query heads of KV heads (b, h): [n, G, S, D]."""
+    """Return the query heads [n, G, S, D] of KV heads (b, h) in [B, Hq, S, D]."""
     b_, hq, s, d = rows.shape
     return rows.view(b_, hq // group, group, s, d)[b, h]

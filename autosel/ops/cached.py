@@ -1,8 +1,8 @@
-"""Keys or values of a cache [B, H, L, D] as attention takes them: a tensor, which is plain, or a `Cached` in a format.
+"""Keys or values of a cache [B, H, L, D] as attention takes them: a plain tensor, or a `Cached` in a format.
 
     k = quantise_cache(torch.randn(1, 8, 4096, 128), "fp8_e4m3-head")
 
-What is right: attention over code * scale in float64.
+The reference is attention over code * scale in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIMS = ("B", "H", "L", "D")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cached(Stored):
-    """`shape` is (B, H, L, D)."""
+    """Keys or values in a format. `shape` is (B, H, L, D)."""
 
     KIND: ClassVar[str] = "cache"
 
@@ -33,32 +33,32 @@ class Cached(Stored):
     @classmethod
     def of(
         cls,
-        format: str | CacheFormat,  # the word of the field
+        format: str | CacheFormat,  # named like the field
         *,
         codes: Tensor,
         scales: Tensor,
         shape: Sequence[int] | None = None,
     ) -> Self:
-        """Raises UnknownName."""
+        """Make a cache from its parts. Raises UnknownName."""
         found = formats.find_cache_format(format) if isinstance(format, str) else format
         return cls(format=found, shape=torch.Size(shape or codes.shape), codes=codes, scales=scales)
 
     def numbers(self) -> Tensor:
-        """What the codes stand for before they are scaled: float64 [B, H, L, D]."""
+        """Return the codes' numbers before scaling: float64 [B, H, L, D]."""
         return CODES[self.format.code].numbers(self.codes)
 
     def by_element(self, scales: Tensor | None = None) -> Tensor:
-        """The scales (or something of their shape) in float64, to multiply [B, H, L, D] by."""
+        """Return the scales (or values of their shape) in float64, broadcastable to [B, H, L, D]."""
         given = self.scales if scales is None else scales
         sizes = dict(zip(DIMS, self.shape, strict=True))
         return given.double().view([sizes[dim] if dim in self.format.scaled else 1 for dim in DIMS])
 
     def exact(self) -> Tensor:
-        """float64 [B, H, L, D]."""
+        """Return float64 [B, H, L, D]."""
         return self.numbers() * self.by_element()
 
     def pick(self, change: Callable[[Tensor], Tensor], scales: Tensor) -> Self:
-        """Other codes, made of these, with the scales that go with them."""
+        """Return a cache with changed codes and the scales that belong to them."""
         return type(self).of(self.format, codes=change(self.codes), scales=scales)
 
 
@@ -69,22 +69,22 @@ Cache = Tensor | Cached
 
 
 def exact(cache: Cache) -> Tensor:
-    """float64 [B, H, L, D]."""
+    """Return float64 [B, H, L, D]."""
     return cache.double() if isinstance(cache, Tensor) else cache.exact()
 
 
 def numbers(cache: Cache) -> Tensor:
-    """What is multiplied by `scales_of`: float64 [B, H, L, D]."""
+    """Return the numbers before `scales_of` is applied: float64 [B, H, L, D]."""
     return cache.double() if isinstance(cache, Tensor) else cache.numbers()
 
 
 def scales_of(cache: Cache) -> Tensor | None:
-    """float64, to multiply [B, H, L, D] by; None for a plain cache."""
+    """Return float64 scales, broadcastable to [B, H, L, D]; None for a plain cache."""
     return None if isinstance(cache, Tensor) else cache.by_element()
 
 
 def first_keys(cache: Cache, keys: int) -> Any:
-    """The first keys; shares memory."""
+    """Return the first keys; they share memory."""
     if isinstance(cache, Tensor):
         return cache[:, :, :keys]
     assert "L" not in cache.format.scaled, f"{cache.format.name} has a scale for each key"
@@ -92,7 +92,7 @@ def first_keys(cache: Cache, keys: int) -> Any:
 
 
 def some_heads(cache: Cache, rows: Tensor, heads: Tensor) -> Any:
-    """Some KV heads of some batch rows: [rows, heads, L, D], a copy."""
+    """Return a copy of some KV heads of some batch rows: [rows, heads, L, D]."""
     if isinstance(cache, Tensor):
         return cache[rows[:, None], heads]
     assert cache.format.scaled == ("H",), f"{cache.format.name} has other scales than one a head"
@@ -100,7 +100,7 @@ def some_heads(cache: Cache, rows: Tensor, heads: Tensor) -> Any:
 
 
 def with_room(cache: Cache, keys: int) -> Any:
-    """The same with zeros for more keys behind it."""
+    """Return the cache with zeros for more keys after it."""
     if isinstance(cache, Tensor):
         b, h, _, width = cache.shape
         return torch.cat([cache, cache.new_zeros(b, h, keys, width)], 2)
@@ -109,7 +109,7 @@ def with_room(cache: Cache, keys: int) -> Any:
 
 
 def write_key(cache: Cache, row: int, at: int, numbers: Tensor) -> None:
-    """Key `at` of a batch row becomes these numbers [H, D], as nearly as the cache has them at its scales."""
+    """Write the numbers [H, D] to key `at` of a batch row, rounded to the cache's scales."""
     if isinstance(cache, Tensor):
         cache[row, :, at] = numbers.to(cache.dtype)
         return
@@ -118,7 +118,7 @@ def write_key(cache: Cache, row: int, at: int, numbers: Tensor) -> None:
 
 
 def quantise_cache(x: Tensor, format: str | CacheFormat) -> Cache:
-    """Keys or values rounded to nearest in a format; plain returns them. NaN stays, and chooses no scale."""
+    """Round keys or values to nearest in a format; plain changes nothing. NaN stays and does not affect scales."""
     found = formats.find_cache_format(format) if isinstance(format, str) else format
     if found.plain:
         return x

@@ -1,4 +1,4 @@
-"""Attention over keys and values in a format: what may be rounded besides, and the hostile battery."""
+"""Attention over keys and values in a format: the additional roundings, and the hostile battery."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from autosel.values import Workload
 
 
 def cached_bound(e: attention.Exact, k: Cached, v: Cached, scale: float, dtype: torch.dtype) -> Tensor:
-    """[B, Hkv, R, D]: `attention.error_bound` of values without their scale; K's scale in the query, which is stored;
-    V's scale, applied to a result that is stored."""
+    """Return the bound [B, Hkv, R, D] of attention over a cache in a format.
+
+    It is `attention.error_bound` of values without their scale, with K's scale stored in the query, and V's scale
+    applied to a stored result.
+    """
     name, by = DTYPE_NAME[dtype], v.by_element()
     query, codes = e.q.double() * k.by_element(), k.numbers()
     folded = LAMBDA * UNIT[name] * (query.square() @ codes.square().mT).sqrt()
@@ -36,7 +39,9 @@ def cached_bound(e: attention.Exact, k: Cached, v: Cached, scale: float, dtype: 
 
 
 def cached_cases(op: Op, w: Workload) -> tuple[Case, ...]:
-    """attn's battery, its caches quantised, all but the infinity that codes lack; then codes, scales, layouts."""
+    """Return attn's battery with quantised caches, except infinity, which codes lack; then cases of codes, scales,
+    layouts.
+    """
     cases = [_quantised(found, w) for found in attn_cases(op, plain(w), layouts=False) if found.name != "inf in v"]
     small = small_cache(w)
     for name, sizes in (("k", KEYS), ("v", VALUES)):
@@ -51,19 +56,19 @@ def cached_cases(op: Op, w: Workload) -> tuple[Case, ...]:
 
 
 def _traded(inputs: dict[str, Any], draw: Draw) -> None:
-    """Scores are as before."""
+    """Trade scale between query and keys; scores stay the same."""
     power = 2.0 ** (20 if draw.name != "fp16" else 9)
     inputs["q"].mul_(power)
     inputs["k"].scales.div_(power)
 
 
 def plain(w: Workload) -> Workload:
-    """The same attention over a cache in q's dtype."""
+    """Return the same attention over a cache in q's dtype."""
     return replace(w, traits=tuple((name, value) for name, value in w.traits if name != "cache"))
 
 
 def _quantised(found: Case, w: Workload) -> Case:
-    """A case over a cache of codes."""
+    """Return a case with a cache of codes."""
 
     def make(seed: int) -> dict[str, Any]:
         inputs, draw = found.make(seed), Draw(seed + 77_003, "fp32")
@@ -78,13 +83,13 @@ def _quantised(found: Case, w: Workload) -> Case:
 
 
 def _beyond(cache: Tensor, lengths: Tensor | None, keys: int) -> Tensor:
-    """bool [B, 1, Lmax, 1]: of no sequence's length."""
+    """Return bool [B, 1, Lmax, 1]: True beyond a sequence's length."""
     ends = torch.full((cache.shape[0],), keys) if lengths is None else lengths.long()
     return (torch.arange(cache.shape[2]) >= ends[:, None])[:, None, :, None]
 
 
 def _nan_in_sight(name: str) -> Change:
-    """A code of NaN in the middle of batch row 0's first head, which every query sees; in other heads, others."""
+    """Put a NaN code into the middle of batch row 0's first head, visible to every query; other heads get others."""
 
     def change(inputs: dict[str, Any], _: Draw) -> None:
         cache: Cached = inputs[name]

@@ -1,8 +1,8 @@
-"""The numbers that codes of a format stand for, and how a number becomes a code.
+"""The numbers that a format's codes represent, and the code nearest to a number.
 
-How a caller came to its codes is the caller's: contracts begin at them. Every e4m3 number is exact in bf16, fp16 and
-fp32, its subnormals too, which no conversion may flush; 0x7f and 0xff are NaN, and there is no infinity. int8 is -128
-to 127; a quantiser uses -127 to 127.
+Contracts start at the codes; the caller chooses how to quantise. Every e4m3 number is exact in bf16, fp16 and fp32,
+including subnormals, which no conversion may flush; 0x7f and 0xff are NaN, and there is no infinity. int8 is -128 to
+127; a quantiser uses -127 to 127.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ from autosel.ops.draw import Draw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Codes of one byte. `most` is what a quantiser makes of a group's largest number, `least` the smallest positive
-    number."""
+    """Codes of one byte. A quantiser maps a group's largest number to `most`; `least` is the smallest positive one."""
 
     dtype: torch.dtype
     most: float
     least: float
 
     def numbers(self, codes: Tensor) -> Tensor:
-        """The codes as float64."""
+        """Return the codes' numbers as float64."""
         return codes.double()
 
     def nearest(self, numbers: Tensor) -> Tensor:
-        """Codes of the nearest numbers; beyond the range its end. NaN stays, where there is such a code."""
+        """Return the codes of the nearest numbers, limited to the range. NaN stays NaN if it has a code."""
         inside = numbers.float().clamp(-self.most, self.most)
         return inside.to(self.dtype) if self.dtype.is_floating_point else inside.round().to(self.dtype)
 
     def scale(self, largest: Tensor) -> Tensor:
-        """The fp32 scale at which `largest` becomes `most`: 1 for zero, and never subnormal."""
+        """Return the fp32 scale that maps `largest` to `most`: 1 for zero, and never subnormal."""
         return torch.where(largest > 0, (largest.float() / self.most).clamp_min(TINY_NORMAL["fp32"]), 1.0)
 
     @property
     def all(self) -> Tensor:
-        """Each code once."""
+        """Return each code once."""
         return torch.arange(256, dtype=torch.uint8).view(self.dtype)
 
     def every_finite(self, shape: tuple[int, ...], draw: Draw) -> Tensor:
-        """All codes of finite numbers, over and over, in random order."""
+        """Return all codes of finite numbers, repeated, in random order."""
         known = self.all[self.numbers(self.all).isfinite()].view(torch.uint8)
         order = draw.permutation(torch.Size(shape).numel()) % len(known)
         return known[order].view(self.dtype).view(shape)
 
     @property
     def nans(self) -> Tensor:
-        """The codes of NaN."""
+        """Return the codes of NaN."""
         return self.all[self.numbers(self.all).isnan()]
 
 
@@ -60,4 +59,4 @@ CODES: Mapping[str, Code] = {
     "e4m3": Code(dtype=torch.float8_e4m3fn, most=448.0, least=2.0**-9),
     "int8": Code(dtype=torch.int8, most=127.0, least=1.0),
 }
-TORCH_DTYPE: Mapping[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}  # of parts that are no floats
+TORCH_DTYPE: Mapping[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}  # dtypes of integer parts

@@ -1,8 +1,8 @@
-"""Judge a result against a float64 reference: shared by parity, the race's own checks and the runtime guard.
+"""Judge a result against a float64 reference: used by parity, by the checks during races, and by the runtime guard.
 
-Accept only if (e) type, shape and dtype are exact, (d) the NaN/Inf pattern is the reference's, (a) *every* element lies
-within its bound (no match ratio), and, against a baseline that is right itself, (b) the RMS error is at most twice the
-baseline's and (c) the result is not biased. Letters as in research/method.md section 3.
+A result is accepted only if (e) type, shape and dtype are exact, (d) the NaN/Inf pattern is the reference's, (a)
+*every* element is within its bound (no match ratio), and, compared with a baseline that is itself right, (b) the RMS
+error is at most twice the baseline's and (c) the result is not biased. Letters as in research/method.md section 3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers, so that NaN equals itself and 0 differs from -0."""
+    """Return the bytes as integers, so that NaN equals itself and 0 differs from -0."""
     return tensor.view(_BITS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
@@ -33,12 +33,12 @@ def compare(
     bound: Sequence[Tensor],
     baseline: Sequence[Tensor] | None = None,
 ) -> Match | Mismatch:
-    """Check every output of a float-valued op; the first failed check is returned, else the worst error / bound."""
+    """Check every output of a float-valued op. Return the first failed check, else the worst error / bound."""
     from autosel.ops.contract import Match
 
     worst = 0.0
     for index, (g, ref, tol) in enumerate(zip(got, reference, bound, strict=True)):
-        if torch.equal(g.double(), ref):  # exact, as a copy is
+        if torch.equal(g.double(), ref):  # exact, for example a copy
             continue
         found = _pattern(g, ref) or _elements(g, ref, tol)
         if found is None and baseline is not None:
@@ -56,10 +56,10 @@ def _mismatch(check: str, reason: str, **evidence: object) -> Mismatch:
 
 
 def _pattern(got: Tensor, ref: Tensor) -> Mismatch | None:
-    """(d) NaN where and only where the reference is NaN; Inf with the same sign likewise."""
+    """(d) Check that NaN occurs exactly where the reference has NaN, and Inf with the same sign."""
     g = got.double()
     if got.dtype != torch.float64:
-        # A finite float64 reference beyond the output dtype's range rounds to Inf: that Inf is right.
+        # A finite float64 reference beyond the output dtype's range rounds to Inf, which is then right.
         ref = _saturate(ref, got.dtype)
     wrong = (g.isnan() != ref.isnan()) | (g.isinf() != ref.isinf()) | (g.isinf() & (g != ref))
     if not wrong.any():
@@ -82,14 +82,14 @@ def _saturate(ref: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _ratio(got: Tensor, ref: Tensor, tol: Tensor) -> Tensor:
     error = (got.double() - ref).abs()
-    # No error needs no allowance; a bound that is NaN allows nothing.
+    # A zero error needs no allowance; a NaN bound allows nothing.
     ratio = torch.where(error == 0, 0.0, error / tol).nan_to_num(nan=math.inf, posinf=math.inf)
     # Both infinite (same sign, checked before) or both NaN: no error.
     return torch.where(ref.isfinite() & got.double().isfinite(), ratio, 0.0)
 
 
 def _elements(got: Tensor, ref: Tensor, tol: Tensor) -> Mismatch | None:
-    """(a) every element within its own bound."""
+    """(a) Check that every element is within its own bound."""
     if not ref.numel():
         return None
     ratio = _ratio(got, ref, tol)
@@ -113,35 +113,36 @@ def _elements(got: Tensor, ref: Tensor, tol: Tensor) -> Mismatch | None:
 
 
 def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismatch | None:
-    """(b) RMS error at most twice the baseline's plus a tenth of a rounding; (c) no bias beyond the baseline's.
+    """Check (b) an RMS error of at most twice the baseline's plus a tenth of a rounding, (c) no bias beyond the
+    baseline's.
 
-    Elements whose bound reaches their value (flushed to zero by right, or cancelled) say nothing about precision. Where
-    the result is as precise as the sums behind it, their order alone makes one right kernel's error several times
-    another's, and shifts whole rows: an eighth of the bound is allowed then. A quarter of a rounding of bias is allowed
-    because bf16 has only 128 significands: rounding x times a row's common factor is biased by up to 0.2 of one (seen);
-    truncation, which (c) is to catch, by 0.7.
+    Elements whose bound reaches their value (flushed to zero, or cancelled) are ignored: they say nothing about
+    precision. If the result is as precise as the sums behind it, the order alone makes one right kernel's error several
+    times another's and shifts whole rows, so an eighth of the bound is allowed. A quarter of a rounding of bias is
+    allowed because bf16 has only 128 significands: rounding x times a row's common factor has a bias of up to 0.2 of a
+    rounding (measured); truncation, which (c) must detect, has 0.7.
     """
     from autosel.ops.contract import DTYPE_NAME, U32, UNIT
 
     telling = ref.isfinite() & got.double().isfinite() & base.double().isfinite() & (tol < ref.abs())
     y, c, b = ref[telling], got.double()[telling], base.double()[telling]
-    if y.numel() < 64:  # too few elements for an average to mean anything
+    if y.numel() < 64:  # too few elements for a meaningful average
         return None
     u_out = UNIT[DTYPE_NAME[got.dtype]]
     rms_y, rmse, rmse_b = (v.square().mean().sqrt().item() for v in (y, c - y, b - y))
     order = tol[telling].square().mean().sqrt().item() / 8 if u_out <= U32 else 0.0
     energy = y.square().sum().item()  # above zero: each of these elements exceeds its bound
-    # The standard deviation of a sum of uniform roundings (variance u^2/3), relative to the energy: it counts where a
-    # few large values carry that. Their RMS has 0.45 of it, and four of them are allowed.
+    # The standard deviation of a sum of uniform roundings (variance u^2/3), relative to the energy. It matters if a few
+    # large values carry the energy. Their RMS has 0.45 of it, and four of them are allowed.
     by_weight = u_out / math.sqrt(3) * y.pow(4).sum().sqrt().item() / energy
     if rmse > 2 * rmse_b + max(u_out / 10 * rms_y, order) + 4 * 0.45 * by_weight * rms_y:
         reason = f"RMS error {rmse:.3g} against the baseline's {rmse_b:.3g}"
         return _mismatch("rmse", reason, rmse=rmse, baseline=rmse_b)
-    # Where one value fills a row, rounding it rightly shifts the row: what the reference loses to it is allowed too.
+    # If one value fills a row, correct rounding shifts the row: the reference's own loss by rounding is allowed too.
     rounded = ref.to(got.dtype).double()[telling]
     bias, bias_b, bias_r = (((v - y) * y).sum().item() / energy for v in (c, b, rounded))
-    # Four standard deviations of the bias that unbiased roundings have by chance, the larger of two estimates: from the
-    # baseline's errors, and by weight.
+    # Four standard deviations of the bias that unbiased roundings have by chance, by the larger of two estimates: from
+    # the baseline's errors, and by weight.
     by_errors = rmse_b / (rms_y * math.sqrt(y.numel()))
     allowed = max(abs(bias_b), abs(bias_r)) + 4 * max(by_errors, by_weight) + max(u_out / 4, order / rms_y)
     if abs(bias) > allowed:

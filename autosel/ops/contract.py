@@ -1,11 +1,11 @@
-"""What an op promises: one place that test, bench, tune and certify all read.
+"""The contract of an op, which test, bench, tune and certify all read.
 
-An op is its signature, a float64 reference, inputs, an error bound by first-order propagation of the roundings its
+An op is its signature, a float64 reference, inputs, an error bound by first-order propagation of the roundings that its
 contract allows, bytes moved and FLOPs. Candidates run it through one calling convention:
 
     result = candidate(*arguments, *outputs)
 
-`arguments` are the op's `args` in order (tensors, None for an absent optional tensor, int/float scalars); `outputs` are
+`arguments` are the op's `args` in order (tensors, None for an absent optional tensor, int/float scalars). `outputs` are
 the op's outputs in order, each a preallocated tensor, or all None: then the candidate allocates. It returns its single
 output or the tuple of them. An `inout` argument (a KV cache) is written in place and is the result.
 """
@@ -50,9 +50,12 @@ Role = Literal["streamed", "resident", "inout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arg:
-    """One argument. `streamed` operands are read from memory in real use (weights, KV pages): the race rotates them
-    over copies so that they come cold; `resident` ones (activations) are fresh and warm; `inout` ones are written.
-    A `weight` is a tensor or a `Weight` (ops/weight.py), a `cache` a tensor or a `Cached` (ops/cached.py)."""
+    """One argument of an op.
+
+    `streamed` operands are read from memory in real use (weights, KV pages), so the race rotates over copies to keep
+    them cold. `resident` ones (activations) are fresh and warm. `inout` ones are written. A `weight` is a tensor or a
+    `Weight` (ops/weight.py), a `cache` a tensor or a `Cached` (ops/cached.py).
+    """
 
     name: str
     kind: Literal["tensor", "optional", "weight", "cache", "int", "float"]
@@ -71,8 +74,8 @@ class TensorSpec:
 class Case:
     """One hostile input: `make(seed)` builds the arguments; `workload` is their (small) workload.
 
-    `covers` says in a few words what would slip through without it. `averages`: elements err independently, so that
-    their RMS error and bias can be held against the baseline's; rows that are alike do not.
+    `covers` names the faults that only this case detects. `averages` is True if elements have independent errors, so
+    that RMS error and bias can be compared with the baseline's; equal rows do not.
     """
 
     name: str
@@ -84,8 +87,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A part of the inputs small enough to check in float64 while racing: `inputs` reproduce exactly the elements that
-    `pick` takes from each full output."""
+    """A part of the inputs that is small enough to check in float64 during a race.
+
+    `inputs` reproduce exactly the elements that `pick` takes from each full output.
+    """
 
     inputs: dict[str, Any]
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -93,15 +98,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Rows):
-    """What a call writes in place, with some of what lies beside it: `inputs` hold copies of it as it was before the
-    call, `pick` reads it from the operands afterwards, `restore` puts it back."""
+    """Memory that a call writes in place, with some neighbouring elements.
+
+    `inputs` have copies from before the call, `pick` reads the operands afterwards, `restore` writes the copies back.
+    """
 
     restore: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first check that a result fails, with the element at which it fails worst."""
+    """The first check that a result fails, with the element that fails worst."""
 
     check: str
     reason: str
@@ -110,25 +117,25 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The result is right; `worst` is the largest error divided by its bound."""
+    """A right result; `worst` is the largest error divided by its bound."""
 
     worst: float
 
 
 class Op(ABC):
-    """Subclass once per op (autosel/ops/<op>.py) and register in `ops.OPS`."""
+    """Base class of ops: one subclass per op (autosel/ops/<op>.py), registered in `ops.OPS`."""
 
     name: ClassVar[str]
     args: ClassVar[tuple[Arg, ...]]
     output_names: ClassVar[tuple[str, ...]]
     dim_names: ClassVar[tuple[str, ...]]
     trait_defaults: ClassVar[Mapping[str, Scalar]] = {}
-    domains: ClassVar[Mapping[str, Domain]]  # of each dimension, trait and argument (domains.py)
+    domains: ClassVar[Mapping[str, Domain]]  # one for each dimension, trait and argument (domains.py)
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
     def workload(self, dtype: DTypeName, dims: Mapping[str, int], **traits: Scalar) -> Workload:
-        """The canonical workload: every dimension, in the op's order; traits at their default left out."""
+        """Return the canonical workload: every dimension in the op's order, without traits at their default."""
         missing = [d for d in self.dim_names if d not in dims]
         assert not missing and len(dims) == len(self.dim_names), f"{self.name} takes {self.dim_names}, got {dict(dims)}"
         unknown = set(traits) - set(self.trait_defaults)
@@ -138,61 +145,61 @@ class Op(ABC):
 
     @abstractmethod
     def workload_of(self, inputs: Inputs) -> Workload:
-        """The workload these arguments are an instance of. Raises BadArguments, saying which argument and why."""
+        """Return the workload of these arguments. Raises BadArguments that names the argument and the reason."""
 
     @abstractmethod
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        """Shape and dtype of each of `output_names` (an inout argument is an output too, by the same name)."""
+        """Return shape and dtype of each of `output_names` (an inout argument is also an output, by the same name)."""
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        """Arguments as a model would produce them, from a seed: the very same for parity, race and test."""
+        """Return arguments like a model's from a seed: the same ones for parity, race and test."""
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
-        """New resident operands for the same streamed ones (each pair of a race gets fresh ones). Cheap."""
+        """Return new resident operands for the same streamed ones (each pair of a race gets new ones); cheap."""
         fresh = self.inputs(self.shrink(w), seed)
         streamed = {a.name for a in self.args if a.role != "resident"}
         return {n: inputs[n] if n in streamed or not isinstance(v, Tensor) else v for n, v in fresh.items()}
 
     def shrink(self, w: Workload) -> Workload:
-        """A workload with the same resident operands and the smallest streamed ones; `refresh` builds on it."""
+        """Return a workload with the same resident operands and the smallest streamed ones, for `refresh`."""
         return w
 
     @abstractmethod
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        """The hostile battery at w's traits and dtype, each case's operands at most about 2 MiB together."""
+        """Return the hostile battery at w's traits and dtype; the operands of a case take at most about 2 MiB."""
 
     def small_inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        """Inputs of a case made of domains: no more memory than its sizes need."""
+        """Return inputs of a case made of domains, with no more memory than its sizes need."""
         return self.inputs(w, seed)
 
     def affordable(self, w: Workload) -> bool:
-        """May a case made of domains have this size? Its reference is computed in float64."""
+        """Return True if a case made of domains may have this size: its reference is computed in float64."""
         return self.bytes_moved(w) <= 2 << 20 and self.flops(w) <= 1 << 25
 
     def admits(self, row: Row) -> bool:
-        """Have these levels of the op's domains a contracted result together? Factors that are open are missing."""
+        """Return True if these levels of the op's domains have a defined result together. Open factors are missing."""
         return True
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:  # noqa: B027  (most ops have nothing to hide)
         """In a case made of domains, write junk where the contract says that it must not influence the result."""
 
-    # --- right and wrong --------------------------------------------------------------------------------------------
+    # --- reference and bound ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """The outputs in float64, on the exact (quantised) inputs."""
+        """Return the outputs in float64 for the exact (quantised) inputs."""
 
     @abstractmethod
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The largest error allowed at each element, float64: the contracted roundings, propagated to first order."""
+        """Return the largest allowed error of each element, float64: allowed roundings, propagated to first order."""
 
     def verify(
         self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
     ) -> Match | Mismatch:
-        """Is `got` a right result? Index-valued ops override this (ties, supports)."""
+        """Judge a result. Ops with index-valued outputs override this (ties, supports)."""
         from autosel.ops.compare import compare
 
         reference = self.reference(inputs)
@@ -200,42 +207,45 @@ class Op(ABC):
 
     @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        """About `count` output rows to check in float64 at full size without computing the rest."""
+        """Return about `count` output rows to check in float64 at full size, without computing the others."""
 
     def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
-        """The part that decides the elements of the first output at `where`, int64 [n, its dimensions], worst first;
-        a costly one, the first of them. None: `rows` can afford all of this op."""
+        """Return the part that determines the first output's elements at `where`, int64 [n, dimensions], worst first.
+
+        A costly op returns only the first of them. None means that `rows` can afford the whole op.
+        """
         return None
 
     def written(self, w: Workload, inputs: Inputs) -> Written | None:
-        """What this call is about to write in place; None for an op that writes its outputs alone."""
+        """Return what this call will write in place; None for an op that only writes its outputs."""
         return None
 
     # --- cost -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
-        """Bytes that must cross the memory bus once: each operand read once, each output written once.
+        """Return the bytes that must cross the memory bus once: each operand read once, each output written once.
 
-        Where they depend on data (the lengths of sequences, the experts that tokens choose), `inputs` decide; without
-        them the bytes are those of the inputs that `inputs(w, seed)` draws."""
+        If they depend on data (lengths of sequences, experts that tokens choose), `inputs` determine them; without
+        `inputs`, they are those of `inputs(w, seed)`.
+        """
 
     @abstractmethod
     def flops(self, w: Workload) -> int:
-        """Floating-point operations; a multiply-add counts two."""
+        """Return the floating-point operations; a multiply-add counts as two."""
 
-    # --- people -----------------------------------------------------------------------------------------------------
+    # --- naming -----------------------------------------------------------------------------------------------------
 
     def label(self, w: Workload) -> str:
-        """Short name for tables: usually the op's; `gemv o`-like where the workload deserves one."""
+        """Return a short name for tables: usually the op's; more specific, such as `gemv o`, if needed."""
         return self.name
 
     def arguments(self, inputs: Inputs) -> tuple[Any, ...]:
-        """The inputs in calling order."""
+        """Return the inputs in calling order."""
         return tuple(inputs[a.name] for a in self.args)
 
     def allocate(self, w: Workload, fill: float | None = None) -> tuple[Tensor | None, ...]:
-        """Fresh tensors for the pure outputs, in order (inout results live in the arguments and are not listed)."""
+        """Return new tensors for the pure outputs, in order (inout results are arguments and not included)."""
         inout = {a.name for a in self.args if a.role == "inout"}
         made = [
             torch.empty(s.shape, dtype=torch.int64 if s.dtype == "int64" else DTYPE[s.dtype])

@@ -1,7 +1,8 @@
 """Covering arrays: few rows in which every pair of values of any two factors occurs together.
 
-Greedy, a row at a time (after AETG: Cohen, Dalal, Fredman and Patton, IEEE TSE 23(7), 1997): a row starts from a pair
-that no row has yet, and each other factor takes the value that adds most pairs. Most faults need one factor or two.
+Rows are built greedily, one at a time (after AETG: Cohen, Dalal, Fredman and Patton, IEEE TSE 23(7), 1997): a row
+starts from a pair that no row has yet, and each other factor takes the value that adds the most pairs. Most faults need
+one or two factors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from random import Random
 
-Row = tuple[int, ...]  # a value's index for each factor
+Row = tuple[int, ...]  # index of a value for each factor
 Partial = list[int | None]
 Admits = Callable[[Sequence[int | None]], bool]
 Pair = tuple[int, int, int, int]  # factor, value, later factor, its value
@@ -19,10 +20,10 @@ STEPS = 300  # values tried for one row before its pair counts as impossible
 
 
 def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterable[Row] = ()) -> list[Row]:
-    """Return rows that cover, with those `given`, each pair of values that an admissible row can hold.
+    """Return rows that, together with `given`, cover each pair of values that an admissible row can have.
 
-    `sizes`: how many values each factor has. `admits` judges rows with some factors still open (None); what it refuses
-    it must go on refusing, whatever the open factors become.
+    `sizes` has the number of values of each factor. `admits` judges rows with some factors open (None); a row that it
+    refuses must stay refused whatever the open factors become.
     """
     open_ = {
         (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
@@ -42,15 +43,15 @@ def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterab
 
 
 def one_at_a_time(sizes: Sequence[int]) -> list[Row]:
-    """Return the row of first values, and for each other value the row that has it alone: beside another unusual one
-    it may make no difference."""
+    """Return the row of first values, and a row for each other value alone: with a second unusual value it may have no
+    effect.
+    """
     plain = (0,) * len(sizes)
     return [plain, *((*plain[:f], value, *plain[f + 1 :]) for f, n in enumerate(sizes) for value in range(1, n))]
 
 
 def values_first(rows: Sequence[Row]) -> list[Row]:
-    """The row with most values that no earlier one has comes next, as long as there are any: who runs a few has met
-    every value."""
+    """Sort rows by the number of values that no earlier row has, so that a few first rows contain every value."""
     left, first, seen = list(rows), list[Row](), set[tuple[int, int]]()
 
     def fresh(row: Row) -> int:
@@ -67,12 +68,12 @@ def values_first(rows: Sequence[Row]) -> list[Row]:
 
 
 def pairs_of(row: Row) -> list[Pair]:
-    """Every pair that a row holds."""
+    """Return every pair of a row."""
     return [(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)]
 
 
 def _completed(pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]) -> Row | None:
-    """The row of a pair with the most new pairs that greed finds; None if no admissible row has the pair."""
+    """Return a pair's row with many new pairs, found greedily; None if no admissible row has the pair."""
     a, i, b, j = pair
     row: Partial = [None] * len(sizes)
     row[a], row[b] = i, j
@@ -84,7 +85,7 @@ def _completed(pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, op
 
 
 class _Search:
-    """Fill a row, a factor at a time, the best value first; where no value is admitted, go back."""
+    """Greedy search with backtracking: fills a row factor by factor, best value first."""
 
     def __init__(
         self, row: Partial, order: Sequence[int], sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]
@@ -107,7 +108,7 @@ class _Search:
         return False
 
     def _by_gain(self, factor: int) -> list[int]:
-        """Values, most new pairs first; among equals by luck."""
+        """Return the values by the number of new pairs, largest first; equal ones in random order."""
         values = self.rng.sample(range(self.sizes[factor]), self.sizes[factor])
         return sorted(values, key=lambda value: -self._gain(factor, value))
 

@@ -1,8 +1,8 @@
-"""Domains: the values that each dimension of an op's contract ranges over, the ordinary one first.
+"""Domains: the values that each dimension of an op's contract can have, the ordinary one first.
 
-An op declares one for every dimension, trait and argument (`undeclared` lists what is missing; an op with a gap cannot
-be registered). `array.py` makes cases of them in which every pair of values occurs. Sizes that a level leaves open are
-drawn from a secret seed: no kernel can know them.
+An op declares one for every dimension, trait and argument (`undeclared` lists missing ones; an op with a gap cannot be
+registered). `array.py` makes cases from them in which every pair of values occurs. Sizes that a level leaves open are
+drawn from a secret seed, so that no kernel can know them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,23 @@ if TYPE_CHECKING:
 
 Edit = Callable[[dict[str, Any], Draw], None]
 Kind = Literal["count", "trait", "content", "scalar", "index", "layout"]
-ORDER: tuple[Kind, ...] = ("count", "trait", "index", "content", "scalar", "layout")  # in which a case applies them
+ORDER: tuple[Kind, ...] = (
+    "count",
+    "trait",
+    "index",
+    "content",
+    "scalar",
+    "layout",
+)  # order in a case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One value of a domain. Counts (a tuple for dimensions that go together), traits and scalars have a `value`;
-    `edit` changes the inputs in place. `special`: at most one operand of a case holds NaN or infinity. `zeros`: it has
-    zeros, or numbers that a kernel may count as zeros; beside an infinity these have no contracted result.
+    """One value of a domain.
+
+    Counts (a tuple for dimensions that belong together), traits and scalars have a `value`; `edit` changes the inputs
+    in place. `special`: at most one operand of a case has NaN or infinity. `zeros`: it contains zeros, or numbers that
+    a kernel may count as zeros, which together with an infinity have no defined result.
     """
 
     name: str
@@ -49,10 +58,11 @@ Row = Mapping[str, Level]  # a level for each domain of an op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """What one dimension of a contract ranges over; `levels` may draw sizes from a secret source.
+    """The range of one dimension of a contract; `levels` may draw sizes from a secret source.
 
-    `follows`: the dimension or trait that decides the value. An argument that may be absent names a trait: `presence`
-    is true exactly if it is there, and its first level is ABSENT; `needs` has values of its own, 0 without it.
+    `follows` names the dimension or trait that determines the value. An optional argument names a trait in `presence`,
+    which is true if and only if the argument is present; its first level is ABSENT. `needs` names a trait without which
+    the argument is absent.
     """
 
     kind: Kind
@@ -63,12 +73,12 @@ class Domain:
 
 
 def dimensions(op: Op) -> list[str]:
-    """Everything an op's contract leaves open: its dimensions, traits and arguments."""
+    """Return all variables of an op's contract: its dimensions, traits and arguments."""
     return list(dict.fromkeys((*op.dim_names, *op.trait_defaults, *(a.name for a in op.args))))
 
 
 def undeclared(op: Op) -> list[str]:
-    """The dimensions of a contract that have no domain, or one of fewer than two values."""
+    """Return the dimensions of a contract that have no domain, or one with fewer than two values."""
     declared = {
         name
         for names, domain in op.domains.items()
@@ -79,7 +89,7 @@ def undeclared(op: Op) -> list[str]:
 
 
 def compatible(row: Row) -> bool:
-    """Do these levels have a contracted result together? Of a row with open factors: may they still?"""
+    """Return True if these levels have a defined result together, or may have one once open factors are set."""
     special = [level.special for level in row.values() if level.special]
     return len(special) <= 1 and not ("inf" in special and any(level.zeros for level in row.values()))
 
@@ -95,8 +105,11 @@ BEYOND_16_BITS = (32_769, 40_000)
 
 
 def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int], far: bool = False) -> Domain:
-    """`fixed` sizes; a secret power of two (exponents from..to) and its neighbours; a secret prime, and twice another:
-    even, and no multiple of four; with `far` a secret size that 16 bits do not hold."""
+    """Return the domain of `fixed` sizes and secret ones.
+
+    Secret sizes are a power of two (exponents from..to) and its neighbours, a prime, and twice another prime (even, but
+    not a multiple of four); with `far` also a size that does not fit 16 bits.
+    """
 
     def levels(_: DTypeName, rng: Random) -> list[Level]:
         power = 1 << rng.randint(*powers)
@@ -110,17 +123,17 @@ def sizes(*fixed: int, powers: tuple[int, int], primes: tuple[int, int], far: bo
 
 
 def counts(*fixed: int) -> Domain:
-    """Rows: tokens or sequences."""
+    """Return the domain of rows: tokens or sequences."""
     return sizes(2, 1, *fixed, powers=(2, 5), primes=(11, 72), far=True)
 
 
 def widths(*fixed: int) -> Domain:
-    """Elements of a row or of a sum."""
+    """Return the domain of the elements of a row or of a sum."""
     return sizes(192, 1, *fixed, powers=(3, 8), primes=(257, 1024), far=not fixed)
 
 
 def among(*values: Any) -> Domain:
-    """Sizes with nothing between them; tuples for dimensions that go together."""
+    """Return the domain of a few fixed sizes; tuples for dimensions that belong together."""
     made = [Level(name="x".join(map(str, v)) if isinstance(v, tuple) else str(v), value=v) for v in values]
     return Domain(kind="count", levels=lambda *_: made)
 
@@ -129,29 +142,32 @@ def among(*values: Any) -> Domain:
 
 
 def trait(*values: Scalar) -> Domain:
-    """A static attribute; the first is its default."""
+    """Return the domain of a static attribute; the first value is its default."""
     return Domain(kind="trait", levels=lambda *_: [Level(name=str(v), value=v) for v in values])
 
 
 def weight_formats() -> Domain:
-    """The formats that weights come in."""
+    """Return the domain of the formats of weights."""
     return trait(*WEIGHT_FORMATS)
 
 
 def cache_formats() -> Domain:
-    """The formats that keys and values come in."""
+    """Return the domain of the formats of keys and values."""
     return trait(*CACHE_FORMATS)
 
 
 def in_format(row: Row, *operands: str, trait: str = "weight") -> bool:
-    """An operand in a format has no contents but those it was quantised from, and codes and scales; none is balanced,
-    or multiplied by Inf. A plain one has no codes and scales."""
+    """Return True if contents and format of the operands fit together.
+
+    An operand in a format has only quantised contents, codes and scales: it is not balanced, and not multiplied by Inf.
+    A plain one has no codes and scales.
+    """
     stored = any(level.name != "plain" for name, level in row.items() if "." in name)
     shaped = any(row[name].name != "plain" for name in operands if name in row)
     shaped = shaped or any(level.name in TRADED or level.special == "inf" for level in row.values())
     names = {level.name for level in row.values()}
     if "huge scales" in names and names & {"huge", "outliers", "magnitudes"}:
-        return False  # products beyond the dtype's range have no contracted result
+        return False  # products beyond the dtype's range have no defined result
     if trait not in row:
         return not (stored and shaped)
     return not (stored if row[trait].value == PLAIN else shaped)
@@ -161,13 +177,13 @@ TRADED = ("balanced", "for huge keys", "for tiny keys")  # contents of one opera
 
 
 def scalar(*values: float, edit: Callable[[float], Edit] | None = None) -> Domain:
-    """A number. `edit(value)` changes operands so that this value matters."""
+    """Return the domain of a number. `edit(value)` changes operands so that this value matters."""
     made = [Level(name=f"{v:.4g}", value=v, edit=None if edit is None else edit(v)) for v in values]
     return Domain(kind="scalar", levels=lambda *_: made)
 
 
 def follows(dimension: str) -> Domain:
-    """An argument that follows from a dimension or trait of the same case."""
+    """Return the domain of an argument that a dimension or trait of the same case determines."""
     return Domain(kind="scalar", levels=lambda *_: [Level(name=f"as {dimension}")], follows=dimension)
 
 
@@ -175,15 +191,15 @@ NORM_EPS = (1e-6, 1e-5, 1e-3, 0.0, 0.25)  # Qwen's and Gemma's; Llama's and Mist
 
 
 def norm_eps(*rows: str) -> Domain:
-    """A norm's epsilon, with `rows` of about its size: their mean square is what it is added to."""
+    """Return the domain of a norm's epsilon, with `rows` whose mean square has about the same size."""
 
     def edit(eps: float) -> Edit:
         def change(inputs: dict[str, Any], _: Draw) -> None:
             for name in rows:
                 x = inputs[name]
-                if 0.5 < x.float().square().mean().sqrt() < 8:  # not where they have another magnitude already
+                if 0.5 < x.float().square().mean().sqrt() < 8:  # not if they already have another magnitude
                     x.mul_(1.2 * (eps or NORM_EPS[0]) ** 0.5)
-                if not eps:  # a row of what a kernel may count as zeros has no norm
+                if not eps:  # a row of possible zeros has no norm
                     d.away_from_zero(x)
 
         return change
@@ -192,13 +208,13 @@ def norm_eps(*rows: str) -> Domain:
 
 
 def divides_by_rms(row: Row, *operands: str) -> bool:
-    """Without an epsilon, rows of zeros, or of what a kernel may count as zeros, have no contracted result."""
+    """Refuse rows of zeros, or of possible zeros, without an epsilon: they have no defined result."""
     without = "eps" in row and row["eps"].value == 0.0
     return not (without and any(row[n].zeros or row[n].name in SPREAD for n in operands if n in row))
 
 
 def infinite_beside(row: Row, operand: str, *others: str) -> bool:
-    """An infinity in `operand` needs others of one magnitude: what is stored between may be too small for the dtype."""
+    """Refuse an infinity in `operand` with others of varying magnitude: intermediate values may underflow the dtype."""
     infinite = operand in row and row[operand].special == "inf"
     return not (infinite and any(row[name].name in SPREAD for name in others if name in row))
 
@@ -211,7 +227,7 @@ SPREAD = ("tiny", "magnitudes", "outliers", "balanced")
 Power = Mapping[str, int]
 UP: Power = {"bf16": 40, "fp16": 5, "fp32": 40}  # 2^40 is beyond fp16
 DOWN: Power = {"bf16": -45, "fp16": -5, "fp32": -45}  # 2^-45 is below fp16's subnormals
-FAR_UP: Power = {"bf16": 60, "fp16": 8, "fp32": 60}  # of values that nothing multiplies
+FAR_UP: Power = {"bf16": 60, "fp16": 8, "fp32": 60}  # for values that are not multiplied
 FAR_DOWN: Power = {"bf16": -60, "fp16": -7, "fp32": -60}
 APART: Power = {"bf16": 18, "fp16": 3, "fp32": 18}  # magnitudes within one operand
 
@@ -229,7 +245,7 @@ def scaled(power: int) -> Callable[[Tensor, Draw], Any]:
 
 
 def rows_apart(x: Tensor, draw: Draw, most: int = 0) -> None:
-    """Each row of another magnitude: one scale for all, or for eight of them, loses some."""
+    """Give each row another magnitude: one scale for all rows, or for eight, loses some."""
     most = most or APART[draw.name]
     x.view(-1, x.shape[-1]).mul_((2.0 ** draw.integers(-most, most + 1, x.numel() // x.shape[-1], 1)).to(x.dtype))
 
@@ -251,26 +267,26 @@ def same_rows(x: Tensor, _: Draw) -> None:
 
 
 def shared_prefix(x: Tensor, _: Draw) -> None:
-    """Rows that differ in their last quarter alone."""
+    """Make rows differ only in their last quarter."""
     rows, most = x.view(-1, x.shape[-1]), x.shape[-1] - -(-x.shape[-1] // 4)
     rows[:, :most] = rows[:1, :most].clone()
 
 
 def shared_sum(x: Tensor, _: Draw) -> None:
-    """Rows of the same elements in another order: sums, maxima and norms are equal."""
+    """Make rows of the same elements in another order: sums, maxima and norms are equal."""
     rows, width = x.view(-1, x.shape[-1]), x.shape[-1]
     turned = (torch.arange(width) - torch.arange(rows.shape[0])[:, None]) % width
     rows.copy_(rows[0].clone()[turned])
 
 
 def some_zeros(x: Tensor, draw: Draw) -> None:
-    """Every third element or so a zero, of either sign."""
+    """Make about every third element a zero, of either sign."""
     hit = draw.uniform(*x.shape)
     x.masked_fill_(hit < 0.2, 0.0).masked_fill_(hit > 0.8, -0.0)
 
 
 def positive(x: Tensor, _: Draw) -> None:
-    """Sums that grow: a running sum in a narrow dtype stops growing."""
+    """Make sums grow: a running sum in a narrow dtype stops growing."""
     x.abs_()
 
 
@@ -291,8 +307,11 @@ def contents(
     presence: str = "",
     more: Sequence[Level] = (),
 ) -> Domain:
-    """What a float operand may hold. `rows`: it has rows, which may be alike or of other magnitudes. `gentle`: an
-    exponential is taken of sums of it, which are to stay meaningful."""
+    """Return the domain of a float operand's contents.
+
+    `rows` allows equal rows and rows of other magnitudes. `gentle` is for operands whose sums enter an exponential and
+    must stay meaningful.
+    """
 
     def levels(dtype: DTypeName, _: Random) -> list[Level]:
         made = [
@@ -324,19 +343,19 @@ def contents(
 
 
 def _few_outliers(x: Tensor, draw: Draw) -> None:
-    """Of thirty, not a thousand: products of halves must stay within their range."""
+    """Use outliers of 30 instead of 1000: products of halves must stay within their range."""
     flat = x.view(-1)
     flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
 
 
 def _some_nan(x: Tensor, draw: Draw) -> None:
-    """One in some row; of a vector, one."""
+    """Put one NaN into a row or vector."""
     at = draw.integers(0, x.numel(), 1)
     x.view(-1)[at] = d.any_nan(x.dtype, draw)
 
 
 def _infinite(name: str) -> Edit:
-    """One infinity, and no operand with numbers that a kernel may count as zeros: infinity times zero is NaN."""
+    """Put one infinity in, and remove numbers that may count as zero: infinity times zero is NaN."""
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         if inputs.get(name) is None:
@@ -351,8 +370,10 @@ def _infinite(name: str) -> Edit:
 
 
 def balanced(up: str, *down: str) -> Edit:
-    """Columns of `up` times powers of two, those of `down` divided by them: each product of two elements is as it was,
-    and none of the operands fits a narrower format."""
+    """Multiply columns of `up` by powers of two and divide those of `down` by them.
+
+    Each product of two elements stays the same, and no operand fits a narrower format.
+    """
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         most = APART[draw.name]
@@ -368,7 +389,7 @@ def balanced(up: str, *down: str) -> Edit:
 
 
 def layouts(*names: str, more: Sequence[Level] = ()) -> Domain:
-    """How the float operands `names` lie in memory."""
+    """Return the domain of the memory layout of the float operands `names`."""
     made = [
         Level(name="plain"),
         Level(name="strided rows", edit=d.relayout(names, _rows_strided)),
@@ -384,12 +405,12 @@ def _rows_strided(x: Tensor) -> Tensor:
 
 
 def _wide_gaps(x: Tensor) -> Tensor:
-    """Rows as slices of a projection's that is half as wide again."""
+    """Make rows slices of a projection that is half as wide again."""
     return d.strided(x, gap=-(-x.shape[-1] // 2)) if x.dim() >= 2 else x
 
 
 def one_storage(*names: str) -> Edit:
-    """Operands as slices of one buffer's rows, as a fused projection leaves them: they share rows of memory."""
+    """Make operands slices of one buffer's rows, as a fused projection leaves them: they share rows of memory."""
 
     def change(inputs: dict[str, Any], _: Draw) -> None:
         present = [n for n in names if isinstance(inputs.get(n), Tensor)]

@@ -1,4 +1,4 @@
-"""Random operands from a seed, and the hostile variations every op shares."""
+"""Random operands from a seed, and hostile variations for all ops."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Change = Callable[[dict[str, Any], "Draw"], None]
 
-# Magnitudes whose squares and sums of squares stay finite in fp32 (and, for fp16, whose value does).
+# Magnitudes whose squares and sums of squares are finite in fp32 (and, for fp16, whose value is).
 LARGE: dict[str, float] = {"bf16": 1e15, "fp16": 1e4, "fp32": 1e15}
 
 
 class Draw:
-    """A seeded source of tensors in one dtype. Values are drawn in fp32 and rounded once: the operands are exact."""
+    """Seeded source of tensors in one dtype. Values are drawn in fp32 and rounded once, so operands are exact."""
 
     def __init__(self, seed: int, dtype: DTypeName) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -34,16 +34,19 @@ class Draw:
         return self._tiled(shape, scale).to(self.dtype)
 
     def stream(self, *shape: int) -> Tensor:
-        """A residual stream's rows. Not of unit variance: a norm's 1/rms within half a unit of 1 rounds away, and every
-        element would carry the same error."""
+        """Return rows of a residual stream.
+
+        They do not have unit variance: a norm's 1/rms within half a unit of 1 would round to 1, and every element would
+        have the same error.
+        """
         return self.normal(*shape, scale=1.3)
 
     def weight(self, *shape: int) -> Tensor:
-        """A projection's weights: variance 1/fan-in, so that outputs are of order one."""
+        """Return a projection's weights, with variance 1/fan-in, so that outputs are of order one."""
         return self._tiled(shape, 1.0 / math.sqrt(shape[-1])).to(self.dtype)
 
     def around_one(self, *shape: int, offset: float = 0.0) -> Tensor:
-        """A norm's weights: near one, or near zero where an offset of one is added."""
+        """Return a norm's weights: near one, or near zero if an offset of one is added."""
         return (torch.randn(shape, generator=self.generator) * 0.1 + (1.0 - offset)).to(self.dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -56,7 +59,8 @@ class Draw:
         return torch.randperm(n, generator=self.generator)
 
     def _tiled(self, shape: tuple[int, ...], scale: float) -> Tensor:
-        """Normal values; past 16 Mi elements a block is repeated with a shift, for drawing 500 M of them takes seconds.
+        """Return normal values; above 16 Mi elements a block is repeated with a shift, because drawing 500 M takes
+        seconds.
 
         The period, 2^24 - 3 elements, is prime, so that no row or tile of a real shape repeats another.
         """
@@ -74,7 +78,7 @@ class Draw:
 
 
 def resident_draw(seed: int, dtype: DTypeName) -> Draw:
-    """The source of activations: apart from `streamed_draw`, so that they can be refreshed alone."""
+    """Return the source of activations, separate from `streamed_draw` so that only they can be refreshed."""
     return Draw(2 * seed, dtype)
 
 
@@ -83,7 +87,7 @@ def streamed_draw(seed: int, dtype: DTypeName) -> Draw:
 
 
 def edge_sample(n: int, count: int, seed: int) -> Tensor:
-    """`count` distinct indices below n, sorted, the first and the last always among them: edges fail first."""
+    """Return `count` distinct indices below n, sorted, always with the first and the last: edges fail first."""
     if n <= count:
         return torch.arange(n)
     picked = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(seed))
@@ -101,7 +105,7 @@ class Source(Protocol):
 
 
 def case(op: Source, w: Workload, name: str, covers: str = "", change: Change | None = None) -> Case:
-    """op.inputs at w, then `change(inputs, draw)` in place."""
+    """Return a case: op.inputs at w, then `change(inputs, draw)` in place."""
 
     def make(seed: int) -> dict[str, Any]:
         made = op.inputs(w, seed)
@@ -112,11 +116,11 @@ def case(op: Source, w: Workload, name: str, covers: str = "", change: Change | 
     return Case(name=name, workload=w, make=make, covers=covers)
 
 
-# --- values that catch something --------------------------------------------------------------------------------------
+# --- hostile values ---------------------------------------------------------------------------------------------------
 
 
 def outliers(x: Tensor, draw: Draw) -> None:
-    """A thousandth of the elements (at least one) a thousand times larger, as in real activations."""
+    """Make a thousandth of the elements (at least one) a thousand times larger, as in real activations."""
     flat = x.view(-1)
     hit = draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))
     flat[hit] = flat[hit] * 1000 + 100
@@ -127,7 +131,7 @@ def large(x: Tensor, draw: Draw) -> None:
 
 
 def equal(x: Tensor, _: Draw) -> None:
-    """Three significant bits: exact in every dtype, and sums of it are too."""
+    """Fill with three significant bits: exact in every dtype, as are its sums."""
     x.fill_(0.75)
 
 
@@ -137,7 +141,7 @@ def zeros(x: Tensor, _: Draw) -> None:
 
 
 def subnormal(x: Tensor, draw: Draw) -> None:
-    """Every element below the smallest normal of the dtype, some above zero, some below."""
+    """Make every element subnormal in the dtype, some positive, some negative."""
     x.copy_((draw.uniform(*x.shape).double() * 2 - 1) * TINY_NORMAL[draw.name])
 
 
@@ -147,7 +151,7 @@ def some_subnormal(x: Tensor, draw: Draw) -> None:
 
 
 def any_nan(dtype: torch.dtype, draw: Draw) -> Tensor:
-    """A NaN of either sign: a signalling one, one whose bits are all ones, or any."""
+    """Return a NaN of either sign: a signalling one, one whose bits are all ones, or any."""
     kind, exponent, mantissa = {
         torch.bfloat16: (torch.int16, 0x7F80, 7),
         torch.float16: (torch.int16, 0x7C00, 10),
@@ -160,7 +164,7 @@ def any_nan(dtype: torch.dtype, draw: Draw) -> Tensor:
 
 
 def one_nan(x: Tensor, draw: Draw) -> None:
-    """One NaN in every second row."""
+    """Put one NaN into every second row."""
     _one_per_row(x, draw, float("nan"))
 
 
@@ -180,7 +184,7 @@ def _one_per_row(x: Tensor, draw: Draw, value: float) -> None:
 
 
 def away_from_zero(x: Tensor) -> None:
-    """Subnormals and zeros moved to the smallest well-behaved size: flushing one would turn Inf * x into NaN."""
+    """Replace subnormals and zeros by the smallest safe size: flushing one would turn Inf * x into NaN."""
     least = TINY_NORMAL["fp16"] if x.dtype == torch.float16 else 2.0**-60
     x[x.abs() < 2 * least] = 2 * least
 
@@ -202,26 +206,26 @@ HOSTILE: tuple[tuple[str, str, Callable[[Tensor, Draw], None]], ...] = (
 
 
 def offset_by_one(x: Tensor) -> Tensor:
-    """The same values one element off an aligned address: 16-byte loads must not assume alignment."""
+    """Return the same values one element off an aligned address: 16-byte loads must not assume alignment."""
     room = torch.full((x.numel() + 1,), _junk(x), dtype=x.dtype)[1:].view(x.shape)
     return room.copy_(x)
 
 
 def strided(x: Tensor, gap: int = 3) -> Tensor:
-    """The same values as a slice of wider rows: a row stride that is odd and not the row's length."""
+    """Return the same values as a slice of wider rows: an odd row stride, different from the row's length."""
     room = torch.full((*x.shape[:-1], x.shape[-1] + gap), _junk(x), dtype=x.dtype)
     return room[..., : x.shape[-1]].copy_(x)
 
 
 def _junk(x: Tensor) -> float:
-    """What shows in a result that reads it: of indices nothing does, for they must stay valid."""
+    """Return a value that shows in a result that reads it; for indices a valid one."""
     if x.itemsize == 1:
         return 448.0 if x.is_floating_point() else 100
     return 1e4 if x.is_floating_point() else 0
 
 
 def same_row(x: Tensor) -> Tensor:
-    """Every row the first one, by stride 0."""
+    """Return the first row for every row, by stride 0."""
     return x[:1].expand_as(x)
 
 
@@ -251,9 +255,9 @@ WIDTHS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257, 509, 1
 def hostile_rows(
     op: Op, w: Workload, *, rows: str, count_dim: str, width_dim: str, skip: tuple[str, ...] = ()
 ) -> tuple[Case, ...]:
-    """Cases for an op that treats each row of tensor `rows` [count, width] on its own.
+    """Return cases for an op that processes each row of tensor `rows` [count, width] separately.
 
-    `skip` names entries of HOSTILE the op's contract does not cover.
+    `skip` names entries of HOSTILE that the op's contract does not cover.
     """
     wide = w.at(**{count_dim: 2, width_dim: min(w[width_dim], 8192)})
     small = w.at(**{count_dim: 5, width_dim: 193})

@@ -1,7 +1,7 @@
-"""Every op as ordinary eager PyTorch: the baseline that a candidate must beat, so as fast as eager sensibly goes.
+"""Every op as ordinary eager PyTorch: the baseline that a candidate must beat, as fast as eager reasonably can be.
 
 Each function takes its op's arguments in order, then its outputs: None allocates and returns, a tensor is written and
-returned. A PyTorch call that has no out= is followed by a copy, as it would be in a model.
+returned. A PyTorch call without out= is followed by a copy, as in a model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def attn(
     softcap: float,
     o: Tensor | None = None,
 ) -> Tensor:
-    """SDPA over the part of the cache in use, with a mask only where one is needed."""
+    """Call SDPA over the part of the cache in use, with a mask only if needed."""
     s = q.shape[2]
     first = max(0, max_len - s - window + 1) if window and lengths is None else 0
     k, v = k[:, :, first:max_len], v[:, :, first:max_len]
@@ -62,7 +62,7 @@ def attn_packed(
     softcap: float,
     o: Tensor | None = None,
 ) -> Tensor:
-    """Decode (S = 1) with the query heads of a KV head as its queries: K and V are read once, not once a query head."""
+    """Decode (S = 1) with a KV head's query heads as its queries: K and V are read once, not once per query head."""
     b, hq, s, d = q.shape
     hkv = k.shape[1]
     assert s == 1, "packing more than one position would mix their masks"
@@ -85,11 +85,11 @@ def paged_attn(
     softcap: float,
     o: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch has no paged kernel for CPU: the pages in use are gathered, then attended to."""
+    """Gather the pages in use, then attend to them: PyTorch has no paged kernel for CPUs."""
     page = k_pages.shape[1]
     table = block_table[:, : -(-max_len // page)]
-    # Entries beyond a row's length may be anything. In their place comes a page of its own: a mask does not hold back
-    # the NaN of another sequence's. A row without a key has no page; what it gets is silenced.
+    # Entries beyond a row's length may have any value. They are replaced by one of the row's own pages, because a mask
+    # does not remove NaN of another sequence's page. A row without keys has no page; its result is set to zero.
     used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
     table = torch.where(used, table, table[:, :1]).clamp(0, k_pages.shape[0] - 1)
     k, v = (pages[table].flatten(1, 2).transpose(1, 2) for pages in (k_pages, v_pages))
@@ -123,7 +123,7 @@ def kv_append(
 
 
 def _mask(s: int, k: Tensor, lengths: Tensor | None, window: int) -> Tensor | None:
-    """bool [B or 1, 1, S, keys], or None where every query sees every key."""
+    """Return bool [B or 1, 1, S, keys], or None if every query sees every key."""
     keys = k.shape[2]
     key = torch.arange(keys, device=k.device)
     if lengths is None:
@@ -148,14 +148,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float = 0.0
 ) -> Tensor:
-    """PyTorch's attention, as fast and as right as a caller who knows it gets it: q [B,Hq,S,D], k and v [B,Hkv,L,D],
-    mask bool [B or 1,1,S,L], True where a key is seen; scale 0: 1 / sqrt(D).
+    """Call PyTorch's attention in its fastest correct way: q [B,Hq,S,D], k and v [B,Hkv,L,D], scale 0: 1 / sqrt(D).
 
-    On a GPU two things are left to the caller. PyTorch gives cuDNN, which it prefers on Hopper, a boolean mask as
-    -65504 in place of -inf (ATen, attention.cpp, `convert_boolean_attn_mask_cudnn`), so that what is masked shines
-    through where scores are larger. The least number of the dtype does not; fp16 has none less, and goes without cuDNN.
-    And of its fused kernels some take no query heads that share a KV head: where none is left it would multiply
-    matrices, with every score in memory. transformers goes around that (5.23: `pack_gqa`, `repeat_kv`), and so do we.
+    mask is bool [B or 1,1,S,L], True where a key is seen. On a GPU the caller must avoid two problems. First, PyTorch
+    passes a boolean mask to cuDNN, which it prefers on Hopper, as -65504 instead of -inf (ATen, attention.cpp,
+    `convert_boolean_attn_mask_cudnn`), so masked keys count if scores are larger. The lowest number of the dtype avoids
+    that; fp16 has none lower, and runs without cuDNN. Second, some of its fused kernels do not support query heads that
+    share a KV head: if no other is left, it multiplies matrices, with every score in memory. transformers avoids that
+    (5.23: `pack_gqa`, `repeat_kv`), and so does this function.
     """
     return (_on_gpu if q.is_cuda else _sdpa)(q, k, v, mask, causal, scale)
 
@@ -175,10 +175,13 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """As PyTorch has it, unless it would multiply matrices; then the group of a KV head becomes queries of that head,
-    or for more than one position, whose masks differ, K and V are repeated."""
+    """Call SDPA as is, unless it would multiply matrices.
+
+    Then the group of a KV head becomes queries of that head; for more than one position, whose masks differ, K and V
+    are repeated.
+    """
     (b, hq, s, d), hkv = q.shape, k.shape[1]
-    flash = mask is None and d <= FLASH_HEAD and q.dtype in HALVES  # takes groups, and need not be asked for
+    flash = mask is None and d <= FLASH_HEAD and q.dtype in HALVES  # accepts groups without a query
     if hq == hkv or flash or not _multiplies_matrices(q, k, v, mask, causal, scale):
         return _sdpa(q, k, v, mask, causal, scale)
     if s == 1:
@@ -199,7 +202,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
 
 
 def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """SDPA has no softcap. Scores in fp32: stored in bf16 they would be off by percents of a probability."""
+    """Compute attention with softcap, which SDPA lacks.
+
+    Scores are fp32: stored in bf16 they would change a probability by some per cent.
+    """
     b, hq, s, d = q.shape
     hkv = k.shape[1]
     scores = torch.matmul(q.reshape(b, hkv, -1, d).float(), k.float().transpose(-1, -2)).mul_(scale or d**-0.5)
@@ -212,7 +218,7 @@ def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
 
 
 def _silence(o: Tensor, mask: Tensor) -> Tensor:
-    """A query that sees nothing gives zeros, not the NaN of an empty softmax."""
+    """Give zeros for a query that sees nothing, not the NaN of an empty softmax."""
     return o.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
 
 
@@ -331,13 +337,13 @@ def sample(
         probabilities = scores.softmax(-1)
     cumulative = probabilities.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    # Rounding may put the target at the very end, past the last token that has any probability.
+    # Rounding may put the target at the very end, past the last token with a probability.
     last = probabilities.shape[-1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
     return _written(torch.where(temperature > 0, torch.minimum(drawn, last), greedy), token)
 
 
 def _may_not_ask(logits: Tensor) -> bool:
-    """A graph takes the longer way in any case: whoever is captured can ask the device nothing."""
+    """Return True during a capture, which cannot query the device and always takes the general path."""
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -350,7 +356,7 @@ def _penalised(scores: Tensor, history: Tensor, penalty: Tensor) -> Tensor:
 
 
 def _truncated(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities in index order, zero outside the top_k and top_p sets."""
+    """Return probabilities in index order, zero outside the top_k and top_p sets."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[-1], device=scores.device)
     kept = torch.where(top_k > 0, top_k, scores.shape[-1])[:, None]

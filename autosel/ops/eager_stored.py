@@ -1,6 +1,7 @@
-"""Ops on weights or a cache in a format, as eager PyTorch: the baseline, as fast as eager goes (eager.py: the rest).
+"""Ops on weights or a cache in a format, as eager PyTorch: the baseline, as fast as eager can be (others: eager.py).
 
-A module of its own, because a stored decision names a function of eager.py by its code: what is here changes none.
+This is a separate module, so that changes here do not change the code of functions in eager.py, by which stored
+decisions name them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
-    """x @ w^T. A scale that a whole row shares is applied to the little that the codes give; fp16 does not hold that
-    product: 448 times a thousand activations is above its range."""
+    """Return x @ w^T. A row's scale is applied to the codes' product, which is small.
+
+    fp16 cannot hold that product: 448 times a thousand activations is above its range.
+    """
     if w.format.group or w.zeros is not None:
         made = F.linear(x, w.dequantised(x.dtype))
         return made if out is None else out.copy_(made)
@@ -35,9 +38,11 @@ def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
 
 
 def _packs(x: Tensor, w: Weight) -> bool:
-    """Has PyTorch a product with int8 codes for these? On two cores of Zen 4 it takes a twentieth of the time of
-    widening the weights at M = 1, and more from M = 64 on. It needs whole vectors at addresses that are multiples of
-    their size: with K = 37, or x two bytes beside one, PyTorch 2.13 ends the process.
+    """Return True if PyTorch has a product with int8 codes for these operands.
+
+    On two cores of Zen 4 it takes a twentieth of the time of widening the weights at M = 1, and more time from M = 64
+    on. It needs whole vectors at addresses that are multiples of their size: with K = 37, or x two bytes off, PyTorch
+    2.13 ends the process.
     """
     return (
         w.codes.dtype == torch.int8
@@ -93,8 +98,9 @@ def attn(
     softcap: float,
     o: Tensor | None = None,
 ) -> Tensor:
-    """The codes in use unpacked, which is exact; K's scale goes into the query and V's into the result, of which there
-    is little."""
+    """Attend to the unpacked codes, which are exact. K's scale is applied to the query, V's to the result: both are
+    small.
+    """
     s, group = q.shape[2], q.shape[1] // k.shape[1]
     first = max(0, max_len - s - window + 1) if window and lengths is None else 0
     keys, values = (cache.codes[:, :, first:max_len].to(q.dtype) for cache in (k, v))

@@ -1,4 +1,4 @@
-"""What an op must give for some inputs: computed once, however many results are judged by it."""
+"""The expected result of an op for some inputs, computed once for all results that it judges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosel.ops.contract import Inputs, Match, Mismatch, Op
 
 
 class Expected:
-    """Reference and bound of these inputs, as they are now. `own`: the op has a judgement of its own, and no bound."""
+    """Reference and bound of the current inputs. `own` is True for an op with its own `verify`, without a bound."""
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
         self.op, self.inputs = op, inputs
@@ -21,7 +21,7 @@ class Expected:
             self.bound = op.bound(inputs, self.reference)
 
     def judge(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
-        """The same as `Op.verify`."""
+        """Judge a result as `Op.verify` does."""
         if self.own:
             return self.op.verify(self.inputs, got, baseline)
         return compare(self.op, got, self.reference, self.bound, baseline)

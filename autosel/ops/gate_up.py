@@ -1,7 +1,7 @@
 """gate_up: y = act(h @ w_gate^T) * (h @ w_up^T), h = rmsnorm(x): a gated MLP up to its down projection.
 
-activation 0: silu, 1: gelu (erf), 2: gelu (tanh). The contract allows the eager composition's roundings: h twice (the
-norm's), both products, the activation and the result.
+activation 0: silu, 1: gelu (erf), 2: gelu (tanh). The contract allows the roundings of the eager composition: two of h
+(the norm's), both products, the activation and the result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from autosel.ops.stored_cases import write
 from autosel.ops.weight import exact, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
-# Two products are multiplied: powers of two that keep the result within the dtype.
+# Two products are multiplied: these powers of two keep the result within the dtype.
 MODEST_UP = {"bf16": 24, "fp16": 2, "fp32": 24}
 MODEST_DOWN = {"bf16": -24, "fp16": -2, "fp32": -24}
 
 
 def _overflow(inputs: dict[str, Any], draw: Draw) -> None:
-    """Gate and up are finite, their product is not: positive in some columns, negative in others."""
+    """Make gate and up finite but their product infinite: positive in some columns, negative in others."""
     big = 2.0 ** (9 if draw.name == "fp16" else 70)
     for name in ("x", "norm_weight"):
         inputs[name].fill_(1.0)
@@ -125,7 +125,7 @@ class GateUp(Op):
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        # An infinite weight makes an infinite gate, without a contracted result (swiglu). An infinite x gives NaN.
+        # An infinite weight makes an infinite gate, which has no defined result (swiglu). An infinite x gives NaN.
         cases = projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
         over = case(self, w.at(M=2, d=64, I=24), "overflow", "the largest number in place of infinity", _overflow)
         return *cases, over

@@ -1,6 +1,6 @@
 """geglu: y = gelu(gate) * up. tanh 0: gelu(g) = g/2 (1 + erf(g / sqrt 2)); tanh 1: its tanh approximation (Gemma).
 
-The eager composition stores gelu(gate) first: allowed.
+The contract allows the rounding of the eager composition, which stores gelu(gate) first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""kv_append: write the keys and values of new tokens into the cache, bit for bit; nothing else of it changes.
+"""kv_append: write the keys and values of new tokens into the cache, bit for bit, and change nothing else of it.
 
-Token s of batch row b goes to position positions[b] + s: of k_cache[B, Hkv, Lmax, D], or, with a block table, to page
-block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv, D].
-`verify` needs the inputs as they were before the call.
+Token s of batch row b goes to position positions[b] + s of k_cache[B, Hkv, Lmax, D] or, with a block table, to page
+block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv, D]. `verify` needs the inputs from
+before the call.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from autosel.ops.draw import (
 )
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
-CAPACITY = 1024  # positions a row of the generated cache has room for, beside the new tokens
+CAPACITY = 1024  # positions per row of the generated cache, in addition to the new tokens
 SMALL_CAPACITY = 96
-MOST_CACHE_BYTES = 3 << 19  # of the two caches of a case
-BESIDE = 8  # positions before and after the new tokens that must stay as they are
+MOST_CACHE_BYTES = 3 << 19  # limit of the two caches of a case
+BESIDE = 8  # positions before and after the new tokens that must stay unchanged
 # (B, Hkv, S, D)
 SHAPES = ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17, 40), (1, 3, 33, 66), (5, 1, 5, 256),
           (1, 1, 1, 2))  # fmt: skip
 
 
 def _tokens_outside(x: Tensor) -> Tensor:
-    """The same tensor with its two middle axes swapped in memory."""
+    """Return the same tensor with its two middle axes swapped in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -64,7 +64,7 @@ def _tokens_outside(x: Tensor) -> Tensor:
 
 
 def _room_levels(_: DTypeName, rng: Random) -> list[Level]:
-    """Positions that a row has room for beside the new ones: a cache as long as a context is, of narrow rows."""
+    """Return the domain of a row's room in addition to the new tokens: caches as long as a context."""
 
     def of(room: int) -> Edit:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
@@ -121,7 +121,9 @@ def _in_order(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _unused_entries(inputs: dict[str, Any], draw: Draw) -> None:
-    """Where no new token goes -1, numbers of no page, or another sequence's page; in the middle of a row too."""
+    """Fill entries that no new token uses with -1, invalid numbers or another sequence's page, also in the middle of a
+    row.
+    """
     table = inputs["block_table"]
     if table is None:
         return
@@ -202,7 +204,7 @@ class KvAppend(Op):
         return self.sized(w, seed, CAPACITY)
 
     def sized(self, w: Workload, seed: int, capacity: int) -> dict[str, Any]:
-        """Inputs with a cache of room for `capacity` positions beside the new ones."""
+        """Return inputs with a cache for `capacity` positions in addition to the new ones."""
         draw, shape = streamed_draw(seed, w.dtype), cache_shape(w, capacity)
         table = draw.permutation(shape[0]).view(w["B"], -1).int() if w.trait("page", 0) else None
         caches = {"k_cache": draw.normal(*shape), "v_cache": draw.normal(*shape)}
@@ -271,7 +273,7 @@ class KvAppend(Op):
     def verify(
         self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
     ) -> Match | Mismatch:
-        """Bit for bit: the sign of a zero and the bits of a NaN are copied too."""
+        """Compare bit for bit: the sign of a zero and the bits of a NaN are copied too."""
         for found, new, name in zip(got, ("k", "v"), self.output_names, strict=True):
             expected = _appended(inputs, new, name)
             wrong = bits(found) != bits(expected)
@@ -283,7 +285,7 @@ class KvAppend(Op):
         return Match(worst=0.0)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        """About `count` tokens' batch rows with their whole part of the cache."""
+        """Return batch rows with about `count` tokens, and their whole part of the cache."""
         b = edge_sample(w["B"], max(1, count // w["S"]), seed)
         part = {n: inputs[n][b] for n in ("k", "v", "positions")}
         table = inputs["block_table"]
@@ -295,7 +297,7 @@ class KvAppend(Op):
         return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
 
     def written(self, w: Workload, inputs: Inputs) -> Written:
-        """The new tokens' slots and `BESIDE` more on each side; of a paged cache the pages they lie in."""
+        """Return the new tokens' slots and `BESIDE` more on each side; for a paged cache, their pages."""
         where, part = _touched(w, inputs)
         caches = (inputs["k_cache"], inputs["v_cache"])
         before = tuple(cache[where] for cache in caches)
@@ -329,9 +331,9 @@ def cache_shape(w: Workload, capacity: int) -> tuple[int, ...]:
 
 
 def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
-    """An index of the caches, and the positions and block table that say the same within what it picks."""
+    """Return an index into the caches, and positions and a block table that address the same slots within its part."""
     positions, table, s = inputs["positions"].long(), inputs["block_table"], w["S"]
-    there = positions.device  # a GPU, of a call in service
+    there = positions.device  # may be a GPU, for a call in service
     if table is None:
         room = inputs["k_cache"].shape[2]
         count = min(room, s + 2 * BESIDE)
@@ -343,15 +345,16 @@ def _touched(w: Workload, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     count = min(table.shape[1], (s - 1) // page + 2)
     start = (positions // page).clamp(0, table.shape[1] - count)
     beside = table.long().gather(1, start[:, None] + torch.arange(count, device=there))
-    # An entry that no token goes to may be anything, also a page that another row writes: each page is kept once.
+    # An entry that no token uses may have any value, also a page that another row writes: each page is kept once.
     pages, own = beside.clamp(0, len(inputs["k_cache"]) - 1).unique(return_inverse=True)
     return pages, {"positions": (positions - start * page).int(), "block_table": own.int()}
 
 
 def _pages_of(rows: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The pages that these rows' tables name, each once, without those that other rows write; their tables anew.
+    """Return the pages in these rows' tables, each once and without those that other rows write, and the rows' new
+    tables.
 
-    An entry that no token goes to may be anything: no page at all, or one of another row's.
+    An entry that no token uses may have any value: an invalid page, or one of another row.
     """
     table, page, s = inputs["block_table"].long(), inputs["k_cache"].shape[1], inputs["k"].shape[2]
     others = torch.ones(len(table), dtype=torch.bool)
@@ -365,7 +368,7 @@ def _pages_of(rows: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def slots(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Index of each new token in the cache seen as [batch row or page, slot, Hkv, D]: two of [B, S]."""
+    """Return the index of each new token in the cache viewed as [batch row or page, slot, Hkv, D]: two of [B, S]."""
     b, s = inputs["k"].shape[0], inputs["k"].shape[2]
     position = inputs["positions"].long()[:, None] + torch.arange(s)
     if inputs["block_table"] is None:
@@ -375,7 +378,7 @@ def slots(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _appended(inputs: Inputs, new: str, cache: str) -> Tensor:
-    """The cache with the new tokens in it, in its own dtype."""
+    """Return the cache with the new tokens, in its own dtype."""
     made: Tensor = inputs[cache].clone()
     by_token = made if inputs["block_table"] is not None else made.transpose(1, 2)
     by_token[slots(inputs)] = inputs[new].transpose(1, 2)

@@ -1,8 +1,8 @@
-"""linear: y = x @ w^T (+ bias) (+ residual). At M = 1 people call it gemv, above gemm; it is one op.
+"""linear: y = x @ w^T (+ bias) (+ residual), called gemv at M = 1 and gemm above; it is one op.
 
-w is a tensor, or a `Weight` in a format; what may be rounded then is said in weight.py. fp32 accumulation in any order,
-one rounding. The contract allows the roundings of the eager composition: the product may be stored before the bias is
-added, the sum before the residual is.
+w is a tensor, or a `Weight` in a format, whose roundings weight.py lists. fp32 accumulation in any order, one rounding.
+The contract allows the roundings of the eager composition: the product may be stored before the bias is added, and the
+sum before the residual is added.
 """
 
 from __future__ import annotations
@@ -156,8 +156,10 @@ class Linear(Op):
 
 
 def checked_columns(k: int, rows: int, wanted: int) -> int:
-    """How many outputs a row to check in float64: enough to notice a wrong tile, few enough to do while racing; who
-    wants fewer than 8 rows (the runtime guard does) wants less work too."""
+    """Return how many outputs per row to check in float64: enough to notice a wrong tile, few enough during a race.
+
+    A caller that wants fewer than 8 rows (the runtime guard) also gets fewer columns.
+    """
     return max(16, CHECKED_PRODUCTS * min(wanted, 8) // 8 // (k * rows))
 
 
@@ -167,7 +169,7 @@ def checked_columns(k: int, rows: int, wanted: int) -> int:
 def projection_cases(
     op: Op, w: Workload, *, weights: tuple[str, ...], width: str, out: str = "N", skip: tuple[str, ...] = ()
 ) -> tuple[Case, ...]:
-    """Cases for y[M,out] = f(x[M,width] @ weights[out,width]^T ...). `skip`: "inf in weights" or nothing."""
+    """Return cases for y[M,out] = f(x[M,width] @ weights[out,width]^T ...). `skip` is "inf in weights" or nothing."""
 
     def at(m: int, n: int, k: int) -> Workload:
         return w.at(**{"M": m, out: n, width: k})
@@ -190,7 +192,7 @@ def projection_cases(
 
 
 def needle_cases(op: Op, at: Any) -> list[Case]:
-    """x is zero but for one element a row: the only product that counts is at an edge."""
+    """Return cases whose x is zero except for one element per row, at an edge."""
 
     def needle(positions: tuple[int, ...]) -> Any:
         def change(inputs: dict[str, Any], _: Draw) -> None:
@@ -212,7 +214,7 @@ def needle_cases(op: Op, at: Any) -> list[Case]:
 def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) -> list[Case]:
     cases, plain = [], at(1, 1, 1).weight_format.plain
     for name, covers, edit in HOSTILE:
-        # Inf times a flushed subnormal would be NaN; keep the weights clear of it.
+        # Inf times a flushed subnormal would be NaN, so the weights avoid subnormals.
         infinite = "inf" in name
         clear = tuple((lambda inputs, n=n: clear_of_zero(inputs[n])) for n in ("x", *weights)) if infinite else ()
         for m in (1, 5):
@@ -225,7 +227,7 @@ def _values(op: Op, at: Any, weights: tuple[str, ...], skip: tuple[str, ...]) ->
 
 
 def modest(edit: Any) -> Any:
-    """fp16 products must stay below 65504 once stored: a tenth of the size is as large as sums can be."""
+    """Limit sizes for fp16, whose stored products must stay below 65504."""
 
     def change(x: Tensor, draw: Draw) -> None:
         edit(x, draw)

@@ -1,8 +1,8 @@
-"""lm_head: logits = x @ w^T (greedy 0), or the token of the largest logit (greedy 1).
+"""lm_head: logits = x @ w^T (greedy 0), or the token with the largest logit (greedy 1).
 
 Greedy: two logits are indistinguishable if their difference is below the sum of their bounds; any such token is right.
-Where the arithmetic is exact (small integers: every order of summation gives the same logit) equal logits are equal for
-every kernel, and the lowest index is the one right answer. A NaN logit counts as the greatest, as in torch.argmax.
+If the arithmetic is exact (small integers: every order of summation gives the same logit), equal logits are equal for
+every kernel, and only the lowest index is right. A NaN logit counts as the largest, as in torch.argmax.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from autosel.ops.stored_cases import weight_cases, write
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
-MOST_CHOICES = 256  # rows of a case made of domains
+MOST_CHOICES = 256  # limit of rows of a case made of domains
 BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096
 # Operands that are multiples of this, with sum|x w| below 2^24 of its square, multiply and add exactly in fp32.
 QUANTUM = 2.0**-6
@@ -71,7 +71,7 @@ class LmHead(Op):
         Arg(name="w", kind="weight", role="streamed"),
         Arg(name="greedy", kind="int", default=0),
     )
-    output_names = ("logits",)  # where greedy the tokens, by the same name
+    output_names = ("logits",)  # if greedy, the tokens, by the same name
     dim_names = ("M", "V", "d")
     trait_defaults = {"greedy": 0, "weight": PLAIN}
     domains = {
@@ -108,7 +108,7 @@ class LmHead(Op):
         return {"x": x, "w": inputs["w"], "greedy": int(w.trait("greedy", 0))}
 
     def affordable(self, w: Workload) -> bool:
-        """A greedy choice is judged row by row."""
+        """Limit rows of a greedy choice, which is judged row by row."""
         return super().affordable(w) and (not w.trait("greedy", 0) or w["M"] <= MOST_CHOICES)
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
@@ -148,13 +148,13 @@ class LmHead(Op):
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         if w.trait("greedy", 0):
-            few = edge_sample(w["M"], min(count, 4), seed)  # each costs a pass over the weights
+            few = edge_sample(w["M"], min(count, 4), seed)  # each row costs a pass over the weights
             return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
         m = edge_sample(w["M"], count, seed)
         return self._part(inputs, m, edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1))
 
     def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
-        """Greedy: `rows` judges tokens by all logits."""
+        """Return the part at `where`; None if greedy, because `rows` judges tokens by all logits."""
         return None if w.trait("greedy", 0) else self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
 
     def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
@@ -179,7 +179,9 @@ def _blocks(w: Matrix) -> Iterator[Matrix]:
 
 
 def _shortlist_by(x: Tensor, w: Matrix) -> tuple[Tensor, float]:
-    """fp32 logits [M, V], and the largest finite norm of a row of w: what their error goes with. One pass over w."""
+    """Return fp32 logits [M, V] and the largest finite norm of a row of w, which scales their error, in one pass over
+    w.
+    """
     logits, largest = [], 0.0
     for part in _blocks(w):
         wide = part.float() if isinstance(part, Tensor) else part.exact().float()
@@ -190,7 +192,7 @@ def _shortlist_by(x: Tensor, w: Matrix) -> tuple[Tensor, float]:
 
 
 def _judge(x: Tensor, w: Matrix, logits: Tensor, token: int, largest_row: float) -> Mismatch | float:
-    """Is `token` an argmax of x @ w^T? Then its distance from the top over what is allowed. `logits` are fp32's."""
+    """Judge `token` as an argmax of x @ w^T: its distance from the top over the allowed one. `logits` are fp32's."""
     vocabulary = logits.numel()
     if not 0 <= token < vocabulary:
         return Mismatch(check="range", reason=f"token {token} of {vocabulary}", evidence={"token": token})
@@ -198,9 +200,9 @@ def _judge(x: Tensor, w: Matrix, logits: Tensor, token: int, largest_row: float)
     if not top.isfinite():
         first = int(logits.argmax())
         return 0.0 if token == first else _wrong("nan_pattern", token, first, logits)
-    # Rows further below the top than any two bounds together can explain need no float64.
+    # Rows further below the top than the sum of any two bounds need no float64.
     size, unit = LAMBDA * x.double().norm().item() * largest_row, UNIT[DTYPE_NAME[x.dtype]]
-    # A weight in a format may be rounded, and a row's product be stored twice.
+    # A weight in a format may be rounded, and a row's product may be stored twice.
     roundings, rounded = (2.1, 0.0) if isinstance(w, Tensor) else (6.3, size * unit / 2)
     flushed = flushable(x).norm().item() * largest_row
     if isinstance(w, Tensor):
@@ -233,14 +235,14 @@ def _judge_near(x: Tensor, w: Matrix, near: Tensor, token: int) -> Mismatch | fl
 
 
 def _exact_arithmetic(x: Tensor, w: Matrix) -> Tensor:
-    """bool [rows]: is x . w the same in fp32 whatever the order of summation, and whatever a format allows to round?"""
+    """Return bool [rows]: True if x . w is the same in fp32 for every order of summation and every allowed rounding."""
     a, b = x.double() / QUANTUM, exact(w) / QUANTUM
     whole = bool((a == a.round()).all()) & (b == b.round()).all(-1)
     return whole & (b.abs() @ a.abs() < 2**24) & (isinstance(w, Tensor) or _unrounded(x, w))
 
 
 def _unrounded(x: Tensor, w: Weight) -> Tensor:
-    """bool [rows]: do weights, and products by scales that are powers of two, fit the dtype of x as they are?"""
+    """Return bool [rows]: True if weights and scaled products fit the dtype of x exactly (scales are powers of two)."""
     w64 = exact(w)
     y, power = w64 @ x.double(), (w.scales.double().abs().log2() % 1 == 0).view(w64.shape[0], -1).all(-1)
     return power & (w64 == w64.to(x.dtype).double()).all(-1) & (y == y.to(x.dtype).double())
@@ -306,12 +308,12 @@ def _largest_at(where: tuple[int, ...]) -> Change:
 
 
 def _tied(where: tuple[int, ...]) -> Change:
-    """Small integers; the rows at `where` equal the largest."""
+    """Use small integers, with the rows at `where` equal to the largest."""
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         x, w = inputs["x"], inputs["w"]
         x.copy_(draw.integers(-3, 4, *x.shape))
-        x[:] = x[:1]  # one direction for all rows, so that the tie is every row's
+        x[:] = x[:1]  # the same direction for all rows, so that all have the tie
         write(w, slice(None), draw.integers(-1, 2, *w.shape), scale=0.5)
         for at in where:
             write(w, at, x[0].sign() * 2, scale=0.5)

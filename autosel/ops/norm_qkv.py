@@ -39,10 +39,10 @@ from autosel.values import DTYPE_BYTES, Workload
 
 
 def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Matrix, eps: float, offset: float) -> Tensor:
-    """Bound on rmsnorm(x) @ w^T before it is stored.
+    """Return a bound on rmsnorm(x) @ w^T before it is stored.
 
-    Storing h (two roundings) moves each product by up to 2u of itself. Roundings of different values are independent
-    and add in squares; equal values round alike and move the whole sum by 2u of itself, as an error of rstd does.
+    Storing h (two roundings) changes each product by up to 2u of itself. Roundings of different values are independent
+    and add in squares; equal values round equally and change the whole sum by 2u of itself, as an error of rstd does.
     """
     dtype = DTYPE_NAME[x.dtype]
     h = normalise(x.double(), norm_weight, eps, offset)

@@ -1,5 +1,8 @@
-"""PyTorch on one thread for a while: forking a team for each of thousands of small operations costs more than they do,
-and the cores are the candidate's."""
+"""Run PyTorch on one thread for a while.
+
+Forking a team for each of thousands of small operations costs more than the operations, and the candidate needs the
+cores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 
 @dataclass(slots=True)
 class _Shared:
-    """By all threads: how many are inside, and what it was before the first of them."""
+    """State shared by all threads: how many are inside, and the setting before the first of them."""
 
     users: int = 0
     before: int = 1
@@ -25,12 +28,13 @@ _shared = _Shared()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Meanwhile one; then what it was before the first of those who are in here at once.
+    """Use one PyTorch thread inside the block; the last thread to leave restores the earlier setting.
 
-    The setting is the process's: a thread that begins inside would take another's 1 for what to go back to.
+    The setting belongs to the process: a thread that enters while another is inside must not save 1 as the earlier
+    setting.
     """
     with _shared.lock:
-        now = torch.get_num_threads()  # asked first by every thread: a new one takes over the process's when asked
+        now = torch.get_num_threads()  # called by every thread first: it makes a new thread adopt the process's setting
         if not _shared.users:
             _shared.before = now
         _shared.users += 1

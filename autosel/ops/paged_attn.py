@@ -1,7 +1,7 @@
 """paged_attn: attention over a KV cache in pages, [P, page, Hkv, D], found through a block table. See attention.py.
 
-Position j of batch row b lives in page block_table[b, j // page], slot j % page. Entries beyond a row's length may hold
-anything, -1 included; what they point to must not influence the result.
+Position j of batch row b is in page block_table[b, j // page], slot j % page. Entries beyond a row's length may have
+any value, also -1, and the memory that they point to must not influence the result.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FAR_POOL_BYTES = 4 << 20
 
 
 def _share_pages(inputs: dict[str, Any], _: Draw) -> None:
-    """One buffer [P, 2, page, Hkv, D], as some engines keep K and V."""
+    """Put K and V into one buffer [P, 2, page, Hkv, D], as some engines do."""
     both = torch.stack((inputs["k_pages"], inputs["v_pages"]), 1)
     inputs["k_pages"], inputs["v_pages"] = both[:, 0], both[:, 1]
 
 
 def _heads_outside(pages: Tensor) -> Tensor:
-    """The same [P, page, Hkv, D] over memory laid out [P, Hkv, page, D]."""
+    """Return the same [P, page, Hkv, D] in memory laid out as [P, Hkv, page, D]."""
     return pages.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -56,13 +56,13 @@ def _in_order(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _shared_prefix(inputs: dict[str, Any], _: Draw) -> None:
-    """Sequences that share their first page, as a prefix cache has them."""
+    """Make sequences share their first page, as in a prefix cache."""
     table = inputs["block_table"]
     table[:, 0] = table[0, 0]
 
 
 def _stale_entries(inputs: dict[str, Any], draw: Draw) -> None:
-    """Beyond a row's length -1, numbers of no page, and other sequences' pages; a table wider than `max_len` needs."""
+    """Fill entries beyond a row's length with -1, invalid numbers and other sequences' pages, in a wider table."""
     table, page = inputs["block_table"], inputs["k_pages"].shape[1]
     wide = torch.cat((table, table.new_full((table.shape[0], 3), -1)), 1)
     unused = torch.arange(wide.shape[1]) * page >= inputs["lengths"][:, None]
@@ -72,7 +72,7 @@ def _stale_entries(inputs: dict[str, Any], draw: Draw) -> None:
 
 
 def _far_pages(inputs: dict[str, Any], _: Draw) -> None:
-    """Pages whose numbers need more than 16 bits, where that takes little memory; a pool much larger than its use."""
+    """Use page numbers of more than 16 bits if memory allows; the pool is much larger than its used part."""
     table = inputs["block_table"]
     pages = inputs["k_pages"]
     start = 66_000 if 66_000 * pages[0].numel() * pages.itemsize <= FAR_POOL_BYTES else 300
@@ -84,7 +84,7 @@ def _far_pages(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _far_needle(inputs: dict[str, Any], draw: Draw) -> None:
-    """Page numbers of 17 bits, and nearly all the weight on the last key: it stands at the end of a long table."""
+    """Use page numbers of 17 bits, and give nearly all the weight to the last key, at the end of a long table."""
     _far_pages(inputs, draw)
     last, q = int(inputs["block_table"][0, -1]), inputs["q"].flatten()
     inputs["lengths"].fill_(inputs["max_len"])
@@ -95,7 +95,7 @@ def _far_needle(inputs: dict[str, Any], draw: Draw) -> None:
 
 def _bury_unused(inputs: dict[str, Any], draw: Draw) -> None:
     table, lengths, page = inputs["block_table"], inputs["lengths"], inputs["k_pages"].shape[1]
-    used = torch.zeros(len(inputs["k_pages"]), dtype=torch.int64)  # slots of each page that some sequence uses
+    used = torch.zeros(len(inputs["k_pages"]), dtype=torch.int64)  # slots of each page that a sequence uses
     for row, length in zip(table, lengths.tolist(), strict=True):
         for at in range(-(-length // page)):
             used[row[at]] = max(int(used[row[at]]), min(page, length - at * page))
@@ -161,7 +161,7 @@ class PagedAttn(Op):
         return admits(row, "v_pages")
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
-        """NaN in each page that no sequence uses, large finite junk in the slots beyond a length."""
+        """Write NaN into each unused page, and large finite values into slots beyond a length."""
         _bury_unused(inputs, draw)
 
     def workload_of(self, inputs: Inputs) -> Workload:
@@ -206,7 +206,7 @@ class PagedAttn(Op):
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        """attn's battery, its caches cut into pages; the workload's page size and three others."""
+        """Return attn's battery with caches cut into pages, of the workload's size and three others."""
         cases = []
         for i, found in enumerate(attn_cases(ATTN, contiguous(w), layouts=False)):
             page = w["page"] if i % 2 == 0 else (16, 1, 64, 24)[i // 2 % 4]
@@ -246,7 +246,7 @@ class PagedAttn(Op):
     def _part(self, w: Workload, inputs: Inputs, pairs: Tensor) -> Rows:
         group = w["Hq"] // w["Hkv"]
         b, h = pairs // w["Hkv"], pairs % w["Hkv"]
-        table = inputs["block_table"][:, : _blocks(w)]  # an engine's is as wide as its longest context
+        table = inputs["block_table"][:, : _blocks(w)]  # an engine's table is as wide as its longest context
         part = {**inputs, "q": pick_heads(inputs["q"], b, h, group), "lengths": inputs["lengths"][b]}
         for name in ("k_pages", "v_pages"):
             heads = zip(b.tolist(), h.tolist(), strict=True)
@@ -264,14 +264,16 @@ class PagedAttn(Op):
 
 
 def contiguous(w: Workload) -> Workload:
-    """The same attention over a contiguous cache with lengths."""
+    """Return the same attention over a contiguous cache with lengths."""
     dims = {name: size for name, size in w.dims if name != "page"}
     return ATTN.workload(w.dtype, dims, ragged=True, **dict(w.traits))
 
 
 def gather(pages: Tensor, table: Tensor, lengths: Tensor, keys: int) -> Tensor:
-    """[P, page, Hkv, D] -> the contiguous cache [B, Hkv, keys, D]; zeros in place of the pages that a row does not use.
-    They could be NaN, which no weight of zero holds back."""
+    """Return the contiguous cache [B, Hkv, keys, D] of pages [P, page, Hkv, D], with zeros for a row's unused pages.
+
+    Unused pages may be NaN, which a weight of zero does not remove.
+    """
     page = pages.shape[1]
     used = torch.arange(-(-keys // page)) * page < lengths[:, None]
     known = table[:, : used.shape[1]].long().clamp(0, pages.shape[0] - 1)

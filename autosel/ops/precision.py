@@ -1,4 +1,4 @@
-"""How exactly this process multiplies fp32 matrices."""
+"""Precision of this process's fp32 matrix products."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 
 
 def matmul_precision() -> str:
-    """`highest`, `high` or `medium`; of a process that has set PyTorch's backends one by one, what each does
-    (`cuda_tf32-mkldnn_ieee`): there the one word no longer exists, and asking for it raises."""
+    """Return `highest`, `high` or `medium`.
+
+    If a process has set PyTorch's backends separately, return each setting (`cuda_tf32-mkldnn_ieee`): no single word
+    exists then, and querying it raises.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,5 +1,7 @@
-"""prefill_attn: causal attention of a prompt over itself; query i sees keys 0..i (the last `window` of them). See
-attention.py."""
+"""prefill_attn: causal attention of a prompt over itself; query i sees keys 0..i (the last `window` of them).
+
+See attention.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193)
 
 
 def _heads_inside(x: Tensor) -> Tensor:
-    """The same [B, H, S, D] over memory laid out [B, S, H, D]."""
+    """Return the same [B, H, S, D] in memory laid out as [B, S, H, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -96,7 +98,9 @@ class PrefillAttn(Op):
         return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        """A run of queries of one head, against the keys up to its end: the reference takes fewer queries than keys."""
+        """Return consecutive queries of one head and the keys up to its end: the reference takes fewer queries than
+        keys.
+        """
         generator = torch.Generator().manual_seed(seed)
         wanted = max(1, min(w["S"], count))
         end = w["S"] if seed % 2 else int(torch.randint(wanted, w["S"] + 1, (1,), generator=generator))
@@ -172,7 +176,7 @@ def _add_values(add: Any, window: int) -> None:
     for name in ("q", "k", "v"):
         add(f"zeros in {name}", "-0.0; a uniform average", 97, _on(name, zeros))
         add(f"subnormal {name}", "garbage for subnormal inputs", 97, _on(name, subnormal))
-        if name == "q" or not window:  # every query must see a bad key, for a library may read what it masks
+        if name == "q" or not window:  # every query must see the bad key, because a library may read masked keys
             add(f"nan in {name}", "a swallowed NaN", 97, _nan(name))
     add("outliers in v", "precision below fp32", 97, _on("v", outliers))
     add("large v", "overflow of sums", 97, _on("v", large))

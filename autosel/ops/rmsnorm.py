@@ -1,8 +1,8 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
-offset 0 is Llama's, 1 is Gemma's. fp32 inside. The contract allows the rounding of the eager composition: the
-normalised value may be rounded to the dtype before the weight multiplies it (transformers does that), so two roundings
-of the output dtype; fused kernels that round once are within it.
+offset 0 is Llama's, 1 is Gemma's. Arithmetic is fp32. The contract allows the rounding of the eager composition: the
+normalised value may be rounded to the dtype before it is multiplied by the weight (as in transformers), so two
+roundings of the output dtype; fused kernels that round once are within it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,22 @@ from autosel.values import DTYPE_BYTES, Workload
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """The definition, in float64, of a float64 x."""
+    """Return the definition's value for a float64 x, in float64."""
     rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return x * rstd * (weight.double() + offset)
 
 
 def normalise_relative_error(width: int) -> float:
-    """fp32 roundings of a norm, relative to |y|: rstd carries half the relative error of the mean, a sum of `width`
-    non-negative terms (4 sqrt(width) u32), and eight more roundings cover rsqrt, products and 1 + weight."""
+    """Return a bound on a norm's fp32 roundings, relative to |y|.
+
+    rstd has half the relative error of the mean, a sum of `width` non-negative terms (4 sqrt(width) u32); eight more
+    roundings cover rsqrt, products and 1 + weight.
+    """
     return (2 * math.sqrt(width) + 8) * U32
 
 
 def normalise_flush(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """What flushing subnormals may add to the error: of x, of weight, of the normalised value where it is stored."""
+    """Return the additional error if subnormals are flushed: in x, in weight, and in a stored normalised value."""
     dtype, x64 = DTYPE_NAME[weight.dtype], x.double()
     rstd = (x64.square().mean(-1, keepdim=True) + eps).rsqrt()
     scale = (weight.double() + offset).abs()

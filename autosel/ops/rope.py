@@ -1,9 +1,11 @@
 """rope: rotate the first R of D elements of each head by position * inv_freq.
 
-style 0 (half, Llama): pairs (i, i + R/2); style 1 (interleaved, GPT-J): pairs (2i, 2i + 1). R = 2 * len(inv_freq); the
-rest passes through bit for bit. (a, b) -> (a cos - b sin, b cos + a sin).
-The angle is fp32's: it errs by |position * frequency| u32. The contract allows the eager composition's roundings: cos
-and sin, both products and the sum may each be stored in the dtype, so the error goes with the sum of |terms|.
+style 0 (half, Llama): pairs (i, i + R/2); style 1 (interleaved, GPT-J): pairs (2i, 2i + 1). R = 2 * len(inv_freq);
+other elements are copied bit for bit. (a, b) -> (a cos - b sin, b cos + a sin).
+
+The angle is computed in fp32, with an error of |position * frequency| u32. The contract allows the roundings of the
+eager composition: cos and sin, both products and the sum may each be stored in the dtype, so the error is proportional
+to the sum of |terms|.
 """
 
 from __future__ import annotations
@@ -36,24 +38,24 @@ from autosel.values import DTYPE_BYTES, DTypeName, Workload
 # (Hq, Hkv, D, R): head groups, widths, partial rotations, odd tails of vectors.
 SHAPES = ((1, 1, 64, 64), (4, 2, 80, 80), (3, 1, 96, 24), (8, 2, 128, 128), (2, 2, 256, 64), (5, 5, 40, 10),
           (2, 1, 34, 34), (7, 1, 66, 2), (16, 4, 64, 32))  # fmt: skip
-ANGLE_ROUNDINGS = 4  # of fp32, in the product, the range reduction and sin or cos
+ANGLE_ROUNDINGS = 4  # fp32 roundings in the product, the range reduction and sin or cos
 
 
 def frequencies(rotated: int, base: float) -> Tensor:
-    """base^(-2i/R), fp32 [R/2]."""
+    """Return base^(-2i/R), fp32 [R/2]."""
     exponent = -torch.arange(0, rotated, 2).double() / rotated
     return (exponent * math.log(base)).exp().float()
 
 
 def _packed(inputs: dict[str, Any], _: Draw) -> None:
-    """q and k as slices of one QKV projection's output."""
+    """Make q and k slices of one QKV projection's output."""
     q, k = inputs["q"], inputs["k"]
     both = torch.cat((q, k, k), 1)
     inputs["q"], inputs["k"] = both[:, : q.shape[1]], both[:, q.shape[1] : q.shape[1] + k.shape[1]]
 
 
 def _heads_outside(x: Tensor) -> Tensor:
-    """The same [M, H, D] over memory laid out [H, M, D]."""
+    """Return the same [M, H, D] in memory laid out as [H, M, D]."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -91,12 +93,12 @@ def _frequency_levels(_: DTypeName, rng: Random) -> list[Level]:
         return change
 
     def stretched(rotated: int, _: Draw) -> Tensor:
-        """As Llama 3.1 has them: the slow ones slower."""
+        """Return frequencies like Llama 3.1's, with slower slow ones."""
         found = frequencies(rotated, 500_000.0)
         return torch.where(found < 1e-3, found / 8, found)
 
     def drawn(rotated: int, draw: Draw) -> Tensor:
-        """Of either sign."""
+        """Return frequencies of either sign."""
         found = 10.0 ** (-5 * draw.uniform(rotated // 2))
         return torch.where(draw.uniform(rotated // 2) < 0.5, -found, found)
 
@@ -217,19 +219,19 @@ class Rope(Op):
 
 
 def _angle(inputs: Inputs) -> Tensor:
-    """float64 [M, 1, R/2]."""
+    """Return float64 [M, 1, R/2]."""
     angle: Tensor = inputs["positions"].double()[:, None] * inputs["inv_freq"].double()
     return angle[:, None]
 
 
 def halves(x: Tensor, rotated: int, style: int) -> tuple[Tensor, Tensor]:
-    """The two members of each pair: [M, H, R/2] each."""
+    """Return the two members of each pair, [M, H, R/2] each."""
     x = x[..., :rotated]
     return (x[..., ::2], x[..., 1::2]) if style else (x[..., : rotated // 2], x[..., rotated // 2 :])
 
 
 def join(a: Tensor, b: Tensor, rest: Tensor, style: int) -> Tensor:
-    """The inverse of `halves`, with the part that is not rotated behind."""
+    """Invert `halves`, and append the part that is not rotated."""
     pair = torch.stack((a, b), -1).flatten(-2) if style else torch.cat((a, b), -1)
     return torch.cat((pair, rest), -1)
 
@@ -248,7 +250,7 @@ def _bound(x: Tensor, y: Tensor, angle: Tensor, style: int) -> Tensor:
     terms = join(a * cos + b * sin, b * cos + a * sin, torch.zeros_like(x[..., rotated:], dtype=torch.float64), style)
     moved = join((a + b) * turned, (a + b) * turned, torch.zeros_like(x[..., rotated:], dtype=torch.float64), style)
     flush = join(fa + fb, fa + fb, flushable(x)[..., rotated:], style)
-    # cos and sin stored, products stored: 2u of every term; products may underflow the dtype: `stored` on each.
+    # cos, sin and products are stored: 2u of every term; products may underflow the dtype: `stored` on each.
     error = moved * (1 + UNIT[dtype]) + stored(terms, (UNIT[dtype] + 2 * U32) * terms, dtype) + flush
     through = torch.arange(x.shape[-1]) >= rotated  # copied: exact
     return torch.where(through, flush, stored(y, error, dtype))
@@ -271,7 +273,7 @@ def _positions(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _cancelling(inputs: dict[str, Any], _: Draw) -> None:
-    """Each pair rotated onto an axis: one member of the result is all cancellation."""
+    """Rotate each pair onto an axis, so that one member of the result is pure cancellation."""
     angle = _angle(inputs)
     for name in ("q", "k"):
         x, rotated = inputs[name], 2 * angle.shape[-1]

@@ -1,8 +1,8 @@
-"""The roundings a contract allows, propagated: dot products, stored values, flushed subnormals.
+"""The roundings that a contract allows, propagated: dot products, stored values, flushed subnormals.
 
-One formula a source of error (research: probabilistic rounding analysis, Ipsen & Zhou, arXiv 1906.10465): a sum of K
-fp32 terms errs by about sqrt(K) * u32 * sum|terms| whatever its order; LAMBDA = 4 makes that a bound that no correct
-order exceeds in practice, where the deterministic K * u32 would let a dropped term through.
+One formula per source of error (research: probabilistic rounding analysis, Ipsen & Zhou, arXiv 1906.10465): a sum of K
+fp32 terms has an error of about sqrt(K) * u32 * sum|terms| in any order. LAMBDA = 4 makes that a bound that no correct
+order exceeds in practice; the deterministic bound K * u32 would not detect a dropped term.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ LAMBDA = 4.0
 
 
 def flushable(x: Tensor) -> Tensor:
-    """|x| in float64 where x is subnormal in its own dtype, 0 elsewhere: what counting subnormals as zero may cost.
+    """Return |x| in float64 where x is subnormal in its own dtype, 0 elsewhere: the cost of counting subnormals as
+    zero.
 
-    A float64 x is an intermediate that is never stored: nothing of it is flushed.
+    A float64 x is an intermediate that is never stored, so nothing of it is flushed.
     """
     if x.dtype == torch.float64:
         return torch.zeros_like(x)
@@ -29,9 +30,10 @@ def flushable(x: Tensor) -> Tensor:
 
 
 def matmul_error(x: Tensor, w: Tensor) -> Tensor:
-    """Bound on x[.., M, K] @ w[.., N, K]^T accumulated in fp32 in any order, before it is stored; float64 [.., M, N].
+    """Return a bound on x[.., M, K] @ w[.., N, K]^T, summed in fp32 in any order, before it is stored; float64 [.., M,
+    N].
 
-    Operands come in their own dtype: their subnormals may have been flushed.
+    Operands have their own dtype, in which their subnormals may have been flushed.
     """
     k = x.shape[-1]
     x_abs, w_abs = x.abs().double(), w.abs().double().mT
@@ -44,12 +46,12 @@ def matmul_error(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _any_small(x: Tensor) -> bool:
-    """Can `flushable` be anything but zero? Asked of weights in their own dtype, where it costs a quarter."""
+    """Return True if `flushable` may be nonzero. The check in the weights' own dtype costs a quarter."""
     return x.dtype != torch.float64 and bool((x.abs() < TINY_NORMAL[DTYPE_NAME[x.dtype]]).any())
 
 
 def stored(y: Tensor, error: Tensor, dtype: str, roundings: int = 1) -> Tensor:
-    """Bound on a value known to within `error` once stored in `dtype` (rounded `roundings` times)."""
+    """Return a bound on a value with error `error` after it is stored in `dtype` (rounded `roundings` times)."""
     rounded = error + roundings * UNIT[dtype] * (y.abs() + error)
     may_flush = y.abs() - error < TINY_NORMAL[dtype]
     return rounded + torch.where(may_flush, TINY_NORMAL[dtype], TINY_SUBNORMAL[dtype])

@@ -1,15 +1,15 @@
-"""sample: from logits to one token a row, by explicit randomness.
+"""sample: one token per row from its logits, with explicit randomness.
 
-In order, in fp32: repetition penalty (once per distinct token of `history`, -1 = empty: a positive logit is divided by
-it, another multiplied); temperature (0: greedy, the lowest index of the largest penalised logit, and the rest is
-ignored); top_k (0: off) keeps the k largest; top_p (1: off) keeps, of those renormalised, the smallest set of most
-probable tokens that reaches p, always at least one; ties go by lowest index. Of what is kept, renormalised, the token
-whose interval of cumulative probability (tokens in index order) contains `uniform`. The caller draws `uniform`, so the
-op is deterministic. -inf logits have probability 0; a row with a NaN or +inf logit, or with nothing but -inf, gives
-any token in range.
+In this order, in fp32: repetition penalty (once per distinct token of `history`, -1 = empty: a positive logit is
+divided by it, another multiplied); temperature (0: greedy, the lowest index of the largest penalised logit, and the
+rest is ignored); top_k (0: off) keeps the k largest; top_p (1: off) keeps, of those renormalised, the smallest set of
+most probable tokens that reaches p, always at least one; ties go by lowest index. The kept tokens are renormalised, and
+the token whose interval of cumulative probability (tokens in index order) contains `uniform` is returned. The caller
+draws `uniform`, so the op is deterministic. -inf logits have probability 0; a row with a NaN or +inf logit, or with
+only -inf, gives any token in range.
 
-A token is judged by the float64 definition, with what fp32 cannot decide left open: membership within rounding of the
-top_k or top_p edge, and a cumulative probability within its own error of `uniform`.
+A token is judged by the float64 definition; what fp32 cannot decide stays open: membership within rounding of the top_k
+or top_p edge, and a cumulative probability within its own error of `uniform`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 
 def _settings_of(name: str, *values: float | None, more: Sequence[Level] = ()) -> Domain:
-    """A setting of each row: one for all, or each row its own. None: as drawn."""
+    """Return the domain of a setting: one value for all rows, or a value for each row. None means the drawn one."""
 
     def of(chosen: tuple[float, ...]) -> Edit:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
@@ -51,7 +51,9 @@ def _settings_of(name: str, *values: float | None, more: Sequence[Level] = ()) -
 
 
 def _penalise_the_best(inputs: dict[str, Any]) -> None:
-    """The most probable token of each row into its history, unless it is there or that is empty: then it decides."""
+    """Put each row's most probable token into its history, unless it is there or the history is empty, so that it
+    matters.
+    """
     history, best = inputs["history"], inputs["logits"].float().nan_to_num(0.0).argmax(-1)
     first = history[:, 0]
     missing = (first >= 0) & (history != best[:, None]).all(-1)
@@ -67,12 +69,12 @@ def _on_logits(edit: Callable[[Tensor, Draw], Any]) -> Edit:
 
 def _logit_levels(_: DTypeName, rng: Random) -> list[Level]:
     def masked(x: Tensor, draw: Draw) -> None:
-        """All but a few tokens, in secret places, the last among them at times."""
+        """Mask all but a few tokens, in secret places, sometimes including the last."""
         x.masked_fill_(draw.uniform(*x.shape) > 4 / x.shape[-1], float("-inf"))
         x[:, int(draw.integers(0, x.shape[-1], 1))] = 1.0
 
     def largest(x: Tensor, draw: Draw) -> None:
-        """The largest of each row in a secret place of the second half."""
+        """Put the largest logit of each row in a secret place of the second half."""
         at = draw.integers(x.shape[-1] // 2, x.shape[-1], x.shape[0])
         x[torch.arange(len(at)), at] = 25.0
 
@@ -114,7 +116,7 @@ def _holes(history: Tensor, _: Tensor, draw: Draw) -> None:
 
 
 def _best_tokens(history: Tensor, logits: Tensor, _: Draw) -> None:
-    """The most probable tokens, and the first again and again."""
+    """Fill the history with the most probable tokens, and repeat the first."""
     order = logits.float().argsort(-1, descending=True)
     history.copy_(order[:, :1].expand_as(history))
     few = min(history.shape[1] // 2, order.shape[1])
@@ -122,15 +124,19 @@ def _best_tokens(history: Tensor, logits: Tensor, _: Draw) -> None:
 
 
 def _best_last(history: Tensor, logits: Tensor, _: Draw) -> None:
-    """The most probable tokens, the best of all at the end: whoever reads only a part of the history misses those."""
+    """Put the most probable tokens at the end, the best last: a kernel that reads only a part of the history misses
+    them.
+    """
     order, length = logits.float().argsort(-1, descending=True), history.shape[1]
     few = min(length, order.shape[1])
     history[:, length - few :] = order[:, :few].flip(-1)
 
 
 def _at_an_edge(inputs: dict[str, Any], draw: Draw) -> None:
-    """`uniform` just inside the interval of a token, at times of the least likely one that is kept: whoever keeps one
-    more or one less, or weighs tokens otherwise, draws another."""
+    """Set `uniform` just inside the interval of a token, sometimes of the least likely kept one.
+
+    A kernel that keeps one token more or less, or weighs tokens differently, draws another token.
+    """
     for b in range(len(inputs["uniform"])):
         row = _Row.of(inputs, b)
         if not row.greedy and not row.undefined:
@@ -194,7 +200,7 @@ class Sample(Op):
         return (TensorSpec(name="token", shape=(w["B"],), dtype="int64"),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        """A mix of requests: logits spread as a language model's, a usual temperature, top_k and top_p."""
+        """Return a mix of requests: logits like a language model's, with a usual temperature, top_k and top_p."""
         draw, b = Draw(seed, w.dtype), w["B"]
         history = draw.integers(0, w["V"], b, w["L"])
         history[:, w["L"] // 2 :] = -1
@@ -247,8 +253,11 @@ class Sample(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One row in float64. `error` bounds each penalised (and tempered) logit; tokens of one `path` (raw logit and
-    penalised or not) are computed alike by every kernel, so their ties are exact."""
+    """One row in float64.
+
+    `error` bounds each penalised (and tempered) logit. Tokens with the same path (raw logit, and penalised or not) are
+    computed equally by every kernel, so their ties are exact.
+    """
 
     value: Tensor  # [V], penalised, over temperature unless greedy
     error: Tensor  # [V]
@@ -305,7 +314,7 @@ class _Row:
         return self._judge_greedy(token) if self.greedy else self._judge_sampled(token)
 
     def edge(self, draw: Draw) -> float:
-        """A cumulative probability just inside the interval of one of the tokens kept."""
+        """Return a cumulative probability just inside the interval of one of the kept tokens."""
         kept = self._kept()
         weights = torch.where(kept.nominal, kept.weights, 0.0)
         p = weights / weights.sum()
@@ -366,7 +375,7 @@ class _Row:
         )
 
     def _edge(self, order: Tensor, n: int) -> Tensor:
-        """bool [V] by rank: tokens whose membership of the n largest fp32 may decide either way."""
+        """Return bool [V] by rank: tokens whose membership of the n largest fp32 may decide either way."""
         value, error = self.value[order], self.error[order]
         if n >= value.numel():
             return torch.zeros(value.numel(), dtype=torch.bool)
@@ -378,7 +387,9 @@ class _Row:
         return torch.zeros_like(band) if bool((alike | ~band).all()) else band
 
     def _cumulative_error(self, p: Tensor, order: Tensor) -> float:
-        """Of a cumulative probability in fp32: exp's argument and evaluation, the sum in any order, the division."""
+        """Return the error of a cumulative probability in fp32: exp's argument and evaluation, the sum in any order,
+        the division.
+        """
         value, error = self.value[order], self.error[order]
         top, finite = value[0].abs(), value.isfinite()
         relative = torch.where(finite, error + error[0] + 4 * U32 * (value.abs() + top + 2), 0.0)
@@ -403,7 +414,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """Which tokens are in the support, by index: by the definition, surely, possibly; and exp(value - max) of all."""
+    """Tokens of the support by index: by the definition, certainly, possibly; and exp(value - max) of all."""
 
     nominal: Tensor
     certain: Tensor
@@ -411,7 +422,7 @@ class _Kept:
     weights: Tensor
 
     def interval(self, token: int) -> tuple[float, float]:
-        """The widest interval of cumulative probability the token can cover over the open memberships."""
+        """Return the widest interval of cumulative probability that the token can have over the open memberships."""
         sure = torch.where(self.certain, self.weights, 0.0)
         maybe = torch.where(self.possible & ~self.certain, self.weights, 0.0)
         own = self.weights[token].item()
@@ -475,21 +486,21 @@ def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
 
 
 def _flat(inputs: dict[str, Any], draw: Draw) -> None:
-    """All tokens are kept, the last ones a little less likely: who keeps fewer than 2^16 leaves those out."""
+    """Keep all tokens, with the last ones a little less likely: a kernel that keeps fewer than 2^16 drops those."""
     inputs["logits"].fill_(1.0)[:, -600:] = 0.5
     inputs["uniform"].copy_(torch.tensor([0.9, 0.999]))
     _settings(k=inputs["logits"].shape[1], p=1.0, penalty=1.0)(inputs, draw)
 
 
 def _odd_count(inputs: dict[str, Any], draw: Draw) -> None:
-    """All tokens alike, 405 of them kept, and the last of those drawn."""
+    """Make all tokens equal, keep 405 of them, and draw the last of those."""
     inputs["logits"].fill_(0.75)
     _settings(k=405, p=1.0, penalty=1.0)(inputs, draw)
     inputs["uniform"].fill_(0.999)
 
 
 def _at_edges(inputs: dict[str, Any], draw: Draw) -> None:
-    """Each row with other settings; among them a temperature and a penalty that no format of 16 bits has."""
+    """Give each row other settings, among them a temperature and a penalty that no 16-bit format can hold."""
     rows = torch.arange(len(inputs["uniform"]))
     for name, values in (
         ("temperature", (0.50024, 0.50024, 0.9)),
@@ -503,7 +514,7 @@ def _at_edges(inputs: dict[str, Any], draw: Draw) -> None:
 
 
 def _far_history(inputs: dict[str, Any], _: Draw) -> None:
-    """Tokens whose numbers have more than 16 bits are the most likely ones, and the history names them."""
+    """Make tokens with numbers of more than 16 bits the most likely ones, and put them into the history."""
     logits, length = inputs["logits"], inputs["history"].shape[1]
     logits[:, -length:] = logits.abs().amax(-1, keepdim=True) + 1
     inputs["history"].copy_(torch.arange(logits.shape[1] - length, logits.shape[1]))
@@ -511,7 +522,7 @@ def _far_history(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _best_at_the_end(inputs: dict[str, Any], draw: Draw) -> None:
-    """Greedy; the largest logit of each row is penalised by the last entry of its history alone."""
+    """Use greedy; only the last entry of each row's history penalises its largest logit."""
     history = inputs["history"].fill_(-1)
     history[:, -1] = inputs["logits"].float().argmax(-1)
     inputs["history"] = offset_by_one(history)
@@ -519,7 +530,7 @@ def _best_at_the_end(inputs: dict[str, Any], draw: Draw) -> None:
 
 
 def _rare_first(inputs: dict[str, Any], draw: Draw) -> None:
-    """The first token has a probability of 2e-5, and `uniform` lies a little beyond it."""
+    """Give the first token a probability of 2e-5, with `uniform` a little beyond it."""
     inputs["logits"].zero_()[:, 0] = math.log(2e-5 * inputs["logits"].shape[1])
     inputs["uniform"].fill_(5e-5)
     _settings(k=0, p=1.0, penalty=1.0, temperature=1.0)(inputs, draw)
@@ -558,7 +569,7 @@ def _no_history(inputs: dict[str, Any], _: Draw) -> None:
 
 
 def _ties(inputs: dict[str, Any], _: Draw) -> None:
-    """Ten tokens share the top; five may stay."""
+    """Let ten tokens share the top; five may stay."""
     inputs["logits"][:, 100:150:5] = 12.0
     inputs["history"].fill_(-1)
     _settings(k=5, p=1.0)(inputs, _)

@@ -1,6 +1,6 @@
-"""Operands that are several tensors: a weight or a cache in a format. And the tensors inside any operand.
+"""Operands that consist of several tensors (a weight or a cache in a format), and the tensors inside any operand.
 
-Whoever copies, guards, poisons or sends operands asks here which tensors there are: "w", or "w.codes" and "w.scales".
+Code that copies, guards, poisons or sends operands gets their tensors here: "w", or "w.codes" and "w.scales".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PARTS = ("codes", "scales", "zeros")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
-    """What an op takes in place of a tensor of `shape`. Its tensors may be written, as a tensor may."""
+    """Operand that an op takes instead of a tensor of `shape`. Its tensors may be written, as a tensor may."""
 
     KIND: ClassVar[str]
 
@@ -29,7 +29,7 @@ class Stored:
 
     @property
     def dtype(self) -> str:
-        """The format's name: in a call's key it stands where the dtype of a tensor does."""
+        """Return the format's name, which replaces the dtype in a call's key."""
         return str(self.format.name)
 
     @property
@@ -45,12 +45,12 @@ class Stored:
         return sum(t.nbytes for t in self.parts().values())
 
     def parts(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
+        """Return its tensors by name."""
         named = {"codes": self.codes, "scales": self.scales}
         return named if self.zeros is None else {**named, "zeros": self.zeros}
 
     def map(self, change: Callable[[Tensor], Any]) -> Self:
-        """The same with each tensor changed; its shape stays."""
+        """Return a copy with each tensor changed, and the same shape."""
         return replace(self, **{name: change(part) for name, part in self.parts().items()})
 
     def to(self, device: torch.device | str) -> Self:
@@ -67,7 +67,7 @@ class Stored:
 
 
 def leaves(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor inside the arguments, by the argument's name and its part's."""
+    """Return every tensor inside the arguments, by the names of argument and part."""
     return dict(_leaves(inputs))
 
 
@@ -81,17 +81,17 @@ def _leaves(inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def argument_of(leaf: str) -> str:
-    """The argument that a leaf belongs to."""
+    """Return the argument that a leaf belongs to."""
     return leaf.partition(".")[0]
 
 
 def tensors(value: Any) -> tuple[Tensor, ...]:
-    """Those of one argument; none of a scalar or None."""
+    """Return the tensors of one argument; none for a scalar or None."""
     return tuple(leaves({"": value}).values())
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The argument with each tensor changed; anything else as it is."""
+    """Return the argument with each tensor changed; other values unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     return value.map(change) if isinstance(value, Stored) else value
@@ -101,7 +101,9 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def sent(name: str, value: Any, refs: Mapping[str, Any]) -> Any:
-    """An argument as JSON, `refs` giving the reference of each leaf: a tensor's alone, or with format and shape."""
+    """Return an argument as JSON. `refs` has the reference of each leaf: alone for a tensor, else with format and
+    shape.
+    """
     if isinstance(value, Tensor):
         return refs[name]
     if not isinstance(value, Stored):
@@ -111,7 +113,7 @@ def sent(name: str, value: Any, refs: Mapping[str, Any]) -> Any:
 
 
 def received(value: Any, tensor: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """The inverse, `tensor` giving the tensor of a reference."""
+    """Return the argument from its JSON; `tensor` maps a reference to its tensor."""
     if not isinstance(value, Mapping):
         return value
     if "parts" not in value:
@@ -125,7 +127,7 @@ def received(value: Any, tensor: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 
 def references(value: Any) -> list[Mapping[str, Any]]:
-    """The references in an argument as it was sent."""
+    """Return the references in an argument's JSON."""
     if not isinstance(value, Mapping):
         return []
     return list(value["parts"].values()) if "parts" in value else [value]

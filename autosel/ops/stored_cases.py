@@ -1,6 +1,6 @@
 """The hostile battery of an operand in a format: every code, the ends of its range, NaN codes, scales of all sizes.
 
-`weight_cases` and `cache_cases` are hand-made cases; `stored_domains` are the same values as domains for the array.
+`weight_cases` and `cache_cases` are hand-made cases; `stored_domains` has the same values as domains for the array.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from autosel.ops.stored import Stored
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTypeName, Workload
 
-Numbers = Callable[[Code, Tensor, Draw], Tensor]  # of codes [..., K]: numbers to store in their place
+Numbers = Callable[[Code, Tensor, Draw], Tensor]  # codes [..., K] -> numbers to store instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The least and the largest scale of a case, by the workload's dtype: results stay within it. No `huge`: a scale
-    above the dtype's range has no contracted result there."""
+    """The smallest and largest scale of a case by the workload's dtype; results stay within the dtype.
+
+    Without `huge`, a scale above the dtype's range has no defined result.
+    """
 
     tiny: Mapping[DTypeName, float]
     huge: Mapping[DTypeName, float] | None
 
 
-# A product of these cases, of codes up to 448, is below 2^17.
+# A product of codes up to 448 in these cases is below 2^17.
 PRODUCT = Sizes(
     tiny={"bf16": 2.0**-120, "fp16": 2.0**-30, "fp32": 2.0**-120}, huge={"bf16": 1e30, "fp16": 0.25, "fp32": 1e30}
 )
 _SMALL: Mapping[DTypeName, float] = {"bf16": 2.0**-110, "fp16": 2.0**-20, "fp32": 2.0**-110}
-# 448 times these is within the dtype; a score has to be finite.
+# 448 times these is within the dtype; a score must be finite.
 KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1e30, "fp16": 64.0, "fp32": 1e30})
 
 
 def weight_cases(op: Op, w: Workload, name: str) -> list[Case]:
-    """Cases at w, a small workload, that change codes or scales of the weight `name`."""
+    """Return cases at a small workload w that change codes or scales of the weight `name`."""
     return _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
 
 
 def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> list[Case]:
-    """The same of the cache `name`; `seen` puts a code of NaN where every query sees it."""
+    """Return the same cases for the cache `name`; `seen` puts a NaN code where every query sees it."""
     return _cases(op, w, name, CODES[w.cache_format.code], sizes, seen)
 
 
@@ -65,8 +67,7 @@ def _values(code: Code) -> list[tuple[str, str, Numbers]]:
 
 
 def stored_domains(sizes: Sizes, *names: str) -> dict[str, Domain]:
-    """Of the codes and scales of operands: what they hold where the operand is in a format. NaN in hand-made cases
-    alone."""
+    """Return the domains of codes and scales of operands in a format. NaN occurs only in hand-made cases."""
     found = {f"{name}.codes": _code_domain(name) for name in names}
     return found | {f"{name}.scales": _scale_domain(name, sizes) for name in names}
 
@@ -101,7 +102,7 @@ def _scale_domain(name: str, sizes: Sizes) -> Domain:
 
 
 def clear_of_zero(w: Matrix) -> None:
-    """No weight that is zero, or that may count as zero: it would turn Inf * w into NaN."""
+    """Replace weights that are zero or may count as zero: they would turn Inf * w into NaN."""
     if isinstance(w, Tensor):
         away_from_zero(w)
         return
@@ -111,7 +112,7 @@ def clear_of_zero(w: Matrix) -> None:
 
 
 def write(w: Matrix, where: Any, numbers: Tensor, *, scale: float | None = None) -> None:
-    """Rows `where` of w become these numbers, as nearly as the format has them; with `scale`, at this one."""
+    """Write the numbers, rounded to the format, into rows `where` of w; with `scale`, at this scale."""
     if isinstance(w, Tensor):
         w[where] = numbers.to(w.dtype)
         return
@@ -122,7 +123,7 @@ def write(w: Matrix, where: Any, numbers: Tensor, *, scale: float | None = None)
         for part, into in w.parts().items():
             into[where] = made.parts()[part].view(into[where].shape)
         return
-    assert w.zeros is None, "a zero would move them"
+    assert w.zeros is None, "a zero would shift them"
     w.scales[where] = scale
     w.codes[where] = CODES[w.format.code].nearest(numbers / scale).view(w.codes[where].shape)
 
@@ -145,12 +146,12 @@ def _every(code: Code, codes: Tensor, draw: Draw) -> Tensor:
 
 
 def _extremes(code: Code, codes: Tensor, draw: Draw) -> Tensor:
-    """The largest and its negative alone: the largest products and the worst cancellation."""
+    """Return only the largest number and its negative: the largest products and the worst cancellation."""
     return torch.where(draw.uniform(*codes.shape) < 0.5, code.most, -code.most)
 
 
 def _lowest(code: Code, codes: Tensor, draw: Draw) -> Tensor:
-    """The code of the least number there is, such as int8's -128, which no quantiser makes."""
+    """Return the code of the lowest number, such as int8's -128, which no quantiser produces."""
     numbers = code.numbers(code.all).nan_to_num(0.0)
     return code.all[numbers.argmin()].expand(codes.shape)
 
@@ -162,7 +163,7 @@ def _zeros(code: Code, codes: Tensor, draw: Draw) -> Tensor:
 
 
 def _subnormal(code: Code, codes: Tensor, draw: Draw) -> Tensor:
-    """Subnormals alone: one to seven times the least."""
+    """Return only subnormals: one to seven times the least."""
     sign = torch.where(draw.uniform(*codes.shape) < 0.5, 1.0, -1.0)
     return draw.integers(1, 8, *codes.shape).float() * code.least * sign
 
@@ -179,7 +180,7 @@ FLOAT_VALUES: Sequence[tuple[str, str, Numbers]] = (
 
 
 def _on_nans(name: str) -> Change:
-    """A code of NaN in every second row from the first on, each such code in turn."""
+    """Put a NaN code into every second row, starting with the first, each such code in turn."""
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         w: Weight = inputs[name]
@@ -194,7 +195,7 @@ def _on_nans(name: str) -> Change:
 
 
 def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[str], Change]]]:
-    """(name, what it covers, the change of an operand's scales); `n` numbers the scales from zero."""
+    """Return (name, what it covers, the change of an operand's scales); `n` numbers the scales from zero."""
 
     def each(value: Callable[[Tensor, Draw], Tensor]) -> Callable[[str], Change]:
         def of(name: str) -> Change:

@@ -1,4 +1,7 @@
-"""swiglu: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)). The eager composition stores silu(gate) first: allowed."""
+"""swiglu: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)).
+
+The contract allows the rounding of the eager composition, which stores silu(gate) first.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from autosel.values import DTYPE_BYTES, Workload
 
 
 def _infinite_up(inputs: dict[str, Any], draw: Draw) -> None:
-    """Gates of at least a half: a kernel may count the activation of a very negative one as zero."""
+    """Put an infinity into `up`, with gates of at least 0.5: the activation of a very negative one may be zero."""
     inputs["gate"].abs_().add_(0.5)
     up = inputs["up"].view(-1)
     up[draw.integers(0, up.numel(), 1)] = float("inf")
 
 
 class GatedUnit(Op):
-    """What swiglu and geglu share: act(gate) * up."""
+    """Common base of swiglu and geglu: act(gate) * up."""
 
     output_names = ("y",)
     dim_names = ("M", "I")
@@ -49,8 +52,8 @@ class GatedUnit(Op):
         return {"gate": draw.normal(w["M"], w["I"], scale=2.0), "up": draw.normal(w["M"], w["I"])}
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        # An infinite gate has no contracted result: at -inf the limit is 0 and g * sigmoid(g) is NaN, and torch's own
-        # vectorised erf gives NaN at both ends. Large gates get their own cases.
+        # An infinite gate has no defined result: at -inf the limit is 0 but g * sigmoid(g) is NaN, and torch's
+        # vectorised erf gives NaN at both ends. Large gates have their own cases.
         shared = hostile_rows(self, w, rows="gate", count_dim="M", width_dim="I", skip=("large", "inf", "-inf"))
         small = w.at(M=5, I=193)
         return (

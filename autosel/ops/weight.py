@@ -1,20 +1,20 @@
-"""A matrix of weights w[N, K] as an op takes it: a tensor, which is plain, or a `Weight`: codes and scales in a format.
+"""A matrix of weights w[N, K] as an op takes it: a plain tensor, or a `Weight` with codes and scales in a format.
 
     w = quantise(torch.randn(4096, 4096), "fp8_e4m3-row")
     autosel.best("linear")(x, w, None, None)
 
-What is right: the product with the exact weight, (code - zero) * scale in float64. A contract begins at codes and
-scales: how a caller came to them is the caller's.
+The reference is the product with the exact weight, (code - zero) * scale in float64. A contract starts at codes and
+scales; the caller chooses how to quantise.
 
-What a candidate may round, besides what its op allows with a plain weight:
+In addition to the roundings of a plain weight, a candidate may round:
 
 - the weight, once, to the dtype of x before the product;
-- the scale, once, to the dtype of x: an error that a whole group shares, of the same size;
-- where a row has one scale: the product, which is stored before it is scaled;
-- a subnormal scale may count as zero.
+- the scale, once, to the dtype of x: an error of the same size that a whole group shares;
+- if a row has one scale: the product, which is stored before it is scaled;
+- a subnormal scale to zero.
 
-`product_error` bounds all of these together. Roundings of different weights are independent and add in squares; a
-rounding to nearest errs by u / 2 in root mean square. Equal weights round alike and move the sum by u of itself.
+`product_error` bounds all of these together. Roundings of different weights are independent and add in squares;
+rounding to nearest has an RMS error of u / 2. Equal weights round equally and change the sum by u of itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autosel.ops.contract import DTYPE, TINY_NORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, matmul_error
 from autosel.ops.stored import Stored
 
-BLOCK = 1 << 24  # elements converted at a time: a vocabulary's weights in fp32 would be gigabytes
+BLOCK = 1 << 24  # elements converted at a time: a vocabulary's weights in fp32 would take gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weight(Stored):
-    """`shape` is (N, K), whatever the codes' is."""
+    """A matrix in a format. `shape` is (N, K), even if the codes' shape differs."""
 
     KIND: ClassVar[str] = "weight"
 
@@ -49,32 +49,32 @@ class Weight(Stored):
     @classmethod
     def of(
         cls,
-        format: str | WeightFormat,  # the word of the field
+        format: str | WeightFormat,  # named like the field
         *,
         codes: Tensor,
         scales: Tensor,
         zeros: Tensor | None = None,
         shape: Sequence[int] | None = None,
     ) -> Self:
-        """`shape` may be left out where a code is an element of `codes`. Raises UnknownName."""
+        """Make a matrix from its parts. `shape` is optional if `codes` has it. Raises UnknownName."""
         found = formats.find_weight_format(format) if isinstance(format, str) else format
         return cls(
             format=found, shape=torch.Size(shape or codes.shape), codes=codes, scales=scales, zeros=zeros
         )  # fmt: skip
 
     def exact(self) -> Tensor:
-        """float64 [N, K]."""
+        """Return float64 [N, K]."""
         numbers, k = CODES[self.format.code].numbers(self.codes), self.shape[1]
         if self.zeros is not None:
             numbers = numbers - self._along_k(self.zeros, k).double()
         return numbers * self._along_k(self.scales, k).double()
 
     def _along_k(self, part: Tensor, k: int) -> Tensor:
-        """A scale or zero for each weight of a row."""
+        """Return a scale or zero for each weight of a row."""
         return part.repeat_interleave(self.format.group, 1)[:, :k] if self.format.group else part[:, None]
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The nearest matrix of a dtype, a block of rows at a time."""
+        """Return the nearest matrix of a dtype, computed in blocks of rows."""
         n, k = self.shape
         made = torch.empty(n, k, dtype=dtype, device=self.device)
         rows = max(1, BLOCK // k)
@@ -83,7 +83,7 @@ class Weight(Stored):
         return made
 
     def rows(self, index: Any) -> Self:
-        """Some rows, by a slice or by their numbers; a slice shares memory."""
+        """Return some rows, by a slice or by their numbers; a slice shares memory."""
         codes = self.codes[index]
         return type(self).of(
             self.format,
@@ -94,13 +94,13 @@ class Weight(Stored):
         )
 
     def split(self, sizes: Sequence[int]) -> tuple[Self, ...]:
-        """Consecutive rows, sharing memory, as `Tensor.split` gives them."""
+        """Return consecutive parts of the rows, sharing memory, like `Tensor.split`."""
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
         return tuple(self.rows(slice(a, b)) for a, b in pairwise(ends))
 
     @property
     def flushable(self) -> Tensor:
-        """|w| in float64 where the scale is subnormal, 0 elsewhere."""
+        """Return |w| in float64 where the scale is subnormal, 0 elsewhere."""
         small = self.scales.double().abs() < TINY_NORMAL["fp32"]
         return torch.where(self._along_k(small, self.shape[1]), self.exact().abs().nan_to_num(), 0.0)
 
@@ -112,7 +112,7 @@ Matrix = Tensor | Weight
 
 
 def exact(w: Matrix) -> Tensor:
-    """float64 [N, K]."""
+    """Return float64 [N, K]."""
     return w.double() if isinstance(w, Tensor) else w.exact()
 
 
@@ -125,7 +125,7 @@ def split(w: Matrix, sizes: Sequence[int]) -> tuple[Matrix, ...]:
 
 
 def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
-    """The matrix rounded to nearest in a format, scales chosen by each group's largest weight; plain returns it."""
+    """Round a matrix to nearest in a format, scaled by each group's largest weight; plain changes nothing."""
     found = formats.find_weight_format(format) if isinstance(format, str) else format
     if found.plain:
         return w
@@ -140,7 +140,7 @@ def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
 
 
 def empty(format: WeightFormat, n: int, k: int, *, device: torch.device | str = "cpu") -> Weight:
-    """A matrix whose tensors hold anything."""
+    """Return a matrix with uninitialised tensors."""
     parts = {
         p.name: torch.empty(p.shape(n, k), dtype=TORCH_DTYPE.get(str(p.dtype)) or DTYPE[str(p.dtype)], device=device)
         for p in format.parts
@@ -148,19 +148,19 @@ def empty(format: WeightFormat, n: int, k: int, *, device: torch.device | str = 
     return Weight.of(format, shape=(n, k), **parts)
 
 
-# --- what is right, and what may be rounded ---------------------------------------------------------------------------
+# --- the product and its bound ----------------------------------------------------------------------------------------
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:
-    """x @ w^T in float64."""
+    """Return x @ w^T in float64."""
     made: Tensor = x.double() @ exact(w).T
     return made
 
 
 def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, together: float = 0.0) -> Tensor:
-    """Bound on x[M, K] @ w[N, K]^T before it is stored in `dtype`, the workload's; float64 [M, N].
+    """Return a bound on x[M, K] @ w[N, K]^T before it is stored in `dtype`, the workload's; float64 [M, N].
 
-    Elements of x may be off themselves: by `apart` of each, independently, and by `together` of all alike.
+    Elements of x may have errors themselves: `apart` of each, independently, and `together` of all equally.
     """
     w64 = exact(w)
     error = matmul_error(x, w if isinstance(w, Tensor) else w64)
@@ -173,7 +173,9 @@ def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, toget
 
 
 def _format_error(x: Tensor, w: Weight, w64: Tensor, error: Tensor, dtype: str) -> Tensor:
-    """Weights and scales that count as zero; the product of a row, stored before it is scaled, and the scaling."""
+    """Return the error of a format: weights and scales flushed to zero, a row's product stored before scaling, the
+    scaling.
+    """
     small = torch.where(w64.abs() < TINY_NORMAL[dtype], w64.abs(), 0.0)
     flushed = x.double().abs() @ torch.maximum(small, w.flushable).T
     y = (x.double() @ w64.T).abs()

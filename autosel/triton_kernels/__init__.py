@@ -1,7 +1,7 @@
-"""The Triton kernels of kernels/triton/ as modules, in a checkout and in a wheel alike.
+"""The Triton kernels of kernels/triton/ as modules, in a checkout and in a wheel.
 
-`autosel.triton_kernels.gemv` is kernels/triton/gemv.py: a real module with a name of its own, so that no user's `rope`
-or `sample` meets ours on sys.path, and a decision names it without a path of the machine it was made on.
+`autosel.triton_kernels.gemv` is kernels/triton/gemv.py: a real module with a unique name, so that a user's `rope` or
+`sample` on sys.path does not collide with it, and a decision can name it without a path of the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps `pipeline.tune` strings together, one a file, in the order they are taken:
+"""The steps of `pipeline.tune`, one per file, in this order:
 
 shortlist -> prove (and build) -> contend -> decide -> crossover
 """

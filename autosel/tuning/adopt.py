@@ -1,7 +1,7 @@
-"""Take over what another host decided: build its very arm here, prove it here, and only then let it serve here.
+"""Adopt a decision of another host: build the same arm here, prove it here, and only then let it serve here.
 
-Nothing of it is believed: the recipe must be the one that this autosel derives for that candidate and those knobs, and
-what it builds must have the digest that was measured there.
+Nothing is trusted: the recipe must be the one that this autosel derives for the candidate and knobs, and its build must
+have the digest that was measured there.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from autosel.values import Accepted, Decision, Failed, Fingerprint, Knob, Knobs,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """What became of a decision offered to this host. `reason` says why it does not serve here; empty: it does."""
+    """Result for a decision that was offered to this host. `reason` says why it does not serve; empty if it does."""
 
     decision: Decision
     reason: str
 
 
 def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener, *, device: str = "cpu") -> Iterator[Adoption]:
-    """Prove what other hosts of this device's kind have decided, in the mode of this process, each on its own.
+    """Prove the decisions of other hosts for this kind of device, in this process's mode, each separately.
 
-    Raises LedgerError where another process measures on the device.
+    Raises LedgerError if another process measures on the device.
     """
     with ledger.lock(fp.hw_id, unit(device)):
         offered = ledger.offered(fp.hw_id, current_mode())
@@ -48,7 +48,7 @@ def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener, *, device: str = 
 
 
 def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> str:
-    """Why it does not serve here; empty where it does from now on. Raises BuildError."""
+    """Return why it does not serve here; "" if it now does. Raises BuildError."""
     try:
         way = _same_way(fp, decision)
     except AutoselError as error:
@@ -65,7 +65,7 @@ def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> 
 
 
 def _same_way(fp: Fingerprint, decision: Decision) -> Way:
-    """The decision's arm as this host would build it. Raises AutoselError where that is another thing."""
+    """Return the decision's arm as this host would build it. Raises AutoselError if that is another arm."""
     w, theirs = decision.workload, decision.arm
     try:
         candidate = registry.find(w.op, theirs.candidate)
@@ -82,5 +82,5 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Way:
         raise AutoselError(f"{theirs.candidate} is another build here (sources, compiler or libraries differ)")
     baseline = way_of(registry.baseline(w.op), w, fp)
     if baseline.arm.digest != decision.baseline.digest:
-        raise AutoselError(f"it was measured against another {decision.baseline.candidate}")
+        raise AutoselError(f"it was compared with another version of {decision.baseline.candidate}")
     return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)

@@ -11,17 +11,17 @@ from autosel.fingerprint import machine
 from autosel.native.compile import Artefact, compile_source
 from autosel.values import NativeRecipe
 
-# What nvcc's largest process takes: 3,541 MiB for a tile of kernels/cutlass/gemm_sm90.cu (getrusage, CUDA 13.0).
+# Memory of nvcc's largest process: 3,541 MiB for a tile of kernels/cutlass/gemm_sm90.cu (getrusage, CUDA 13.0).
 COMPILER_BYTES = 4 << 30
 
 Key = tuple[str, tuple[str, ...]]
 
 
 class Builds:
-    """Compiles the recipes in their order, each once, from the moment it is made."""
+    """Compilation of recipes in their order, each once, from construction on."""
 
     def __init__(self, recipes: Iterable[NativeRecipe], *, over: Callable[[], bool] = lambda: False) -> None:
-        """`over`: asked before each build; from when it is true none begins."""
+        """Start compiling. `over` is called before each build; once it returns True, no more builds start."""
         self.over = over
         self.executor = ThreadPoolExecutor(max_workers=at_once())
         self.begun: dict[Key, Future[Artefact | None]] = {}
@@ -29,7 +29,7 @@ class Builds:
             self._of(recipe)
 
     def wait(self, recipe: NativeRecipe) -> Artefact | None:
-        """The build; None where the time was over before it began. Raises BuildError."""
+        """Return the build; None if the time was over before it started. Raises BuildError."""
         return self._of(recipe).result()
 
     def _of(self, recipe: NativeRecipe) -> Future[Artefact | None]:
@@ -45,13 +45,15 @@ class Builds:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Nothing new begins. What a compiler is at is waited for, since times may be taken next; not on an exception
-        (Ctrl-C): it ends with us."""
+        """Start nothing new, and wait for running compilers, which would disturb later timings.
+
+        After an exception (Ctrl-C) it does not wait: compilers end with this process.
+        """
         self.executor.shutdown(wait=kind is None, cancel_futures=True)
 
 
 def at_once() -> int:
-    """Compilers side by side."""
+    """Return the number of compilers to run at once."""
     left = machine.memory_left()
     free = min(psutil.virtual_memory().available, left if left is not None else 1 << 62)
     return int(max(1, min(machine.identity()["cpus"], free // COMPILER_BYTES)))

@@ -1,6 +1,6 @@
 """Finish proofs: `tune` runs the first rows of an op's array within its budget; the daemon runs the rest while idle.
 
-The rows are those that the proof's own inputs draw. An arm that fails one is quarantined, and the baseline serves.
+The rows come from the proof's own inputs. An arm that fails one is quarantined, and the baseline serves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_rest
 from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
 
-AT_ONCE = 8  # decisions; then a tune may have the device
+AT_ONCE = 8  # decisions; afterwards a tune may use the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What became of a decision whose proof was finished. `reason` says why its arm is quarantined; empty: it
-    passed."""
+    """Result of a finished proof. `reason` says why its arm is quarantined; empty if it passed."""
 
     decision: Decision
     rows: int
@@ -30,15 +29,15 @@ class Completion:
 
 
 class Stages(Protocol):
-    """Who wants to know how it goes."""
+    """Listener of progress."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "cpu") -> Iterator[Completion]:
-    """Run, for some arms that serve here, the rows of their ops' arrays that their proofs left out.
+    """Run the rows of their ops' arrays that the proofs of some serving arms left out.
 
-    Raises LedgerError where another process measures on the device.
+    Raises LedgerError if another process measures on the device.
     """
     with ledger.lock(fp.hw_id, fingerprint.unit(device)):
         left = ledger.incomplete(fp.hw_id, current_mode())[:AT_ONCE]

@@ -1,4 +1,4 @@
-"""Race the jobs that have a challenger, and fill in what the samples justify."""
+"""Race the jobs that have a challenger, and add the verdicts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from autosel.tuning.job import Job, Tuning, Way
 from autosel.values import Failed, Fingerprint, Verdict, Workload
 
 TIME_CLASSES: tuple[TimeClass, TimeClass] = ("short", "long")
-OTHERS_BYTES = 1 << 30  # two interpreters with torch, and room to breathe
+OTHERS_BYTES = 1 << 30  # two interpreters with torch, and a reserve
 
 
 def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
-    """Each job with its race and verdict, as soon as its race is complete; those without a challenger at once."""
+    """Yield each job with race and verdict as soon as its race is complete; jobs without a challenger first."""
     yield from (job for job in jobs if not job.ways)
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
@@ -45,13 +45,13 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
 
 
 def contests(tuning: Tuning, jobs: Sequence[Job]) -> list[Contest]:
-    """What is to be raced of the jobs, at the margins that this device's A/A sessions allow."""
+    """Return the races of the jobs, with the margins that this device's A/A sessions allow."""
     margins = {kind: margin(*tuning.ledger.aa(tuning.fp.hw_id, kind), SAMPLE_NS) for kind in TIME_CLASSES}
     return [contest_of(job, tuning.fp, margins) for job in jobs if job.ways]
 
 
 def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
-    """`jobs` by the key of their workload."""
+    """Return the terms of the races. `jobs` are by workload key."""
 
     def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
         key = budget_key(tuning.fp.hw_id, contest.workload)
@@ -59,7 +59,9 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
 
     @contextmanager
     def journal(contest: Contest, arms: Sequence[str]) -> Iterator[None]:
-        """Who runs, should this process or the machine not survive it; PyTorch's own are never held back."""
+        """Record which arms run, in case this process or the machine does not survive; PyTorch's own are never held
+        back.
+        """
         job = jobs[contest.workload.key]
         with ExitStack() as open_trials:
             for way in job.ways:
@@ -83,7 +85,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
 
 
 def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
-    """The job as the race sees it."""
+    """Return the job as the race needs it."""
     return Contest(
         workload=job.workload,
         baseline=_entrant(job.baseline),
@@ -96,7 +98,7 @@ def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -
 
 
 def last_level_bytes(fp: Fingerprint) -> int:
-    """The caches that operands must have left to come cold: all of a CPU's L3, a GPU's L2."""
+    """Return the size of caches that cold operands must exceed: all of a CPU's L3, a GPU's L2."""
     if fp.kind == "cuda":
         return int(fp.identity["l2_bytes"])
     return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
@@ -114,9 +116,9 @@ def _entrant(way: Way) -> Entrant:
 
 
 def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
-    """A challenger fell while racing: recorded as a failed proof, quarantined, and out of the job."""
+    """Handle a challenger that failed in the race: record a failed proof, quarantine it, and drop it from the job."""
     way = next(x for x in job.ways if x.candidate.name == found.candidate)
-    evidence = {CONTROL: WORKED} if found.check == "crash" else {}  # race.run has seen to it
+    evidence = {CONTROL: WORKED} if found.check == "crash" else {}  # race.run has checked the control
     failed = Failed(check=found.check, case="while racing", evidence=evidence, reason=found.reason)
     hw_id = tuning.fp.hw_id
     job.parities.append((way.arm, failed))
@@ -128,8 +130,10 @@ def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
 
 
 def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
-    """Fraction of what the read rate of this very race allows, by the bytes that the winner reads; only for workloads
-    that read memory."""
+    """Add the fraction of the limit given by the read rate of this race and the bytes that the winner reads.
+
+    Only workloads that read memory have one.
+    """
     if not verdict.read_bytes_per_s or verdict.winner not in verdict.timings:
         return verdict
     moved = ops.find(w.op).bytes_moved(w) - (verdict.prepared.saved_bytes if verdict.prepared else 0)
@@ -138,7 +142,9 @@ def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
 
 
 def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> None:
-    """Operands live once in shared memory and once more, in copies, where the race is run. Raises UsageError."""
+    """Raise UsageError if memory is short: operands exist once in shared memory and again, as copies, where the race
+    runs.
+    """
     import psutil
 
     if not contests:
@@ -157,7 +163,7 @@ def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> N
 
 
 def _private_bytes(contest: Contest, size: int) -> int:
-    """Copies of the operands, and the prepared weights of each arm that has a layout."""
+    """Return the bytes of the operands' copies, and of prepared weights for each arm with a layout."""
     layouts = [e.recipe.layout for e in contest.entrants.values() if e.recipe.layout]
     return int((size + 4 * contest.llc_bytes) * (1 + sum(layout.share for layout in layouts)))
 

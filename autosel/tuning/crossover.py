@@ -1,7 +1,7 @@
-"""Length buckets are raced at both ends; where the winners differ, the bucket is split where the winner changes.
+"""Length buckets are raced at both ends; if the winners differ, the bucket is split where the winner changes.
 
-A bucket (2^k, 2^(k+1)] is decided at its longest context. Its other end, 2^k + 1, lies one token past the longest
-context of the bucket below, whose winner is the first hint; only if that hint differs is the end itself raced, and then
+A bucket (2^k, 2^(k+1)] is decided at its longest context. Its other end, 2^k + 1, is one token longer than the longest
+context of the bucket below, whose winner is the first hint. Only if that hint differs, the end itself races, and then
 the middle, until the change is bracketed within a quarter.
 """
 
@@ -19,12 +19,14 @@ from autosel.tuning.prove import prove_all
 from autosel.tuning.shortlist import shortlist
 from autosel.values import Workload, length_bucket
 
-BRACKET = 1.25  # the change is known to within this ratio of lengths
+BRACKET = 1.25  # the change is known within this ratio of lengths
 STEPS = 4
 
 
 def lowest_ends(named: Sequence[Named]) -> tuple[Named, ...]:
-    """The lower end of the lowest bucket of each family of lengths: raced with the rest, for nothing lies below it."""
+    """Return the lower end of the lowest bucket of each family of lengths, which races with the others: nothing is
+    below it.
+    """
     lowest: dict[str, Named] = {}
     for n in named:
         if _has_length(n.workload):
@@ -40,14 +42,16 @@ def lowest_ends(named: Sequence[Named]) -> tuple[Named, ...]:
 
 
 def may_split(job: Job) -> bool:
-    """Is this job's decision one of `split_buckets`, which come when all races are over?"""
+    """Return True if `split_buckets` decides this job, after all races."""
     return job.verdict is not None and _has_length(job.workload)
 
 
 def split_buckets(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[tuple[Job, LengthRange, Workload]]:
-    """What is to be decided of the races over lengths: the job whose winner serves, the lengths it serves (None: its
-    whole bucket), its workload. Nothing of a bucket is decided before it is known where it is split: a tune killed in
-    between would leave it whole for ever."""
+    """Yield what to decide about races over lengths: the winning job, its lengths (None: its whole bucket), its
+    workload.
+
+    A bucket is decided only once its split is known: a tune killed in between would leave it unsplit for ever.
+    """
     raced = {job.workload.key: job for job in jobs if may_split(job)}
     winners = {key: job.winner.candidate.name for key, job in raced.items() if not _undecided(job)}
     winners |= {job.workload.key: job.settled[-1].arm.candidate for job in jobs if job.settled}
@@ -85,7 +89,7 @@ def _split(tuning: Tuning, job: Job, below: Job, low: int, top: int) -> Iterator
 
 
 def _race_at(tuning: Tuning, job: Job, length: int) -> Job | None:
-    """One more race of the family at `length`; None if it could not be decided."""
+    """Race the family at another length; return None if it stays undecided."""
     named = replace(job.named, workload=job.workload.at(L=length))
     extra = shortlist(tuning, named, probe=True)
     prove_all(tuning, [extra])

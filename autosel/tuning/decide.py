@@ -1,4 +1,4 @@
-"""Make a verdict durable: a winner by race is promoted; otherwise the incumbent is kept, and the reason said."""
+"""Store a verdict: promote the winner of a race, or keep the incumbent with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autosel.values import Decision, Workload, digest
 
 
 def decide(tuning: Tuning, job: Job, *, lengths: LengthRange = None, workload: Workload | None = None) -> Decision:
-    """Record the job's outcome; acknowledged when this returns. `lengths` limits it to part of its bucket."""
+    """Record the job's outcome; it is stored when this returns. `lengths` limits it to part of its bucket."""
     verdict, w = job.verdict, workload or job.workload
     identity = {
         "hw": tuning.fp.hw_id,

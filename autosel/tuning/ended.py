@@ -1,4 +1,4 @@
-"""How a tune ends short of its work: stopped by Ctrl-C, or with workloads that stayed undecided."""
+"""Ends of a tune before all work is done: Ctrl-C, or workloads that stayed undecided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autosel.values import Decision
 
 
 class Counted:
-    """A listener that counts what is decided, and passes everything on."""
+    """Listener that counts decisions and forwards everything."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener, self.done = listener, 0
@@ -30,7 +30,7 @@ class Counted:
 
 @contextmanager
 def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counted]:
-    """Turn Ctrl-C into Stopped, which says how much is decided and kept, and that `again` continues."""
+    """Turn Ctrl-C into Stopped, which says how much is decided and stored, and that `again` continues."""
     counted = Counted(listener)
     try:
         yield counted
@@ -39,7 +39,7 @@ def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counte
 
 
 def unfinished(found: Report, again: str) -> TooNoisy | None:
-    """Return which workloads stayed undecided, why, and how to go on; None if none did."""
+    """Return which workloads stayed undecided, why, and how to continue; None if none did."""
     if not found.undecided:
         return None
     decided = {d.workload.key: d.reason for d in found.decisions}
@@ -47,9 +47,9 @@ def unfinished(found: Report, again: str) -> TooNoisy | None:
     for key in dict.fromkeys(n.workload.key for n in found.undecided):
         by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
     return TooNoisy(
-        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before goes on serving",
+        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before still serves",
         why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
-        todo="\n".join([f"go on:  {again}", *_if_busy(by_reason, again)]),
+        todo="\n".join([f"continue:  {again}", *_if_busy(by_reason, again)]),
     )
 
 

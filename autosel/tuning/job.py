@@ -1,4 +1,4 @@
-"""What tuning passes along: the request, the ways of running a workload, the job they make up, and the tally."""
+"""Values of tuning: the request, the ways to run a workload, the job made of them, and the tally."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from autosel.values import Arm, Decision, Fingerprint, Knobs, Parity, Race, Reci
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to tune. `budget_s` 0: as long as it needs. `seed` makes the draw of operands and coins repeatable. A call
-    of a proof that takes longer than its deadline has hung."""
+    """What to tune.
+
+    `budget_s` 0 means no limit. `seed` makes operands and coin flips repeatable. A call of a proof that exceeds its
+    deadline has hung.
+    """
 
     workloads: tuple[Named, ...]
     effort: str = "quick"
     device: str = "cpu"
     budget_s: float = 0.0
     seed: int | None = None
-    force: bool = False  # measure again what is settled
-    wait: bool = False  # for a quiet machine, before each session
-    realtime: bool = False  # samples are taken again at real-time priority
+    force: bool = False  # measure settled decisions again
+    wait: bool = False  # wait for a quiet machine before each session
+    realtime: bool = False  # take repeated samples at real-time priority
     call_deadline_s: float = CALL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A candidate that does not race, or fell: `stage` is eligible, quarantine, build, parity or race. `quarantine` is
-    the number of the quarantine that holds it from now on, or 0."""
+    """A candidate that does not race, or failed: `stage` is eligible, quarantine, build, parity or race.
+
+    `quarantine` is the number of its quarantine, or 0.
+    """
 
     workload: Workload
     candidate: str
@@ -45,7 +50,7 @@ class Rejection:
 
 
 class Listener(Protocol):
-    """Who wants to know how it goes."""
+    """Listener of progress."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
@@ -56,15 +61,17 @@ class Listener(Protocol):
 
 @runtime_checkable
 class Spectator(Protocol):
-    """A listener that also wants to see each race as its pairs come in."""
+    """Listener that also follows each race pair by pair."""
 
     def pair(self, tick: Tick) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A candidate at a workload, ready to be built: its knobs, its recipe, and the arm it would be. `released_at`: when
-    its last quarantine ended; what was decided without it before, and failures before, no longer hold."""
+    """A candidate at a workload, ready to build: its knobs, its recipe, and its arm.
+
+    `released_at` is the end of its last quarantine; decisions without it and failures before that time do not count.
+    """
 
     candidate: Candidate
     knobs: Knobs
@@ -78,17 +85,17 @@ class Way:
 class Job:
     """One workload on its way to a decision.
 
-    `probe` marks a workload raced only to learn who wins at the other end of a bucket; it is not a decision by itself.
+    `probe` marks a workload that races only to find the winner at the other end of a bucket; it gives no decision.
     """
 
     named: Named
     mode: str
     baseline: Way
-    ways: list[Way]  # challengers, the incumbent among them if it is not the baseline
+    ways: list[Way]  # challengers, including the incumbent unless it is the baseline
     incumbent: Way
-    offered: tuple[str, ...] = ()  # digests of all arms considered: a new one, and only that, opens a settled bucket
+    offered: tuple[str, ...] = ()  # digests of all arms considered: only a new one reopens a settled bucket
     probe: bool = False
-    late: bool = False  # the budget ended before all its ways were built and proven: it is not raced
+    late: bool = False  # the budget ended before all its ways were built and proven, so it does not race
     settled: tuple[Decision, ...] = ()
     parities: list[tuple[Arm, Parity]] = field(default_factory=list)
     race: Race | None = None
@@ -99,7 +106,7 @@ class Job:
         return self.named.workload
 
     def drop(self, way: Way) -> None:
-        """Take a way out; if it was the incumbent, the baseline is."""
+        """Remove a way; if it was the incumbent, the baseline becomes the incumbent."""
         if way in self.ways:
             self.ways.remove(way)
         if way is self.incumbent:
@@ -107,7 +114,7 @@ class Job:
 
     @property
     def winner(self) -> Way:
-        """Who is to serve: the verdict's winner, or the incumbent where nothing was raced."""
+        """Return the way that will serve: the verdict's winner, or the incumbent if nothing raced."""
         if self.verdict is None:
             return self.incumbent
         return next(way for way in [self.baseline, *self.ways] if way.candidate.name == self.verdict.winner)
@@ -115,7 +122,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Where one call of `tune` works: the device, the ledger, the request, who listens, the coins and the clock."""
+    """Context of one call of `tune`: device, ledger, request, listener, coins and clock."""
 
     fp: Fingerprint
     ledger: Ledger
@@ -127,18 +134,20 @@ class Tuning:
 
     @property
     def over(self) -> bool:
-        """Has the budget ended? Then nothing new begins."""
+        """Return True once the budget has ended; then nothing new starts."""
         return self.clock() > self.deadline
 
     @property
     def threads(self) -> int:
-        """Return the threads that every arm may use, baseline and challengers alike; 0 on a GPU, where the host only
-        launches: torch's default."""
+        """Return the threads that every arm may use, baseline and challengers alike.
+
+        On a GPU, where the host only launches, 0 means torch's default.
+        """
         return self.fp.cpus
 
 
 class Tally:
-    """What happened so far, told to the listener as it happens."""
+    """Events so far, forwarded to the listener."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -147,14 +156,14 @@ class Tally:
         self.undecided: list[Named] = []
         self.measured = 0
         self.races = 0
-        self._one = Lock()  # builds and proofs tell from threads
+        self._one = Lock()  # builds and proofs report from several threads
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
         with self._one:
             self.listener.stage(name, detail, done, total)
 
     def tick(self, tick: Tick) -> None:
-        """A pair was taken."""
+        """Report a new pair."""
         w = tick.contest.workload
         detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {w.shape_text}") if x)
         self.listener.stage(tick.stage, detail, self.measured, self.races)
@@ -174,7 +183,9 @@ class Tally:
         self.listener.decided(decision, settled_before=False)
 
     def late(self, job: Job) -> None:
-        """The budget ended before the race: nothing is recorded, and the next tune goes on from the proofs."""
+        """Report that the budget ended before the race: nothing is recorded, and the next tune continues from the
+        proofs.
+        """
         self.undecided.append(job.named)
 
     def rejected(self, w: Workload, candidate: str, stage: str, reason: str, *, quarantine: int = 0) -> None:
@@ -185,7 +196,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `tune` returns. `measured` of the decisions were made now; the others were settled before."""
+    """Result of `tune`. `measured` decisions were made now; the others were settled before."""
 
     fingerprint: Fingerprint
     decisions: tuple[Decision, ...]

@@ -1,4 +1,4 @@
-"""Threads that wait for child processes."""
+"""A pool of threads that wait for child processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """An executor that finishes its work on leaving, and on an exception (Ctrl-C) leaves at once with nothing new
-    begun; what a child process is at ends with us."""
+    """Yield an executor that finishes its work at the end of the block.
+
+    After an exception (Ctrl-C) it ends at once and starts nothing new; child processes end with this process.
+    """
     executor = ThreadPoolExecutor(max_workers=threads)
     try:
         yield executor

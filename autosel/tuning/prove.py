@@ -1,4 +1,4 @@
-"""Compile what needs compiling, then prove every way at every workload it may race at."""
+"""Compile, then prove every way at every workload where it may race."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 log = logging.getLogger(__name__)
 
 FIRST_PAIRS = range(40)  # of an op's array: every value of every domain, and most pairs of the rarer ones
-AT_ONCE = 2  # proofs; nothing is timed here, so that cores may be shared
+AT_ONCE = 2  # proofs at once: nothing is timed here, so cores may be shared
 
 Member = tuple[Job, Way]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
-    """The proofs of each build in one task; proofs are stored as they come, and stored ones reused.
+    """Prove all ways, with all proofs of a build in one task; store proofs as they finish, and reuse stored ones.
 
-    A way that does not compile, or fails, leaves its job with the reason. The baseline is proven like the rest; if it
-    fails that is reported, and it still is what must be beaten: a failing baseline does not shield itself. At the
-    deadline nothing new starts, and a job with a way left unproven is late. Raises EnvironmentFault, with nothing
-    recorded of the failure, if the compiler, workers or the control of a failure do not work.
+    A way that does not compile, or fails, leaves its job, with the reason. The baseline is proven too. If it fails,
+    that is reported, and it remains the baseline: failing gives it no advantage. At the deadline nothing new starts,
+    and a job with an unproven way is late. Raises EnvironmentFault, and records no failure, if the compiler, workers or
+    the control of a failure do not work.
     """
     groups = _groups(jobs)
     recipes = (members[0][1].recipe for members in groups)
@@ -54,8 +54,10 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
 
 
 def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> None:
-    """Ways that did not compile: recorded like failed proofs, and tried again by the next tune. Raises
-    EnvironmentFault if their compiler compiles nothing."""
+    """Record ways that did not compile like failed proofs; the next tune tries them again.
+
+    Raises EnvironmentFault if their compiler cannot compile anything.
+    """
     recipe = members[0][1].recipe
     if isinstance(recipe, NativeRecipe):
         require_compiler(recipe.source, error)
@@ -69,7 +71,7 @@ def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> Non
 
 
 def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
-    """The ways of one process each; PyTorch's first, for they take longest and need no compiler."""
+    """Return the ways of each process; PyTorch's first, because they take longest and need no compiler."""
     groups: dict[str, list[Member]] = {}
     for job in jobs:
         for way in [job.baseline, *job.ways]:
@@ -78,16 +80,19 @@ def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
 
 
 def process_of(way: Way) -> str:
-    """A build gets a process of its own; PyTorch's own ways are one build, in two processes: attention takes as long
-    as all the rest."""
+    """Return the process of a way: one per build. PyTorch's own ways share two, because attention takes as long as the
+    rest.
+    """
     if way.arm.backend in ("TORCH", "INDUCTOR"):
         return f"{way.arm.backend} {'attention' if 'attn' in way.candidate.op else ''}"
     return way.build_digest
 
 
 def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[Parity]:
-    """Have the group's recipe compiled, then prove what the ledger does not know yet; nothing where the time was over
-    before it began. Raises BuildError."""
+    """Compile the group's recipe, then prove what the ledger does not know yet.
+
+    Return nothing if the time was over before it started. Raises BuildError.
+    """
     way = members[0][1]
     if tuning.over:
         return []
@@ -97,7 +102,7 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[
             return []
     known = [_known(tuning, job, way) for job, way in members]
     missing = [member for member, parity in zip(members, known, strict=True) if parity is None]
-    if missing and tuning.clock() > tuning.deadline:  # a compiler may have taken the rest
+    if missing and tuning.clock() > tuning.deadline:  # a compiler may have used up the time
         return []
     tuning.tally.stage("parity", way.candidate.name, 0, 0)
     found = iter(_on_trial(tuning, missing) if missing else [])
@@ -109,8 +114,10 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[
 
 
 def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
-    """Run the proofs of one build; the ledger keeps who was running, should this process or the machine not survive it.
-    PyTorch's own ways are not journaled: the baseline, one of them, can never be held back."""
+    """Run the proofs of one build, journaled in case this process or the machine does not survive.
+
+    PyTorch's own ways are not journaled: the baseline, one of them, can never be held back.
+    """
     proofs = [proof_of(way, job.workload) for job, way in members]
     way = members[0][1]
     request = tuning.request
@@ -122,9 +129,12 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
 
 
 def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
-    """What the ledger knows and still holds. A proof of an earlier version, without pairs of values, is made again. A
-    failure is tried again with `force`, if it was for want of memory or the like, if its quarantine was ended since, or
-    if no control was run after it: earlier versions recorded failures of the environment too."""
+    """Return what the ledger knows and what is still valid.
+
+    A proof of an earlier version, without pairs of values, is repeated. A failure is repeated with `force`, if it
+    lacked memory or the like, if its quarantine has ended since, or if no control ran after it: earlier versions also
+    recorded failures of the environment.
+    """
     known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload, since=way.released_at)
     if not isinstance(known, Failed):
         return known if known is not None and known.pairs else None

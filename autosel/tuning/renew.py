@@ -1,8 +1,7 @@
-"""Old winners after a change of driver, library or kernel source: proven again as they are now, and only then served,
-marked stale, until they are raced again. What is not proven again gives way to the baseline.
+"""Prove old winners again after a change of driver, library or kernel source, so that they serve until they race again.
 
-An arm as it is now: of a compiled one the very build that was raced, even where its source was edited since; of a
-Python one whatever its recipe imports today.
+They are marked stale. The baseline replaces winners that fail. A compiled arm is proven as the build that was raced,
+even if its source has changed; a Python arm with what its recipe imports today.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """What became of a stale decision. `reason` says why the baseline runs in its place; empty: `decision` is the new
-    one, and serves."""
+    """Result for a stale decision. `reason` says why the baseline runs; if empty, `decision` is new and serves."""
 
     stale: Decision
     decision: Decision | None
@@ -36,14 +34,14 @@ class Renewal:
 
 
 class Stages(Protocol):
-    """Who wants to know how it goes: a listener, or the tally of a tune."""
+    """Listener of progress: a listener of tuning, or its tally."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Old:
-    """A stale decision, why it is, and its arms as they are now."""
+    """A stale decision, the reason, and its arms as they are now."""
 
     decision: Decision
     why: str
@@ -53,8 +51,10 @@ class _Old:
 
 
 def outdated(decisions: Iterable[Decision], hw_id: str, mode: str) -> list[Decision]:
-    """Those of this device and mode whose winner no longer serves, because something has changed since. A whole step is
-    proven by the decoder, with the model's weights."""
+    """Return the decisions of this device and mode whose winner no longer serves because something has changed.
+
+    Whole steps are left out: the decoder proves them, with the model's weights.
+    """
     here = [d for d in decisions if (d.hw_id, d.mode) == (hw_id, mode) and d.state in SERVING and d.op != WHOLE_STEP]
     return [d for d in here if d.arm.digest != d.baseline.digest and validity.staleness(d)]
 
@@ -67,8 +67,10 @@ def renew(
     device: str = "cpu",
     buckets: Collection[str] | None = None,
 ) -> Iterator[Renewal]:
-    """Prove stale winners again, all of one build in one process; by default every bucket's. The
-    device must be ours (`Ledger.lock`)."""
+    """Prove stale winners again, by default in every bucket, with all winners of one build in one process.
+
+    The caller must hold the device (`Ledger.lock`).
+    """
     served = [s.decision for s in ledger.serving() if buckets is None or s.decision.bucket in buckets]
     groups: dict[str, list[_Old]] = {}
     stale = outdated(served, fp.hw_id, current_mode())
@@ -88,19 +90,19 @@ def renew(
 
 
 def serve_meanwhile(tuning: Tuning) -> None:
-    """The first thing a tune does about its buckets: winners that a change has made stale serve while it measures."""
+    """Let winners that a change has made stale serve while a tune measures their buckets."""
     buckets = {named.workload.bucket for named in tuning.request.workloads}
     for done in renew(tuning.ledger, tuning.fp, tuning.tally, device=tuning.request.device, buckets=buckets):
         if tuning.over:
             return
         if done.reason:
-            log.warning("decision %d is stale, and the baseline serves: %s", done.stale.id, done.reason)
+            log.warning("decision %d is stale, so the baseline serves: %s", done.stale.id, done.reason)
         else:
             log.info("decision %d is stale; its arm was proven again and serves meanwhile", done.stale.id)
 
 
 def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
-    """Raises AutoselError where the arm cannot run here any more, or may not."""
+    """Return a decision's arms as they are now. Raises AutoselError if the arm can or may no longer run here."""
     try:
         candidate = registry.find(d.op, d.arm.candidate)
     except UnknownName as error:
@@ -116,14 +118,14 @@ def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
 
 
 def _change(d: Decision) -> str:
-    """What has changed, without the number of the decision: that of the renewed one is another."""
+    """Return what has changed, without the number of the decision, because the renewed one has another."""
     return validity.staleness(d).partition(" is stale: ")[2]
 
 
 def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str) -> list[Parity]:
     proofs = [_proof(old) for old in group]
     first, terms = group[0], Terms(device=device)
-    if first.arm.backend == "TORCH":  # the baseline's own library is never held back: not journaled
+    if first.arm.backend == "TORCH":  # the baseline's own library is never held back, so it is not journaled
         return check_all(proofs, fp=fp, terms=terms)
     with ledger.trial(fp.hw_id, first.decision.op, first.arm):
         return check_all(proofs, fp=fp, terms=terms)

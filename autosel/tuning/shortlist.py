@@ -1,4 +1,4 @@
-"""Who may race at a workload, with which knobs, and what is already known about it."""
+"""Ways that may race at a workload, with their knobs, and what is already known about it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
 
 def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
-    """The job of one workload. Its `settled` decisions, if any, need no measurement.
+    """Return the job of one workload. Its `settled` decisions, if any, need no measurement.
 
-    Raises UsageError where not even the baseline can run the workload.
+    Raises UsageError if not even the baseline can run the workload.
     """
     w, fp = named.workload, tuning.fp
     held, released = tuning.ledger.quarantined(fp.hw_id, w.op), tuning.ledger.released(fp.hw_id, w.op)
@@ -31,7 +31,7 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
         raise UsageError(
             f"the baseline {name} cannot run {w.key}",
             why="without a baseline nothing can be proven faster",
-            todo=f"{settings.spelling()} doctor says why; or leave {w.op} out with --op",
+            todo=f"{settings.spelling()} doctor shows why; or leave {w.op} out with --op",
         )
     job = Job(
         named=named,
@@ -77,7 +77,7 @@ def _offer(
 
 
 def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
-    """Derive the knobs and name the arm, without building. Raises BuildError if there is nothing to build with."""
+    """Derive the knobs and name the arm, without building. Raises BuildError if there is no compiler."""
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
     built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
@@ -86,7 +86,7 @@ def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
 
 
 def _incumbent(tuning: Tuning, job: Job) -> Way:
-    """What serves this bucket now, if it is still the thing it was; else the baseline."""
+    """Return what serves this bucket now if it is unchanged; else the baseline."""
     for served in tuning.ledger.serving_rows(tuning.fp.hw_id, job.workload.bucket, job.mode):
         for way in job.ways:
             if way.arm.digest == served.arm.digest and served.state in ("promoted", "kept", "pinned"):

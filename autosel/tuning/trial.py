@@ -1,4 +1,4 @@
-"""One candidate on trial: proven and raced exactly as `tune` would, with nothing recorded."""
+"""Trial of one candidate: proven and raced exactly as by `tune`, but nothing is recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autosel.values import Accepted, Failed, Fingerprint, NativeRecipe, Parity, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What was found at one workload; no race where parity failed or the candidate refused."""
+    """Result at one workload; without a race if parity failed or the candidate refused."""
 
     named: Named
     parity: Parity | None
@@ -53,10 +53,12 @@ def try_candidate(
     inputs: str = INPUTS,
     call_deadline_s: float = CALL_S,
 ) -> Iterator[Tried]:
-    """Prove and race one candidate against the baseline at each workload, on `device`, whose fingerprint `fp` is.
-    `inputs`: what those of the proof are drawn from. A call of the proof that takes longer than the deadline has hung.
+    """Prove and race one candidate against the baseline at each workload on `device`, with its fingerprint `fp`.
 
-    Raises BuildError if it does not compile, UsageError where memory does not suffice.
+    `inputs` is the text from which the proof's inputs are drawn. A call of the proof that exceeds the deadline has
+    hung.
+
+    Raises BuildError if it does not compile, UsageError if memory is short.
     """
     contests: list[tuple[Named, Contest]] = []
     for n in named:

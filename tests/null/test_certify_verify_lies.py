@@ -120,7 +120,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "calls that were not made": (op("gate_up", calls=8, served={"cpp:gate_up": 24}), "per_op: its calls multiply"),
     "a layer that does not attend": (op("attn", calls=15, served={"cpp:attn": 45}), "per_op: 15 calls of attention"),
     "an op by another name": (op("attn", op="rope"), "per_op: 'attn' runs 'rope'"),
-    "no workload": (op("attn", workload="attn"), "per_op: 'attn' is no workload's key"),
+    "no workload": (op("attn", workload="attn"), "per_op: 'attn' is not a workload's key"),
     "an op's bytes": (op("gate_up", bytes=100), "per_op: 'gate_up' bytes: 100"),
     "an op's FLOPs": (op("gate_up", flops=10**12), "per_op: 'gate_up' flops: "),
     "a wider weight": (
@@ -322,7 +322,7 @@ def test_every_workload_of_a_step_is_read_back_from_its_key(name: str, data: st.
     "key", ["", "attn", "attn/B1/bf15", "attn/B0/bf16", "a/B1/bf16/x", "attn/B1.C/bf16", "attn//bf16"]
 )
 def test_an_invalid_key_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="is no workload's key"):
+    with pytest.raises(ValueError, match="is not a workload's key"):
         Workload.parse(key)
 
 

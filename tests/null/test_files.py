@@ -53,9 +53,9 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
     path = tmp_path / "it"
     path.write_bytes(b"x" * (3 << 20))
     assert files.read(path, 3 << 20) == path.read_bytes()
-    with pytest.raises(OSError, match="3145728 bytes are more than the 2 MiB that are read"):
+    with pytest.raises(OSError, match="3145728 bytes are more than the limit of 2 MiB"):
         files.read(path, 2 << 20)
-    with pytest.raises(BadConfig, match="more than the 3145727 bytes that are read"):
+    with pytest.raises(BadConfig, match="more than the limit of 3145727 bytes"):
         files.read_named(path, (3 << 20) - 1)
 
 
