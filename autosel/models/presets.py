@@ -128,6 +128,25 @@ _MISTRAL_7B = ModelShape(  # mistralai/Mistral-7B-v0.3: no sliding window (v0.1 
     max_context=32768,
 )
 
+_SMOLLM2_135M = ModelShape(  # HuggingFaceTB/SmolLM2-135M
+    name="smollm2-135m",
+    family="llama",
+    layers=30,
+    d=576,
+    Hq=9,
+    Hkv=3,
+    D=64,
+    I=1536,
+    V=49152,
+    dtype="bf16",
+    activation="silu",
+    rope=Rope(theta=100000.0, rotary_dim=64),
+    layer_types=_all_full(30),
+    rms_eps=1e-5,
+    tied=True,
+    max_context=8192,
+)
+
 PRESETS: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -139,8 +158,10 @@ PRESETS: Mapping[str, ModelShape] = {
         _qwen3("qwen3-1.7b", 28, 2048, 16, 6144, tied=True),
         _qwen3("qwen3-4b", 36, 2560, 32, 9728, tied=True),
         _qwen3("qwen3-8b", 36, 4096, 32, 12288, tied=False),
+        _gemma3("gemma3-270m", 18, 640, (4, 1), 2048, v=262144, window=512, factor=1.0, context=32768),
         _gemma3("gemma3-1b", 26, 1152, (4, 1), 6912, v=262144, window=512, factor=1.0, context=32768),
         _gemma3("gemma3-4b", 34, 2560, (8, 4), 10240, v=262208, window=1024, factor=8.0, context=131072),
         _MISTRAL_7B,
+        _SMOLLM2_135M,
     )
 }
