@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 MODEL, CONTEXT = "llama-1b", 8192
-ALIKE = 1.3  # read rates that differ by more are two states of the machine
+ALIKE = 1.3  # as race.judge.ONE_STATE
 FAR = 1.1  # a miss by more than this factor is counted by itself
 SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"

@@ -31,6 +31,7 @@ from autosel.values import Conditions, DeployedTiming, Effect, Outcome, Race, Se
 CLONE = "~baseline"  # the arm name of the baseline's clone in an A/A comparison
 ROLLING = 15  # baseline samples in the rolling median that detrends the tail
 TAIL_SLACK = 1.05
+ONE_STATE = 1.3  # read rates that differ by more are two states of the machine
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
@@ -260,11 +261,20 @@ def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
     """Return the median of the pair ratios with an interval for sessions to come.
 
     Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
-    sessions is widened to that of their medians, each taken as one observation.
+    sessions is widened to that of their medians, each taken as one observation. Sessions in which memory was read at
+    different rates have no common median: their range stands.
     """
     seen = _seen(sessions, candidate, rival)
+    if not _one_state(sessions):
+        return seen
     low, high = ratio_interval([_ratio(s, candidate, rival) for s in sessions])
     return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
+
+
+def _one_state(sessions: Sequence[Session]) -> bool:
+    """Return True if memory was read at the same rate. A hypervisor that moves its guest's cores apart doubles it."""
+    rates = [s.read_bytes_per_s for s in sessions if s.read_bytes_per_s]
+    return not rates or max(rates) <= ONE_STATE * min(rates)
 
 
 def _seen(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:

@@ -235,6 +235,20 @@ def test_the_interval_of_an_effect_is_wider_than_the_sessions_differ() -> None:
     assert found.hi == pytest.approx(2.14, abs=0.02)
 
 
+def test_sessions_in_two_states_of_the_machine_give_their_range() -> None:
+    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+    first, *confirming = race.sessions
+    rates = (60e9, 60e9, 120e9)
+    apart = [
+        replace(slowed(s, factor), read_bytes_per_s=rate)
+        for s, factor, rate in zip(confirming, (1.0, 1.0, 2.0), rates, strict=True)
+    ]
+    found = judge(replace(race, sessions=(first, *apart))).effect
+    assert found is not None
+    assert found.lo == pytest.approx(2.0, abs=0.05)
+    assert found.hi == pytest.approx(4.0, abs=0.1)
+
+
 # --- a busy machine ---------------------------------------------------------------------------------------------------
 
 
