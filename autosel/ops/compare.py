@@ -141,8 +141,8 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
     # If one value fills a row, correct rounding shifts the row: the reference's own loss by rounding is allowed too.
     rounded = ref.to(got.dtype).double()[telling]
     bias, bias_b, bias_r = (((v - y) * y).sum().item() / energy for v in (c, b, rounded))
-    # Four standard deviations of the bias that unbiased roundings have by chance, by the largest of three estimates: from
-    # the baseline's errors, from its errors by row (a rounded softmax weight shifts its whole row), and by weight.
+    # Four standard deviations of the bias that unbiased roundings have by chance, by the largest of three estimates:
+    # from the baseline's errors, from its errors by row (a rounded softmax weight shifts its whole row), and by weight.
     by_errors = rmse_b / (rms_y * math.sqrt(y.numel()))
     of_rows = torch.where(telling, (base.double() - ref) * ref, 0.0).reshape(-1, ref.shape[-1]).sum(-1)
     by_rows = of_rows.square().sum().sqrt().item() / energy
