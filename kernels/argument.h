@@ -1,4 +1,4 @@
-// What an entry point's arguments need whoever calls it: an optional one, and an exception with the name Python gives it.
+// Helpers for the arguments of an entry point: an optional one, and an exception with Python's name for it.
 #pragma once
 #include <cstdint>
 #include <exception>

@@ -1,4 +1,4 @@
-// Entry points by tvm-ffi's calling convention, over its C interface alone: its C++ templates were more than half of a
+// Entry points in tvm-ffi's calling convention, using only its C interface: its C++ templates took more than half of a
 // build (g++ -O3 of rmsnorm.cpp 2.3 s with them and 0.9 s without, gemv.cpp 3.3 and 1.9 s, on one Zen 4 core).
 //
 // AUTOSEL_EXPORT(name, function) exports `__tvm_ffi_<name>`, which takes TensorView, Optional<TensorView>, double and

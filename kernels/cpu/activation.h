@@ -20,7 +20,7 @@ static inline vreg gelu_tanh(vreg x) {
 static inline vreg gelu_erf(vreg x) {
   const vreg one = splat(1.0f), last = splat(14.0f);
   vreg t = x < vreg{} ? -x : x;
-  t = t > last ? last : t;  // NaN stays NaN; infinity must not meet Q's zero
+  t = t > last ? last : t;  // NaN stays NaN; infinity must not be multiplied by Q's zero
   vreg s = one / fma(t, splat(0.3f), one);
   vreg square = t * t, rest = fma(t, t, -square);  // t^2 exactly: its rounding, times t^2, would be the error of exp
   vreg q = exp(square * splat(-0.5f));

@@ -1,20 +1,20 @@
-// What decode attention, contiguous or paged, is made of: query rows packed by KV head, one tile of keys at a time,
-// online softmax in fp32, and an equal cut of the work over the team.
+// Parts of decode attention, contiguous or paged: query rows packed by KV head, one tile of keys at a time, online
+// softmax in fp32, and equal shares of the work for the team.
 //
 // The G = Hq/Hkv query heads (times S positions) that share a KV head form R rows and pass over K and V together, four
-// rows to a block: the tile is read from memory once and from L1/L2 by the further blocks. A row sees one interval of
-// keys (causal, window, length), so a mask is an interval, never a value: keys outside it are not multiplied by zero,
-// they are not touched, and a NaN there stays there.
+// rows per block: the tile is read from memory once, and from L1/L2 by the other blocks. A row sees one interval of
+// keys (causal, window, length), so a mask is an interval, never a value: keys outside it are not multiplied by zero
+// but never read, and a NaN there has no effect.
 //
-// Cut: the tiles of all (sequence, KV head) units, laid end to end, fall into `threads` equal ranges. A unit wholly
-// inside a range is written at once; the parts of one that crosses are merged after the join, in order: the same bits
-// every time.
+// Shares: the tiles of all (sequence, KV head) units, laid end to end, are cut into `threads` equal ranges. A unit
+// inside one range is written at once. The parts of a unit in several ranges are merged after the join, in order: the
+// same bits every time.
 #pragma once
 #include <cstdlib>
 
 #include "tensor.h"
 
-#define AUTOSEL_NOINLINE __attribute__((noinline))  // a hot loop keeps the registers to itself, and a name in a profile
+#define AUTOSEL_NOINLINE __attribute__((noinline))  // a hot loop has all registers, and a name in a profile
 #define AUTOSEL_PREFETCH_L2 2                       // __builtin_prefetch's locality: into L2, past L1
 
 namespace autosel {
@@ -34,8 +34,8 @@ template <class T> using Factor = std::conditional_t<kDot<T>, T, float>;
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // --- two vectors at a time -------------------------------------------------------------------------------------------
-// bf16 comes apart by a shift and a mask: a = even channels, b = odd ones. Accumulators and queries keep that order and
-// store2 undoes it, so no shuffle is spent on widening.
+// bf16 is widened by a shift and a mask: a = even channels, b = odd ones. Accumulators and queries keep that order and
+// store2 restores it, so widening needs no shuffle.
 
 template <class T> static inline void load2(const T* p, vreg& a, vreg& b) { a = load(p), b = load(p + kLanes); }
 static inline void load2(const bf16* p, vreg& a, vreg& b) {
@@ -128,8 +128,8 @@ static inline vreg exp_nonpositive(vreg x) {
 }
 
 #if defined(AUTOSEL_BF16_DOT)
-// 2^x for x <= 0, -inf or NaN, to 2^-18: for weights that are rounded to 8 bits. 2^floor(x) times a polynomial of what
-// is left, minimax on [0, 1) and 1 at 0.
+// 2^x for x <= 0, -inf or NaN, to 2^-18: for weights that are rounded to 8 bits. 2^floor(x) times a polynomial of the
+// rest, minimax on [0, 1) and 1 at 0.
 static inline __m512 exp2_nonpositive(__m512 x) {
   __m512 f = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
   __m512 p = _mm512_set1_ps(0.013426685705780983f);
@@ -157,7 +157,7 @@ static inline vreg cap(vreg s, float softcap) {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-// Grow-only and aligned to a line: nothing is allocated once the largest call has been seen.
+// Grow-only and aligned to a line: no allocation once the largest call has been seen.
 class Scratch {
  public:
   ~Scratch() { free(memory_); }
@@ -189,24 +189,24 @@ template <class T> struct Listed {
   Listed from(int64_t t) const { return {rows + t}; }
 };
 
-// Bytes [from, to) of rows [t, t + kCount) of n, into L2; kBytes of each where that is known: a request in a loop of
-// unknown length costs as much as the arithmetic beside it.
+// Prefetches bytes [from, to) of rows [t, t + kCount) of n into L2; kBytes of each if that is known: a prefetch in a
+// loop of unknown length costs as much as the arithmetic of the row.
 template <int kCount, int64_t kBytes = 0, class Rows>
 static inline void fetch(const Rows& rows, int64_t t, int64_t n, int64_t from, int64_t to) {
-  if (t + kCount > n) return;  // the few rows of a ragged end are left to the hardware
-  asm volatile("");  // without it g++ finds a function that only prefetches pure, and drops every call (seen with 12.2)
+  if (t + kCount > n) return;  // the last few rows are left to the hardware
+  asm volatile("");  // without it g++ treats a function that only prefetches as pure, and drops every call (12.2)
   for (int j = 0; j < kCount; ++j) {
     const char* p = reinterpret_cast<const char*>(rows(t + j)) + from;
     for (int64_t i = 0; i < (kBytes ? kBytes : to - from); i += 64) __builtin_prefetch(p + i, 0, AUTOSEL_PREFETCH_L2);
   }
 }
 
-// What to ask for while row t of a tile of n is worked on: row t of the next tile, and once more, `again` rows ahead,
-// the tile's own: a prefetch into L2 that finds the queue to memory full is dropped, so a burst loses lines.
+// What to prefetch while row t of a tile of n is in use: row t of the next tile and, a second time, the tile's own row
+// `again` rows ahead. A prefetch into L2 is dropped if the memory queue is full, so a burst loses lines.
 template <class Rows> struct Ahead {
   Rows rows;
   int64_t n, again;  // 0, 0: nothing
-  int64_t first;     // rows before it have been asked for already
+  int64_t first;     // rows before it were already prefetched
   template <int kCount, int64_t kBytes = 0>
   void ask(const Rows& own, int64_t own_n, int64_t t, int64_t from, int64_t to) const {
     if (t + kCount > first) fetch<kCount, kBytes>(rows, t, n, from, to);
@@ -216,8 +216,8 @@ template <class Rows> struct Ahead {
 
 // --- scores of four rows against a tile ------------------------------------------------------------------------------
 
-// kLanes sums at a time: four rows by kLanes / 4 tokens, each a vector along D, joined in one go. Keys past the n-th
-// are the n-th again, so that nothing beyond the tile is read; their scores land in the padding.
+// kLanes sums at a time: four rows by kLanes / 4 tokens, each a vector along D, joined in one step. Keys past the n-th
+// repeat the n-th, so that nothing beyond the tile is read; their scores are stored in the padding.
 
 template <class T, bool kTail>
 static inline void scores_step(vreg* acc, const Factor<T>* q, int64_t width, const T* const* row, int64_t c,
@@ -339,10 +339,10 @@ static inline void weigh(float* s, int64_t ld, int64_t n, float scale, const flo
   }
 }
 
-// kNR rows at once, for a row alone waits on its own maximum and exponentials. s[r][0, n) raw dot products -> weights
-// exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole step, in place (bf16 weights at the front of their
-// row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for what was
-// accumulated before. m never becomes NaN; l and the weights do. between(i) is called for i = 0, 1, .. at least
+// kNR rows at once, because one row alone waits for its own maximum and exponentials. s[r][0, n) raw dot products ->
+// weights exp(s - m) on [begin[r], end[r]), zero elsewhere up to a whole step, in place (bf16 weights at the front of
+// their row); begin = nullptr: everywhere. Updates each row's maximum m and sum l; keep[r] is the factor for the sums
+// accumulated before. m never becomes NaN; l and the weights can. Calls between(i) for i = 0, 1, .. at least
 // softening_slots(kNR, n) - 1: prefetches for a phase that loads nothing new itself.
 template <class T, int kNR, class Between>
 static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64_t* begin, const int64_t* end,
@@ -373,8 +373,8 @@ static AUTOSEL_NOINLINE void soften(float* s, int64_t ld, int64_t n, const int64
 
 // --- o = o * keep + weights V ----------------------------------------------------------------------------------------
 
-// One step of tokens [t, t + 2) where bf16 dots take two, else of token t. Pairs: channels 8i..8i+3 of two tokens,
-// woven, fall to vector a, 8i+4..8i+7 to b; store2 puts them back. An odd last token is woven with zeros.
+// One step of tokens [t, t + 2) if bf16 dots take two, otherwise of token t. Pairs: channels 8i..8i+3 of two tokens,
+// interleaved, go to vector a, 8i+4..8i+7 to b; store2 restores the order. An odd last token is paired with zeros.
 template <int kNR, int kPairs, bool kTail, bool kSingle, class T, class Rows>
 static inline void gather_step(vreg (*acc)[2 * kPairs], const Factor<T>* p, int64_t ld, Rows v, int64_t t, int64_t c,
                                int64_t left) {
@@ -471,7 +471,7 @@ template <class T> struct Strided4 {
   T* at(int64_t i, int64_t j, int64_t k) const { return data + i * s0 + j * s1 + k * s2; }
 };
 
-// What a thread works on: packed queries, accumulators, running maximum and sum of each row, weights of one block.
+// A thread's state: packed queries, accumulators, running maximum and sum of each row, weights of one block.
 template <class T> struct Bench {
   Factor<T>* q;
   float *o, *m, *l, *s;
@@ -539,12 +539,12 @@ template <class T> struct Bench {
             gather_rows<T>(1, o + (r0 + r) * a.width, a.width, p + r * p_ld + begin[r], p_ld, v.from(begin[r]),
                            end[r] - begin[r], a.d, keep + r, next_v);
       }
-      next_k.n = next_v.n = next_k.again = next_v.again = 0;  // further blocks find tile and prefetches in the cache
+      next_k.n = next_v.n = next_k.again = next_v.again = 0;  // other blocks find the tile in the cache
     }
   }
 };
 
-// Writes rows o / l; a row that sees no key at all (its position lies before the first) is zero.
+// Writes rows o / l; a row that sees no key (its position is before the first) is zero.
 template <class T>
 static void finish(const Shape& a, const Strided4<T>& out, int64_t b, int64_t h, int64_t length, const float* o,
                    const float* l) {
@@ -571,7 +571,7 @@ struct Lengths {
       : data(t.has_value() ? autosel::data<int32_t>(t.value()) : nullptr),
         stride(t.has_value() ? t.value().stride(0) : 0), max_len(longest < room ? longest : room) {}
   Lengths(const int32_t* one_a_sequence, int64_t room) : data(one_a_sequence), stride(1), max_len(room) {}
-  int64_t of(int64_t b) const {  // never more than the cache holds, whatever the tensor says
+  int64_t of(int64_t b) const {  // never more than the cache holds, whatever the tensor contains
     int64_t n = data ? data[b * stride] : max_len;
     return n < 0 ? 0 : n > max_len ? max_len : n;
   }
@@ -598,10 +598,10 @@ template <class T> struct Contiguous {
   Spaced<T> v(int rank, int slot) const { return {tiles[rank][slot].v, values.s2}; }
 };
 
-// How the work falls to the threads. `sequences` has room for a.batch.
+// The threads' shares of the work. `sequences` has room for a.batch.
 struct Cut {
   Sequence* sequences;
-  int64_t total, threads;  // tiles in all; threads that have a share of them: the first so many ranks
+  int64_t total, threads;  // tiles in all; threads that have a share of them: the first ranks
 
   Cut(const Shape& a, const Lengths& lengths, int64_t most_threads, int64_t chunk, Sequence* room)
       : sequences(room), total(0), threads(most_threads) {
@@ -631,7 +631,7 @@ struct Cut {
   }
 };
 
-// Where unfinished units wait: two parts a thread, `floats` of each.
+// Memory for unfinished units: two parts per thread, `floats` each.
 struct Unfinished {
   Part* parts;
   float* partial;
@@ -648,10 +648,10 @@ struct Unfinished {
   void clear(int64_t rank) const { parts[2 * rank].used = parts[2 * rank + 1].used = false; }
 };
 
-// One thread's tiles [begin, end), after its parts were cleared; up to `beyond` >= end it asks ahead.
-// source.fill(rank, slot, b, h, first, n) readies a tile's rows, source.k(rank, slot) and source.v(rank, slot) give
-// them; ready(b, h, last) is called before the queries of (b, h) are read, and before its keys are: `last` if the newest
-// key is among those that this thread reads.
+// One thread's tiles [begin, end), after its parts were cleared; it prefetches up to `beyond` >= end. source.fill(rank,
+// slot, b, h, first, n) readies a tile's rows; source.k(rank, slot) and source.v(rank, slot) give them. ready(b, h,
+// last) is called before the queries of (b, h) are read, and before its keys are: `last` if the newest key is among
+// those that this thread reads.
 template <class T, class Source, class Ready>
 static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<const T>& query,
                          const Strided4<T>& out, int64_t prefetch, const Source& source, int64_t begin, int64_t end,
@@ -695,7 +695,8 @@ static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved
   }
 }
 
-// Once all shares are done: the beginning of a unit that thread `leader` has gathers the ranges that go on with it.
+// After all shares are done: the thread `leader`, which has the beginning of a unit, merges the ranges that continue
+// it.
 template <class T>
 static void attend_merge(const Shape& a, const Cut& cut, const Unfinished& saved, const Strided4<T>& out,
                          int64_t leader) {
@@ -740,7 +741,7 @@ static void attend(const Shape& a, const Strided4<const T>& query, const Strided
   parallel(threads, cut.total, 1, [&](int64_t begin, int64_t end, int rank) {
     attend_share(a, cut, saved, query, out, prefetch, source, begin, end, end, rank, [](int64_t, int64_t, bool) {});
   });
-  // With few threads there is little to add: no second fork.
+  // With few threads there is little to add, so there is no second fork.
   parallel(threads > 8 ? threads : 1, threads, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t leader = begin; leader < end; ++leader) attend_merge(a, cut, saved, out, leader);
   });
@@ -752,7 +753,7 @@ template <class T> static inline Strided4<T> strided4(const TensorView& t) {
 
 static inline bool is_int32(const TensorView& t) { return t.dtype().code == kDLInt && t.dtype().bits == 32; }
 
-// q, o [B,Hq,S,D] and lengths[B] as every cached attention takes them.
+// q, o [B,Hq,S,D] and lengths[B] in the form that every cached attention takes.
 static inline void check_queries(const TensorView& q, const TensorView& o, const Optional<TensorView>& lengths,
                                  int64_t kv_heads, int64_t d) {
   AUTOSEL_CHECK(q.ndim() == 4 && o.ndim() == 4, "attention takes q[B,Hq,S,D] and o[B,Hq,S,D]");

@@ -4,33 +4,33 @@
 // roofline at B=1, 32/8 heads, D=128, L=8192, bf16: 33.6 MB; at 36 GB/s (Zen 4, 2 cores) 930 us. Arithmetic of it is
 // 44 cycles a key and KV head, 390 us on these two cores: bandwidth decides, if loads and arithmetic overlap.
 // knobs (knobs/cpu/attention.py)
-//   threads   enough for the memory's rate and for the arithmetic
+//   threads   as many as the memory's rate and the arithmetic need
 //   tile      keys at a time: a tile of K and V fills L1
-//   chunk     fewest keys a thread's share is worth: below, waking it costs more than it saves
-//   prefetch  keys by which the second request for a row precedes its use, the loaded latency in keys; 0 = no prefetch
-// design  attention.h: packed queries, tiles, intervals for masks, equal cut of the work.
+//   chunk     fewest keys in a thread's share: for fewer, waking the thread costs more than it saves
+//   prefetch  keys between the second prefetch of a row and its use (the loaded latency in keys); 0 = no prefetch
+// design  attention.h: packed queries, tiles, masks as intervals, equal shares of the work.
 //
-// Versions tried, Zen 4 (2 cores, shared machine), the shape above, fraction of a read probe interleaved with the
-// calls:
+// Measured on Zen 4 (2 cores, shared machine) with the shape above; figures are fractions of a read probe interleaved
+// with the calls:
 //   no prefetch, tile 16 / 32 / 64 / 128                               0.70 / 0.52 / 0.51 / 0.55
-//     while one stream is worked on, the hardware prefetcher loses the other; small tiles keep both alive
+//     while one stream is in use, the hardware prefetcher loses the other; small tiles keep both alive
 //   prefetch one tile ahead into L1 (t0)                               0.34: fills of L1 wait in its 24 miss buffers
 //   prefetch one tile ahead into L2 (t1), tile 64                      0.80
-//     every second or fourth line only                                 0.57: this core fetches no line unasked
-//   V's lines asked for as the channels are worked on, not all at once 0.83
-//   probabilities rounded to bf16, V by dots of two tokens             0.87   (P V: 20 cycles a key instead of 33)
-//   asked for a second time 16 keys ahead                              0.91   (alone on one core: 0.75 -> 0.80)
-//     a prefetch into L2 that finds the queue to memory full is dropped (174 GB/s of them issue, 29 GB/s arrive)
-//   four rows softened together, V's first rows asked for meanwhile  0.93   (alone on one core: 0.83)
+//     every second or fourth line only                                 0.57: this core prefetches no neighbouring line
+//   prefetch V per channel while working, not all at once              0.83
+//   probabilities rounded to bf16, V by dots of two tokens             0.87   (P V: 20 cycles per key instead of 33)
+//   a second prefetch 16 keys ahead                                    0.91   (one core alone: 0.75 -> 0.80)
+//     a prefetch into L2 is dropped if the memory queue is full (174 GB/s of them issue, 29 GB/s arrive)
+//   softmax of four rows together, V's first rows prefetched meanwhile 0.93   (one core alone: 0.83)
 //     at the machine's quietest, probe at 57 GB/s: 0.75; the rest is arithmetic that waits for lines dropped twice
-//   scores with a row to a 128-bit lane (four partial sums a token, not sixteen)   25 cycles a key instead of 21: the
-//     broadcasting load shares a pipe with the dots; given up
-//   cycles a key and KV head with all requests, operands in L2, G=4 (alone on one core; a loop around attend() on one
-//   head, made for the purpose and not kept: no benchmark prints these): D=64 36.5, D=128 57
+//   scores with one row per 128-bit lane (four partial sums per token, not sixteen): 25 cycles per key instead of 21,
+//     because the broadcasting load shares a pipe with the dots; rejected
+//   cycles per key and KV head with all prefetches, operands in L2, G=4 (one core alone; a temporary loop around attend()
+//   on one head: no benchmark prints these): D=64 36.5, D=128 57
 //     softmax by powers of two, degree 4 for weights of 8 bits, their sum by a dot with ones   34.5, 56
-//     requests of a known length, one test for the rows of a step                              28.3, 50
-//     scores with two keys' halves to a vector (16 keys a step, a level less to add)           no faster; given up
-//     sums by blends and one shuffle a join in place of two shuffles                           slower
+//     prefetches of a known length, one test for the rows of a step                            28.3, 50
+//     scores with two keys' halves per vector (16 keys per step, one level less to add)        no faster; rejected
+//     sums by blends and one shuffle per join instead of two shuffles                          slower
 //   fp32 P V by widening: kept for fp16, fp32 and cores without the dot; P split into two bf16 parts costs as much
 #include "attention.h"
 

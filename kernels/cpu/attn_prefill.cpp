@@ -3,12 +3,13 @@
 // bytes   2 B (Hq + Hkv) S D b (b = bytes an element)      FLOPs   2 B Hq S^2 D (the causal half of 4)
 // roofline at B=1, 32/8 heads, D=128, S=2048, bf16: 34 GFLOP; at 2 x 236 GFLOP/s of dots (Zen 4, 2 cores) 73 ms.
 // knobs   threads (knobs/cpu/attention.py: prefill)
-// Two passes with a barrier between. First K and V of each KV head are packed once for all the query heads and blocks
-// that read them: K turned, so that a vector is one channel (a pair, for the bf16 dot) of kLanes keys; V with two keys
-// woven. Then blocks of 48 queries of one head walk over tiles of keys, a 6 x 4-vector register tile for both products
-// (24 sums, 4 of B, 1 of A in 32 registers; 6 x 2 in 16), online softmax between them, tiles beyond the diagonal or the
-// window skipped. Blocks are handed out one at a time, the longest first: each is computed the same way by whoever
-// takes it. A key that a query may not see gets weight 0: unlike in decode it must be finite, as the contract says.
+// Two passes with a barrier between them. The first packs K and V of each KV head once for all query heads and blocks
+// that read them: K is transposed, so that a vector is one channel (a pair, for the bf16 dot) of kLanes keys; V has two
+// keys interleaved. In the second, blocks of 48 queries of one head loop over tiles of keys, with a 6 x 4-vector
+// register tile for both products (24 sums, 4 of B, 1 of A in 32 registers; 6 x 2 in 16) and online softmax between
+// them. Tiles beyond the diagonal or the window are skipped. Threads take blocks one at a time, the longest first; the
+// result of a block does not depend on the thread. A key that a query must not see gets weight 0: unlike in decode, it
+// must be finite, as the contract says.
 #include "attention.h"
 
 namespace autosel {
@@ -22,11 +23,11 @@ constexpr int kNV = 4;
 #else
 constexpr int kNV = 2;
 #endif
-constexpr int64_t kTile = 64;              // keys a tile: K and V of it fill L1 at D = 128
-constexpr int64_t kPanel = kNV * kLanes;   // keys a panel of turned K
-constexpr int64_t kQueries = 8 * kMR;      // a block: turns each tile from L2 into 8 passes from L1
-constexpr int64_t kScoreLd = kTile + 16;   // so that rows of scores do not share an L1 set
-template <class T> constexpr int64_t kDeep = kDot<T> ? 2 : 1;  // elements of the summed dimension a step takes
+constexpr int64_t kTile = 64;              // keys per tile: K and V of it fill L1 at D = 128
+constexpr int64_t kPanel = kNV * kLanes;   // keys per panel of transposed K
+constexpr int64_t kQueries = 8 * kMR;      // queries per block: each tile is read from L2 once for 8 passes from L1
+constexpr int64_t kScoreLd = kTile + 16;   // 16 more, so that rows of scores do not share an L1 set
+template <class T> constexpr int64_t kDeep = kDot<T> ? 2 : 1;  // elements of the summed dimension per step
 static_assert(kTile % kPanel == 0, "whole panels");
 
 // c[kMR][NV vectors] (= c * keep if given, else 0) += a[kMR][steps] b[steps][NV vectors]
@@ -77,7 +78,7 @@ template <class T> static inline Factor<T> factor(T x) {
   else return widen(x);
 }
 
-// A head's packed tiles, one after the other: turned K, then woven V.
+// A head's packed tiles, one after the other: transposed K, then interleaved V.
 struct Packing {
   int64_t d, depth, width, k_tile, v_tile, tiles, head;  // depth, width: d rounded up to a step, to a vector
 };
@@ -110,7 +111,7 @@ static void pack(const Packing& p, Spaced<T> k, Spaced<T> v, int64_t n, Factor<T
   }
 }
 
-// What a thread works on: a block of queries, scores (then weights), sums, running maximum and sum of each query.
+// A thread's state: a block of queries, scores (then weights), sums, running maximum and sum of each query.
 template <class T> struct Block {
   Factor<T>* q;
   float *s, *o, *m, *l;

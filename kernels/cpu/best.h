@@ -1,4 +1,4 @@
-// The greedy choice beside the output head: each thread keeps the best logit of its own columns.
+// The greedy choice in the output head: each thread keeps the best logit of its own columns.
 #pragma once
 #include "project.h"
 
@@ -10,19 +10,19 @@ static inline bool beats(float challenger, float holder) {
   return challenger > holder || (challenger != challenger && holder == holder);
 }
 
-// The first best of `count` logits from column n on challenges `best`, which stands for lower columns (index -1: none).
+// Compares the first best of `count` logits from column n on with `best`, which is of lower columns (index -1: none).
 template <class T> static inline void challenge(Best& best, int64_t n, int64_t count, const float* v) {
   T stored[kLanes];
   store(stored, load(v));
   vreg rounded = load_some(stored, count);
   float total = sum(rounded);
-  // Nothing here is NaN if the sum is not (padding is zero and only makes the maximum larger): skip without looking.
+  // Nothing here is NaN if the sum is not (padding is zero and only raises the maximum): skip the comparison.
   if (best.index >= 0 && total == total && !beats(max(rounded), best.value)) return;
   for (int64_t c = 0; c < count; ++c)
     if (best.index < 0 || beats(widen(stored[c]), best.value)) best = {widen(stored[c]), n + c};
 }
 
-// The better of two; of equals the one with the lower index.
+// Return the better of two; if equal, the one with the lower index.
 static inline Best better(const Best& a, const Best& b) {
   if (a.index < 0 || b.index < 0) return a.index < 0 ? b : a;
   if (beats(a.value, b.value) || beats(b.value, a.value)) return beats(a.value, b.value) ? a : b;

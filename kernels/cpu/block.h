@@ -1,43 +1,44 @@
-// x[M,K] . w[N,K]^T for many rows of x: compute-bound, so weights are turned so that lanes run along N and a register
+// x[M,K] . w[N,K]^T for many rows of x: compute-bound, so weights are transposed: lanes run along N, and a register
 // tile of kTileRows x 2 kLanes takes 2 loads of weights and kTileRows broadcasts of x for twice kTileRows multiplies.
 //
-// A thread owns columns of y, 2 kLanes at a time ("strip"). For each strip, for each block of K: turn the weights'
-// block into L1 (k_block lanes x 2 kLanes x 4 bytes <= half of it), run every tile of x over it, add into c. A lane
-// is 32 bits: an fp32 (fp16 and, without the dot instruction, bf16 are widened while turning) or two neighbours along
-// K in bf16.
-//   Turning costs 4.5 cycles a cache line of weights, multiplying M (Zen 4: one 512-bit vdpbf16ps or FMA a cycle): from
-//   M = 8 or so it is cheaper than dot.h, which reads x from L2 for every few rows of weights.
-//   Reading 2 kLanes rows in blocks of K is a bad order for memory, so tiles ask L2, line by line and in the order of
-//   addresses, for the strip (or part of one) that comes next: see `Ahead`. Without: 0.6 of the
-//   speed at M = 12, 0.87 at 64.
+// A thread owns columns of y, 2 kLanes at a time ("strip"). For each strip, for each block of K: transpose the weights'
+// block into L1 (k_block lanes x 2 kLanes x 4 bytes <= half of it), multiply every tile of x by it, add into c. A lane
+// is 32 bits: an fp32 (fp16 and, without the dot instruction, bf16 are widened during the transpose) or two neighbours
+// along K in bf16.
+//   Transposing costs 4.5 cycles per cache line of weights, multiplying M (Zen 4: one 512-bit vdpbf16ps or FMA per
+//   cycle): from about M = 8 it is cheaper than dot.h, which reads x from L2 for every few rows of weights.
+//   Reading 2 kLanes rows in blocks of K is a bad order for memory, so tiles prefetch the next strip (or part of one) into
+//   L2, line by line in the order of addresses: see `Ahead`. Without it, the speed is 0.6 at M = 12, 0.87 at 64.
 //
-// The register tile runs at one multiply a cycle (24.1 cycles for 12 x 2). 2048 x 4096, one core of Zen 4, times
-// torch's speed, bf16: 1.3-1.6 at M=12, 1.3 at 16, 1.2 at 32, 1.05 at 64, 0.91-1.0 from 128 on (up to 218 of 236 GFLOP/s);
-// 2048 x 2048: fp16 3.5-3.9, fp32 1.4 at M=16 and 1.2 at 64.
-// On 2 cores of Zen 3 (AVX2, FMA 103 GFLOP/s a core), bf16: the tile runs at 101-103 GFLOP/s from four rows on, turning
-// costs 1.3 ns a line from L1, 2.0 where rows lie 4 KB apart. Products by two threads, N = K = 2048 and 4096, times the
-// speed before all of the following: 1.9-2.0 at M=9, 1.7 at 12, 1.95 at 13, 1.7 at 64 (160-168 of 206 GFLOP/s).
-// Times dot.h's: 0.9-0.95 at M=5, 0.9-1.0 at 6, 0.8-0.9 at 7, 0.9-0.95 at 8, 1.2-1.35 at 9, 1.1-1.2 at 12, 1.4 at 13.
-// What had held it back, each against what there is now: a broadcast that was an addition (simd.h: splat; the tile ran
-// at 53 GFLOP/s); bf16 widened before it is turned (4.8 ns a line); questions about missing rows and elements inside
-// that loop (one thread, weights in L3, ns a line: M=1 9.5 -> 5.3, M=12 15 -> 11); a line asked for with every lane,
-// four times as many as there are (M=1 5.2 -> 4.8); equal tiles, 9 rows as 5 + 5 (now 5 + 4: a tenth less).
-// Losers there: all tiles of a block asking in turn (0.98-1.0); those behind the first asking for the next tile's x,
-// into L2 or L1 (0.97-1.0).
-// Whole steps of turning and tiles that differ by a row are not measured on AVX-512; splat is what it was there.
-// Losers: sixteen rows turned at once; the rows copied together before turning (1.1x slower at M=16); chunks of x of 64
-// rows (0.88 of 480 at once: weights are turned for every chunk).
+// The register tile runs at one multiply per cycle (24.1 cycles for 12 x 2). 2048 x 4096, one core of Zen 4, times
+// torch's speed, bf16: 1.3-1.6 at M=12, 1.3 at 16, 1.2 at 32, 1.05 at 64, 0.91-1.0 from 128 on (up to 218 of 236
+// GFLOP/s); 2048 x 2048: fp16 3.5-3.9, fp32 1.4 at M=16 and 1.2 at 64.
+// On 2 cores of Zen 3 (AVX2, FMA 103 GFLOP/s per core), bf16: the tile runs at 101-103 GFLOP/s from four rows on;
+// transposing costs 1.3 ns per line from L1, 2.0 if rows are 4 KB apart. Products by two threads, N = K = 2048 and
+// 4096, times the speed before all of the following changes: 1.9-2.0 at M=9, 1.7 at 12, 1.95 at 13, 1.7 at 64 (160-168
+// of 206 GFLOP/s).
+// Times dot.h's speed: 0.9-0.95 at M=5, 0.9-1.0 at 6, 0.8-0.9 at 7, 0.9-0.95 at 8, 1.2-1.35 at 9, 1.1-1.2 at 12, 1.4 at
+// 13.
+// Earlier forms, each compared with the present one: a broadcast that was an addition (simd.h: splat; the tile ran at
+// 53 GFLOP/s); bf16 widened before the transpose (4.8 ns per line); tests for missing rows and elements inside that
+// loop (one thread, weights in L3, ns per line: M=1 9.5 -> 5.3, M=12 15 -> 11); a line prefetched with every lane, four
+// times as many as there are (M=1 5.2 -> 4.8); equal tiles, 9 rows as 5 + 5 (now 5 + 4: a tenth less).
+// Rejected on Zen 3: all tiles of a block prefetching in turn (0.98-1.0); all but the first prefetching the next tile's
+// x, into L2 or L1 (0.97-1.0).
+// Transposing in whole steps and tiles that differ by a row are not measured on AVX-512; splat did not change there.
+// Rejected: sixteen rows transposed at once; the rows copied together before transposing (1.1x slower at M=16); chunks
+// of x of 64 rows (0.88 of 480 at once: weights are transposed for every chunk).
 #pragma once
 #include "dot.h"
 
 namespace autosel {
 
-constexpr int kStrip = 2 * kLanes;                 // columns of y that a register tile spans
-constexpr int kTileRows = kAccumulators / 2;       // rows of x that it spans at most
+constexpr int kStrip = 2 * kLanes;                 // columns of y in a register tile
+constexpr int kTileRows = kAccumulators / 2;       // most rows of x in a register tile
 template <class T> constexpr int kPerLane = kPaired<T> ? 2 : 1;  // elements along K in a lane
 template <class T> static inline int64_t lanes_of(int64_t k) { return (k + kPerLane<T> - 1) / kPerLane<T>; }
 
-// --- turning: rows that run along K become lanes ---------------------------------------------------------------------
+// --- transposing: rows that run along K become lanes ---------------------------------------------------------------------
 
 template <class T> static inline vreg lanes_at(const T* p) { return load(p); }
 template <class T> static inline vreg lanes_at_tail(const T* p, int64_t n) { return load_tail(p, n); }
@@ -50,11 +51,11 @@ template <> inline vreg lanes_at_tail(const bf16* p, int64_t n) {
 }
 #endif
 
-// bf16 that is to be widened, eight lanes: neighbours along K are turned as the 32-bit lane they share, and taken apart
-// at the store. Half the loads and half the exchanges of widening first.
+// bf16 to be widened, eight lanes: neighbours along K are transposed as the 32-bit lane they share, and separated at
+// the store. Half the loads and half the exchanges of widening first.
 template <class S, int kPer> constexpr bool kSplit = std::is_same_v<S, bf16> && kPer == 1 && kLanes == 8;
 
-// kLanes 32-bit lanes of neighbours, zeros behind n elements.
+// kLanes 32-bit lanes of neighbours, zeros after n elements.
 static inline vreg neighbours_at(const bf16* p, int64_t n) {
   vreg v{};
   memcpy(&v, p, n < 2 * kLanes ? size_t(n) * sizeof(bf16) : sizeof v);
@@ -78,7 +79,7 @@ template <int Stride> static inline void exchange_all(vreg* v) {
     if (!(i & Stride)) exchange<Stride>(v[i], v[i + Stride]);
 }
 
-// Lanes 8 * half and on.
+// Lanes from 8 * half on.
 static inline void store_eight(float* p, vreg v, int half) {
 #if defined(AUTOSEL_AVX512)
   __m512 z = reinterpret_cast<__m512>(v);
@@ -120,9 +121,9 @@ static inline void turn_eight(const S* from, int64_t stride, int64_t rows, int64
 
 // to[l * pitch + r] = lane l of row r, r < columns; missing rows and elements are zero.
 //
-// Eight rows at a time: sixteen rows a multiple of 4 KB apart share 8 ways of L1 and throw each other out (6.4 cycles
-// a line for sixteen, 4.5 for eight; a staged copy of the rows 7.2). Groups go from the last to the first, and write
-// eight values a lane whatever `columns`: what is too much gets overwritten, but for 7 values behind the last lane.
+// Eight rows at a time: sixteen rows a multiple of 4 KB apart share 8 ways of L1 and evict each other (6.4 cycles per
+// line for sixteen, 4.5 for eight; a staged copy of the rows 7.2). Groups go from the last to the first and write eight
+// values per lane, whatever `columns`: a later group overwrites the surplus, except 7 values after the last lane.
 template <class S, int kPer>
 static void turn_rows(const S* from, int64_t stride, int64_t rows, int64_t k, float* to, int64_t columns,
                       int64_t pitch) {
@@ -141,8 +142,8 @@ static void turn_rows(const S* from, int64_t stride, int64_t rows, int64_t k, fl
 
 // --- x: tiles of rows, each [lanes][rows] ----------------------------------------------------------------------------
 
-// m rows of x in as few tiles as registers allow, of equal sizes but for one row (16 rows are 8 + 8, not 12 + 4; 13 of
-// at most 6 are 5 + 4 + 4): the larger ones first.
+// m rows of x in as few tiles as registers allow, of sizes that differ by at most one row (16 rows are 8 + 8, not 12 +
+// 4; 13 with at most 6 per tile are 5 + 4 + 4): the larger ones first.
 struct Tiles {
   int64_t count, rows, larger;
   explicit Tiles(int64_t m)
@@ -173,12 +174,12 @@ template <class T> static inline vreg multiply(vreg acc, vreg w, float x) {
   return fma(w, splat(x), acc);
 }
 
-// While a tile goes along so many lanes, a line's worth of each half of the next part is asked for: then the first tile
-// of a block has asked for as much as the block took.
+// For this many lanes, a tile prefetches one line of each half of the next part, so that the first tile of a block
+// prefetches as much as the block read.
 template <class T> constexpr int kLanesPerLine = 64 / (kLanes * kPerLane<T> * int(sizeof(T)));
 
-// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip], asking L2 for the lines from a and b on. There are issue
-// slots to spare for that: a tile that has nothing to ask for points at w itself.
+// c[Rows][kStrip] (+)= x[lanes][Rows]^T w[lanes][kStrip], prefetching the lines from a and b on into L2. There are
+// issue slots to spare for that: a tile with nothing to prefetch points at w itself.
 template <class T, int Rows>
 static void tile(const float* w, const float* x, int64_t lanes, float* c, bool first, const char* a, const char* b) {
   vreg acc[Rows][2];
@@ -208,7 +209,7 @@ static void tile(const float* w, const float* x, int64_t lanes, float* c, bool f
 
 using TileKernel = void (*)(const float*, const float*, int64_t, float*, bool, const char*, const char*);
 
-// Of no rows: none.
+// For no rows: none.
 template <class T, int Rows = kTileRows> static TileKernel tile_kernel(int64_t rows) {
   if constexpr (Rows > 0) return rows < Rows ? tile_kernel<T, Rows - 1>(rows) : tile<T, Rows>;
   return nullptr;
@@ -216,12 +217,12 @@ template <class T, int Rows = kTileRows> static TileKernel tile_kernel(int64_t r
 
 // --- strips ----------------------------------------------------------------------------------------------------------
 
-// How a thread walks: blocks of K turned into L1, parts of K (whole blocks) asked for ahead, chunks of x. In elements.
+// A thread's loop: blocks of K transposed into L1, parts of K (whole blocks) prefetched, chunks of x. In elements.
 struct Walk {
   int64_t k_block, k_ahead, m_block;
 };
 
-// Where the weights of one strip lie: kLanes rows for each of its halves, `rows` of them real.
+// Location of one strip's weights: kLanes rows for each of its halves, `rows` of them real.
 template <class T> struct Strip {
   const T* w[2];
   int64_t rows[2], stride[2];
@@ -239,7 +240,7 @@ template <class T, int Parts> static Strip<T> strip_at(const Matrix<const T>* w,
   return found;
 }
 
-// The next part of a strip's weights, given out in runs of lines: kLanes rows of `lines` lines in each half.
+// The next part of a strip's weights, divided into runs of lines: kLanes rows of `lines` lines in each half.
 template <class T> struct Ahead {
   const Strip<T>& strip;
   int64_t from, lines;
@@ -248,7 +249,7 @@ template <class T> struct Ahead {
   }
 };
 
-// c[m][kStrip] = x . (the strip's weights)^T; `after` is the strip that this thread will want next.
+// c[m][kStrip] = x . (the strip's weights)^T; `after` is the next strip of this thread.
 template <class T>
 static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>& at, const Strip<T>& after,
                            const Walk& walk, float* w, float* c) {
@@ -257,7 +258,7 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
   const TileKernel kernels[2] = {tile_kernel<T>(tiles.rows), tile_kernel<T>(tiles.rows - 1)};
   int64_t lanes = lanes_of<T>(k);
   int64_t part_lines = ((walk.k_ahead < k ? walk.k_ahead : k) * int64_t(sizeof(T)) + 63) / 64;
-  // Lines of each half to ask for during one block.
+  // Lines of each half to prefetch during one block.
   int64_t share = kLanes * (walk.k_block < k ? walk.k_block : k) * int64_t(sizeof(T)) / 64;
   for (int64_t part = 0; part < k; part += walk.k_ahead) {
     int64_t part_end = part + walk.k_ahead < k ? part + walk.k_ahead : k;
@@ -276,7 +277,7 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
   }
 }
 
-// As `stream` in dot.h, for any m; x(m0, m) is asked for each chunk of rows by each thread.
+// As `stream` in dot.h, for any m; each thread calls x(m0, m) for each chunk of rows.
 template <class T, int Parts, class X, class Done>
 static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, const Walk& walk,
                     const Done& done) {

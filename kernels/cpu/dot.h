@@ -1,20 +1,21 @@
-// x[M,K] . w[N,K]^T for a few rows of x: weights stream from memory once, each line against every row of x.
+// x[M,K] . w[N,K]^T for a few rows of x: weights stream from memory once, each line multiplied by every row of x.
 //
-// Both operands run along K, so no weight is repacked: an accumulator holds kLanes partial sums, added up at a row's
-// end.
-// R rows of weights go together, so that one load of x serves R of them: x beyond L1 (K = 14336 in bf16 is 28 KB)
-// comes from L2 at the price of a weight line. R * M accumulators stay in registers (kAccumulators).
-// R streams a row apart defeat the hardware prefetcher (measured below), so each step also asks L2 for one line of
-// the *next* R rows, in the order of addresses: to memory it is one linear stream, whatever the order of use.
-// On 16 registers seven and eight rows of x go in two groups: for each block of R rows of weights the kernel runs once
-// for each, the block then lying in L1 or L2, and asks ahead in the first run only. So R stays 3; with R = 1 the fp32
-// x, beyond L1 from K = 2048 and M = 4 on, would come from L2 for every row of weights, and L2 gives half of what the
-// multiplies then take. Figures at the end. On 32 registers (AVX-512) all 8 rows are one group: one call a block, as
-// the figures in between were measured.
-// A prefetch that finds the queue to memory full is dropped. In long rows the hardware's own streams make up for it;
-// rows shorter than a page end before they have begun. With one row of x those go one by one, as the single stream that
-// they are, and every other line is enough to ask for; of two matrices (gate and up) a run of columns goes before the
-// same of the other.
+// Both operands run along K, so no weight is repacked: an accumulator holds kLanes partial sums, added up at the end of
+// a row.
+// R rows of weights are read together, so that one load of x serves R of them: x beyond L1 (K = 14336 in bf16 is 28 KB)
+// comes from L2 at the cost of a weight line. R * M accumulators stay in registers (kAccumulators).
+// The hardware prefetcher does not follow R streams one row apart (measured below), so each step also prefetches one
+// line of the *next* R rows into L2, in the order of addresses: memory sees one linear stream, whatever the order of
+// use.
+// On 16 registers, seven and eight rows of x are split into two groups. For each block of R rows of weights, which then
+// stays in L1 or L2, the kernel runs once for each group, and prefetches in the first run only. So R stays 3; with R =
+// 1 the fp32 x, beyond L1 from K = 2048 and M = 4 on, would come from L2 for every row of weights, and L2 gives half of
+// the rate that the multiplies need. Figures at the end. On 32 registers (AVX-512) all 8 rows are one group: one call
+// per block, as in the figures in between.
+// A prefetch is dropped if the memory queue is full. In long rows the hardware's own streams compensate; rows shorter
+// than a page end too early for that. With one row of x, short rows are read one by one, as a single stream, and
+// prefetching every other line is enough; with two matrices (gate and up), a run of columns of one is followed by the
+// same run of the other.
 //
 // Measured on 2 cores of Zen 4 (AVX-512-BF16, bf16), against a plain streaming read in the same run, medians:
 //   M=1, K=4096    R=1: 0.90-0.99, reading 2 KB ahead: 1.0    R=2: 0.65    R=4 or 8, next block ahead: 1.0-1.1
@@ -22,26 +23,26 @@
 //   M=4, K=4096    R=4 without asking ahead: 0.55    R=4: 0.65-0.96    R=6: 0.7-0.96
 //   M=8, K=4096    R=1: 0.40    R=2: 0.45-0.64    R=3: 0.8-0.95
 // Short rows one by one, every other line 16 KB ahead, runs of 256 KB, against R=8 with each line of the next block
-// asked for; medians of some 500 pairs of single projections, M=1, at 34 GB/s:
+// prefetched; medians of about 500 pairs of single projections, M=1, at 34 GB/s:
 //   K=1152  lm_head 1.09-1.10, gate and up 1.07-1.09      K=1024  1.08
 //   4 KB ahead 1.06, 1.04 and 1.06; 1 KB 1.02, 1.00, 1.04; runs of 64 KB: gate and up 1.05; no runs: gate and up 0.94.
 //   Whole steps of gemma3-1b at context 2048 in turn: 1.11 (0.87 -> 0.95 of the read rate; at 51 GB/s 0.81 -> 0.93).
-// Losers: asking into L1 instead of L2 (0.55: it evicts x); blocks of K with partial sums kept in L1 (0.85-0.95: no
-// better than R rows, and more code); two blocks ahead (no gain). At K=1152 with R=8: sums of eight rows by
-// one transposition 1.00; sixteen rows 1.00; each line asked for once more 256 bytes before use 1.02-1.07 (whole steps
-// 1.04); no asking 0.83; two or four streams of neighbouring rows 0.92-0.99. Long rows one by one, 2 to 18 KB ahead:
-// K=2048 0.92-0.95, K=8192 0.90. Long rows with every other line asked for: single projections 1.03-1.06, but whole
+// Rejected: prefetches into L1 instead of L2 (0.55: they evict x); blocks of K with partial sums kept in L1 (0.85-0.95:
+// no better than R rows, and more code); two blocks ahead (no gain). At K=1152 with R=8: sums of eight rows by one
+// transposition 1.00; sixteen rows 1.00; each line prefetched a second time 256 bytes before use 1.02-1.07 (whole steps
+// 1.04); no prefetch 0.83; two or four streams of neighbouring rows 0.92-0.99. Long rows one by one, 2 to 18 KB ahead:
+// K=2048 0.92-0.95, K=8192 0.90. Long rows with every other line prefetched: single projections 1.03-1.06, but whole
 // steps of llama-1b 0.975.
 // On 2 cores of Zen 3 (AVX2, L1 32 KB, L2 512 KB), N = K = 2048 and 4096, two groups with R=3 against one with R=1:
 //   M=7  bf16 1.45-1.55, fp16 1.6, fp32 1.15    M=8  bf16 1.45-1.55, fp16 1.65, fp32 1.2
-// On 2 cores of Zen 5 (AVX-512-BF16, L1 48 KB), R=1 against the most that registers hold (8, 4 or 3), where x lies in L1
-// beside the weights. Median pairs, at 46 GB/s:
+// On 2 cores of Zen 5 (AVX-512-BF16, L1 48 KB), R=1 against the most that registers hold (8, 4 or 3), if x and the
+// weights fit L1. Median pairs, at 46 GB/s:
 //   x of 8 to 20 KB: bf16 M=2 1.02-1.08, M=3 1.08, M=4 1.00-1.09, M=5 1.08-1.10, M=8 (K=1024) 1.19; gate and up 1.02-1.08;
 //   fp16 0.94-1.03, M=8 1.25; fp32 M=2 0.99, M=4 1.06, M=8 1.25    24 KB: 0.90-1.05    32 KB and more: 0.37-0.96
 // AVX2 of the same core: 0.82-1.0 (fp32 M=2 1.02-1.08); the multiplies weigh more there, and x is fp32.
-// Losers on Zen 3: two groups with R=4 against one with R=2 (M=5 and 6: bf16 0.95-1.05, fp16 0.95-1.05, fp32 0.9);
-// groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); nothing asked for in the second run (1.00-1.03,
-// for twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes
+// Rejected on Zen 3: two groups with R=4 against one with R=2 (M=5 and 6: bf16 0.95-1.05, fp16 0.95-1.05, fp32 0.9);
+// groups of at most three with R=4 (M=4 0.83, M=8 0.9; M=7 the same); no prefetch in the second run (1.00-1.03, for
+// twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes from L2.
 // from L2.
 #pragma once
 #include <type_traits>
@@ -56,16 +57,16 @@ template <class T> constexpr bool kPaired = false;
 template <> inline constexpr bool kPaired<bf16> = true;
 #endif
 
-// What x is kept as between its rounding and the dot: bf16 where the instruction wants it, else fp32.
+// The type of x between its rounding and the dot: bf16 if the instruction takes it, otherwise fp32.
 template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
-constexpr int kMaxRows = 8;                            // of x that one walk over the weights takes
-constexpr int kMostTogether = kLanes == 16 ? 8 : 6;    // of x that one kernel takes
-constexpr int kMostBlock = 8;                          // rows of weights that go together at most
-constexpr int64_t kShortRow = 4096;                    // bytes: rows of weights below that are a stream only together
-constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the one asked for
-constexpr int64_t kRunBytes = 256 << 10;               // of one matrix before the next has its turn
+constexpr int kMaxRows = 8;                            // of x in one pass over the weights
+constexpr int kMostTogether = kLanes == 16 ? 8 : 6;    // of x in one kernel
+constexpr int kMostBlock = 8;                          // most rows of weights read together
+constexpr int64_t kShortRow = 4096;                    // bytes: shorter rows of weights are a stream only together
+constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the prefetched one
+constexpr int64_t kRunBytes = 256 << 10;               // of one matrix before the next is read
 constexpr int64_t kMostRun = 128;                      // columns of that
 
 static inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -93,7 +94,7 @@ template <> struct Step<bf16> {
   }
   void put(bf16* x) const { _mm512_storeu_si512(x, w); }
 #else
-  // One load and two cheap operations widen 2 * kLanes: x lies evens first, then odds, to match.
+  // One load and two cheap operations widen 2 * kLanes: x has evens first, then odds, to match.
   vreg even, odd;
   static Step at(const bf16* p) {
     vu both;
@@ -113,7 +114,8 @@ template <class T> static inline Step<T> tail_step(const T* p, int64_t n) {
 
 // --- x, laid out for the steps: groups of rows, each [ceil(K / kWidth)][rows][kWidth], zeros behind K -----------------
 
-// m <= kMaxRows rows of x in as few groups as kernels take, of equal sizes but for one row: the larger ones first.
+// m <= kMaxRows rows of x in as few groups as kernels allow, of sizes that differ by at most one row: the larger ones
+// first.
 struct Groups {
   int64_t count, rows, larger;
   Groups() = default;
@@ -153,13 +155,12 @@ template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, W
 
 // --- R rows of weights against M rows of x ---------------------------------------------------------------------------
 
-// out[m * R + r] = w[r] . x[m]. `next` is where the weights of the following call lie, or any address if there are
-// none.
+// out[m * R + r] = w[r] . x[m]. `next` points to the weights of the following call, or to any address if there is none.
 template <class T>
 using DotBlock = void (*)(const T* w, int64_t stride, const Wide<T>* x, int64_t k, const T* next, float* out);
 
-// So many chains of sums hide the latency of one row of x. Several rows have one chain each, whatever R: the bits do not
-// depend on it, and the order of columns falling to blocks, or left over by them, is free. It costs nothing (1.00).
+// Enough chains of sums to hide the latency of one row of x. Several rows have one chain each, whatever R: the bits do
+// not depend on R, so columns can be assigned to blocks in any order. It costs nothing (1.00).
 template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; }
 
 template <class T, int M, int R, int U = chains<M>(R)>
@@ -213,8 +214,8 @@ static void dot_rows(const T* w, int64_t stride, const Wide<T>* x, int64_t k, co
   }
 }
 
-// The kernels there are: R of 1, 8, 4, and where not even 4 fit, 3 or 2; where groups differ by a row, the smaller one
-// has the R of the larger. Null for any other R.
+// The kernels: R of 1, 8, 4, and if not even 4 fit, 3 or 2; if groups differ by a row, the smaller one has the R of the
+// larger. Null for any other R.
 template <class T, int M> static DotBlock<T> dot_block_of(int64_t rows, bool one_by_one) {
   constexpr int A = kAccumulators, L = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
   if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>;
@@ -242,8 +243,9 @@ template <class T> static DotBlock<T> dot_block_for(int64_t m, int64_t rows, boo
   return nullptr;
 }
 
-// What multiplies the groups of m <= kMaxRows rows of x by rows of weights of k elements: `rows` at a time, as asked,
-// or the next lower number that has kernels (a knob derived for another M must not be an error); and those left over.
+// The kernels that multiply the groups of m <= kMaxRows rows of x by rows of weights of k elements: `rows` at a time,
+// or the next lower number that has kernels (a knob derived for another M must not be an error); and those for the
+// rest.
 template <class T> struct DotBlocks {
   Groups groups;
   int64_t rows;
@@ -268,14 +270,14 @@ template <class T> struct DotBlocks {
 
 // --- all of it, shared by threads ------------------------------------------------------------------------------------
 
-// Columns of one matrix that are computed in a row, in whole blocks.
+// Columns of one matrix that are computed consecutively, in whole blocks.
 template <class T> static inline int64_t run_columns(int64_t k, int64_t rows) {
   if (!is_short<T>(k)) return rows;
   int64_t fit = kRunBytes / (k * int64_t(sizeof(T)) + 1);
   return (fit < rows ? rows : fit < kMostRun ? fit : kMostRun) / rows * rows;
 }
 
-// Rows of weights as they are, against the m <= kMaxRows rows of x in `panel`: what stream_runs asks for columns of.
+// Plain rows of weights and the m <= kMaxRows rows of x in `panel`: the columns that stream_runs computes.
 template <class T> struct PlainColumns {
   const Matrix<const T>* w;
   const Wide<T>* panel;
@@ -285,14 +287,14 @@ template <class T> struct PlainColumns {
   PlainColumns(const Matrix<const T>* w, const Wide<T>* panel, int64_t m, int64_t together)
       : w(w), panel(panel), blocks(m, w->columns, together) {}
   const void* at(int64_t n) const { return w->row(n); }
-  // Columns of a matrix in a row, in whole blocks, before the next matrix has its turn.
+  // Consecutive columns of a matrix, in whole blocks, before the next matrix is read.
   int64_t run() const { return run_columns<T>(w->columns, blocks.rows); }
   // out[i * taken + c] = x[i] . w[n + c] for c < taken, which it returns; n < to. `then` is read once `to` is reached.
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
     bool whole = n + blocks.rows <= to;
     int64_t taken = whole ? blocks.rows : 1;
     const T *at = w->row(n), *next = n + taken < to ? at + taken * w->stride : static_cast<const T*>(then);
-    // Only the first group asks ahead; the others find the block in L2, and what they ask for too.
+    // Only the first group prefetches; the others find the block, and the lines that they would prefetch, in L2.
     for (int64_t g = 0, i = 0; g < blocks.groups.count; i += blocks.groups.of(g++), next = at)
       blocks.of(g, whole)(at, w->stride, panel + dot_panel_elements<T>(i, w->columns), w->columns, next,
                           out + i * taken);
@@ -300,7 +302,7 @@ template <class T> struct PlainColumns {
   }
 };
 
-// Columns [begin, end) of y, for m <= kMaxRows rows of x; `after` is where the weights lie that this thread multiplies
+// Columns [begin, end) of y, for m <= kMaxRows rows of x; `after` points to the weights that this thread multiplies
 // next.
 template <int Parts, class Columns, class Done>
 static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end, const void* after, const Done& done) {
@@ -324,7 +326,7 @@ static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end,
   }
 }
 
-// The same of weights as they are; `panel` holds the rows of x.
+// The same for plain weights; `panel` holds the rows of x.
 template <class T, int Parts, class Done>
 static void stream_columns(const Wide<T>* panel, int64_t m, const Matrix<const T>* w, int64_t begin, int64_t end,
                            int64_t rows, const void* after, const Done& done) {
@@ -343,9 +345,9 @@ static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int
   stream_columns<T, Parts>(panel, x.rows, w, begin, end, rows, w->row(end), done);
 }
 
-// x(m0, m) gives rows m0 .. m0 + m of x (each thread asks, kMaxRows at a time); done(rank, i, n, count, v) takes, for
-// row i of y and columns n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts matrices. v[p]
-// may be read up to kLanes.
+// x(m0, m) gives rows m0 .. m0 + m of x (each thread calls it, kMaxRows rows at a time); done(rank, i, n, count, v)
+// takes, for row i of y and columns n .. n + count, v[p][0 .. count) = x[i] . w[p][n ..] for each of the Parts
+// matrices. v[p] may be read up to kLanes.
 template <class T, int Parts, class X, class Done>
 static void stream(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, int64_t rows, const Done& done) {
   AUTOSEL_CHECK(rows >= 1, "rows is " << rows << ", expected at least 1");

@@ -1,11 +1,11 @@
-// The norm in front of a projection, and the choice of the way to multiply: dot.h for few rows of x, block.h for many.
+// The norm before a projection, and the choice of the method: dot.h for few rows of x, block.h for many.
 #pragma once
 #include "block.h"
 #include "dot.h"
 
 namespace autosel {
 
-// rows > 0: stream (M <= 8), that many rows of weights together; rows = 0: blocked, by `walk`.
+// rows > 0: stream (M <= 8), with `rows` rows of weights together; rows = 0: blocked, by `walk`.
 struct Plan {
   int64_t threads, rows;
   Walk walk;
@@ -17,8 +17,8 @@ static void project(const X& x, int64_t m, const Matrix<const T>* w, const Plan&
   else blocked<T, Parts>(x, m, w, plan.threads, plan.walk, done);
 }
 
-// Rows of x on request, normalised once per thread into its own scratch: no barrier, and they stay in its L2. Where the
-// dot wants bf16 that is one rounding (eager composes two); elsewhere they stay fp32.
+// Rows of x on request, normalised once per thread into its own memory: no barrier, and they stay in its L2. If the dot
+// takes bf16, this is one rounding (eager composes two); otherwise they stay fp32.
 template <class T> struct Normalised {
   Matrix<const T> x;
   const T* weight;

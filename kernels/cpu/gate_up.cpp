@@ -5,9 +5,9 @@
 // roofline at M=1, d=4096, I=14336, bf16 on two cores of Zen 4 reading 37 GB/s: 235 MB is 6.3 ms; gate and up alone
 // would write and read back 2 I, and read x and normalise it twice.
 // knobs   threads, rows (M <= 8) or k_block, k_ahead, m_block (knobs/cpu/linear.py).
-// Matching rows of gate and up belong to one thread. Few rows of x: `rows` of gate, then the same of up, each asking
-// ahead for the other, so that memory sees two linear streams in turns. Many: a register tile holds both side by
-// side.
+// Matching rows of gate and up belong to one thread. For few rows of x: `rows` rows of gate, then the same rows of up,
+// each prefetching for the other, so that memory sees two linear streams in turn. For many: a register tile holds both
+// side by side.
 #include "activation.h"
 #include "fused.h"
 

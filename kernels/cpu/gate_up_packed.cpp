@@ -3,8 +3,8 @@
 //
 // act: 0 silu, 1 gelu (erf), 2 gelu (tanh)     bytes   3 I d and some, + (M d + d + M I) b      FLOPs   4 M I d + ...
 // roofline at M=1, d=4096, I=14336 on two cores of Zen 4 reading 37 GB/s: 176 MB is 4.8 ms; the weights are 235 MB.
-// knobs   threads, rows (knobs/cpu/linear.py): those of gate_up for few rows of x, whose bits it gives.
-// The idea and its figures: packed.h. Without packed bytes of both, or with those of what one was before: as gate_up.
+// knobs   threads, rows (knobs/cpu/linear.py): those of gate_up for few rows of x; the results have the same bits.
+// The method and its figures: packed.h. If packed bytes of either matrix are missing or stale, it works as gate_up.
 #include "activation.h"
 #include "fused.h"
 #include "pack.h"

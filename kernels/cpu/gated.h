@@ -20,7 +20,7 @@ static void gated_row(const T* gate, const T* up, T* y, int64_t n, const Activat
   if (i < n) store_tail(y + i, activation(load_tail(gate + i, n - i)) * load_tail(up + i, n - i), n - i);
 }
 
-// The shares are runs of elements over all rows, so that a single long row is shared too.
+// Shares are runs of elements over all rows, so that a single long row is also divided.
 template <class Activation>
 static void gated(TensorView gate, TensorView up, TensorView y, int64_t threads, const Activation& activation) {
   AUTOSEL_CHECK(gate.ndim() == 2 && up.ndim() == 2 && y.ndim() == 2, "a gated unit takes gate[M,I], up[M,I], y[M,I]");

@@ -2,9 +2,10 @@
 //
 // bytes   N K b + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=64, N=K=4096, bf16 on two cores of Zen 4: 2.1 GFLOP at 2 x 236 GFLOP/s is 4.6 ms; 34 MB is 0.9 ms.
-// knobs   threads, k_block, k_ahead, m_block (knobs/cpu/linear.py): what lies in L1, what is fetched into L2, what of x
-//         is multiplied by a strip of weights once it is turned.
-// The idea, its figures and what lost against it: block.h. One rounding: the sum of product, bias and residual is fp32.
+// knobs   threads, k_block, k_ahead, m_block (knobs/cpu/linear.py): the part of K in L1, the part prefetched into L2,
+//         the rows of x that are multiplied by a strip of weights once it is transposed.
+// The method, its figures and the rejected alternatives: block.h. One rounding: product, bias and residual are summed
+// in fp32.
 #include "block.h"
 
 namespace autosel {

@@ -2,8 +2,10 @@
 //
 // bytes   N K b + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=1, N=K=4096, bf16 on two cores of Zen 4 reading 37 GB/s: 33.6 MB is 0.9 ms; the multiplies are 0.02 ms.
-// knobs   threads, rows (knobs/cpu/linear.py): `rows` of weights go together as far as registers and L2 allow.
-// The idea, its figures and what lost against it: dot.h. One rounding: the sum of product, bias and residual is fp32.
+// knobs   threads, rows (knobs/cpu/linear.py): `rows` rows of weights are read together, as far as registers and L2
+//         allow.
+// The method, its figures and the rejected alternatives: dot.h. One rounding: product, bias and residual are summed in
+// fp32.
 #include "dot.h"
 
 namespace autosel {

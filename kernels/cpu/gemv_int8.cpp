@@ -3,7 +3,7 @@
 //
 // bytes   N K + 4 N + (M K + M N + ...) b, b bytes an element of x      FLOPs   2 M N K
 // roofline at M=1, N=K=4096, on two cores of Zen 4 reading 37 GB/s: 16.8 MB is 0.45 ms; the conversions are 0.1 ms.
-// knobs   threads, rows (knobs/cpu/linear.py). The idea: int8.h and dot.h.
+// knobs   threads, rows (knobs/cpu/linear.py). The method: int8.h and dot.h.
 #include "int8.h"
 
 namespace autosel {

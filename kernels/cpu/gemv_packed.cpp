@@ -3,9 +3,9 @@
 //
 // bytes   1.5 N K and some, + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=1, N=K=4096 on two cores of Zen 4 reading 37 GB/s: 25.2 MB is 0.68 ms; w itself is 33.6 MB.
-// knobs   threads, rows (knobs/cpu/linear.py): those of gemv, whose bits it gives.
-// The idea and its figures: packed.h. Without packed bytes, or with those of what w was before: as gemv. Also exports
-// `pack` and `compare`, which make them.
+// knobs   threads, rows (knobs/cpu/linear.py): those of gemv; the results have the same bits.
+// The method and its figures: packed.h. If the packed bytes are missing or stale, it works as gemv. Also exports `pack`
+// and `compare`, which make and check packed bytes.
 #include "pack.h"
 
 namespace autosel {

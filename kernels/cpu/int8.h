@@ -1,23 +1,23 @@
-// Weights of eight bits with a scale a row: y = (x . codes[n]) * scales[n], for the walk of dot.h.
+// Weights of eight bits with a scale per row: y = (x . codes[n]) * scales[n], computed with the loop of dot.h.
 //
-// A code is a number from -128 to 127, exact in bf16 and fp32. It is widened in registers and multiplied as dot.h does:
-// with the bf16 dot where there is one and x is bf16, else in fp32. So nothing is rounded but the sums; the scale comes
-// after them, once an output. bf16's dot wants 32 codes as bf16: two extensions to int32, two conversions, one narrowing
-// that is exact. x is laid out as for a plain weight of `PanelOf<T>`.
+// A code is a number from -128 to 127, exact in bf16 and fp32. It is widened in registers and multiplied as in dot.h:
+// with the bf16 dot if there is one and x is bf16, otherwise in fp32. So only the sums are rounded; the scale is
+// applied after them, once per output. The bf16 dot takes 32 codes as bf16: two extensions to int32, two conversions,
+// one exact narrowing. x is laid out as for a plain weight of `PanelOf<T>`.
 //
-// Instructions for 32 codes at M=1, AVX-512: 6 with the bf16 dot (and one more for each further row of x), 8 in fp32 (two
+// Instructions for 32 codes at M=1, AVX-512: 6 with the bf16 dot (one more for each further row of x), 8 in fp32 (two
 // more). Two cores of Zen 4 reading 60 GB/s have 8 cycles for 64 codes.
 #pragma once
 #include "fused.h"
 
 namespace autosel {
 
-// A code beside rows of x of type T.
+// A code, for rows of x of type T.
 template <class T> struct Int8 { int8_t code; };
 
 template <> inline constexpr bool kPaired<Int8<bf16>> = kPaired<bf16>;
 
-// The plain type whose layout of x fits.
+// The plain type that has the same layout of x.
 template <class T> using PanelOf = std::conditional_t<kPaired<T>, T, float>;
 
 template <class T> struct Step<Int8<T>> {
@@ -76,7 +76,7 @@ static Int8Matrix<T> int8_matrix(const TensorView& codes, const TensorView& scal
   return {{data<const Int8<T>>(codes), codes.size(0), columns, codes.stride(0)}, data<const float>(scales)};
 }
 
-// x's rows as the dots take them, from T or from rows already widened.
+// Rows of x in the form that the dots take, from T or from rows already widened.
 template <class T, class S> static void pack_for_int8(const Matrix<const S>& x, Wide<Int8<T>>* out) {
   using P = PanelOf<T>;
   if constexpr (std::is_same_v<S, P>) {
@@ -90,7 +90,7 @@ template <class T, class S> static void pack_for_int8(const Matrix<const S>& x, 
   }
 }
 
-// Scales v[p][0 .. count) and hands them on.
+// Scales v[p][0 .. count) and passes them on.
 template <class T, int Parts, class Done> struct Scaled {
   const Int8Matrix<T>* w;
   const Done& done;

@@ -2,9 +2,10 @@
 //             k/v[B,Hkv,S,D] -> k/v_cache[B,Hkv,Lmax,D], or pages [P,page,Hkv,D] through block_table[B,n] int32
 //
 // bytes   4 B Hkv S D b (b = bytes an element): two reads, two writes      FLOPs   0
-// roofline at B=1, Hkv=8, S=1, D=128, bf16: 8 KB, all in L2: the call itself is what it costs.
-// knobs   threads (knobs/cpu/attention.py: append): one until the copy outlasts two fork-joins (a prompt of hundreds).
-// Every slot is checked before the first is written: a refused call leaves the cache as it was.
+// roofline at B=1, Hkv=8, S=1, D=128, bf16: 8 KB, all in L2: the cost is the call itself.
+// knobs   threads (knobs/cpu/attention.py: append): one, unless the copy takes longer than two fork-joins (a prompt of
+//         hundreds).
+// Every slot is checked before the first is written: a refused call leaves the cache unchanged.
 #include <cstring>
 
 #include "tensor.h"

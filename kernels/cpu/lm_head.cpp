@@ -5,9 +5,9 @@
 // roofline at M=1, V=128256, d=4096, bf16 on two cores of Zen 4 reading 37 GB/s: 1.05 GB is 28 ms; a separate argmax
 // would write and read 257 KB more.
 // knobs   threads, rows (M <= 8) or k_block, k_ahead, m_block (knobs/cpu/linear.py).
-// Greedy: each thread keeps the best of its own columns; threads are compared in order of columns, so that the lowest
-// index wins a tie. Logits are compared as they would be stored, rounded to the dtype, and a NaN beats every number,
-// as in torch.argmax(logits): the token is that of the two-step way wherever the logits agree.
+// Greedy: each thread keeps the best logit of its own columns; threads are compared in the order of columns, so the
+// lowest index wins a tie. Logits are compared after rounding to the dtype, and a NaN beats every number, as in
+// torch.argmax(logits): the token is that of a separate argmax if the logits are equal.
 #include <vector>
 
 #include "best.h"

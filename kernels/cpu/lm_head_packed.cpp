@@ -3,9 +3,9 @@
 //
 // bytes   1.5 V d and some, + M d b + (M V b or 8 M), b bytes an element      FLOPs   2 M V d
 // roofline at M=1, V=128256, d=4096 on two cores of Zen 4 reading 37 GB/s: 0.79 GB is 21 ms; w itself is 1.05 GB.
-// knobs   threads, rows (knobs/cpu/linear.py): those of lm_head for few rows of x, whose bits it gives.
-// The idea and its figures: packed.h; the greedy choice: lm_head.cpp. Without packed bytes, or with those of what w was
-// before: as lm_head.
+// knobs   threads, rows (knobs/cpu/linear.py): those of lm_head for few rows of x; the results have the same bits.
+// The method and its figures: packed.h; the greedy choice: lm_head.cpp. If the packed bytes are missing or stale, it
+// works as lm_head.
 #include <vector>
 
 #include "best.h"

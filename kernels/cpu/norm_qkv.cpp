@@ -3,8 +3,9 @@
 // bytes   N d b + (M d + d + M N) b      FLOPs   2 M N d + 4 M d
 // roofline at M=1, d=4096, N=6144, bf16 on two cores of Zen 4 reading 37 GB/s: 50 MB is 1.4 ms; the norm itself 1 us.
 // knobs   threads, rows (M <= 8) or k_block, k_ahead, m_block (knobs/cpu/linear.py).
-// Every thread normalises x for itself (8 KB at M=1): a barrier after one thread's norm costs as much, and x is in L2
-// where it is wanted. Multiplying first and scaling by 1/rms after saves nothing once x is packed anyway.
+// Every thread normalises x for itself (8 KB at M=1): a barrier after the norm of one thread costs as much, and x is
+// then in the L2 of each. Multiplying first and scaling by 1/rms afterwards saves nothing, because x is packed in any
+// case.
 #include "fused.h"
 
 namespace autosel {

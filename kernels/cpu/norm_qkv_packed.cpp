@@ -3,8 +3,8 @@
 //
 // bytes   1.5 N d and some, + (M d + d + M N) b, b bytes an element      FLOPs   2 M N d + 4 M d
 // roofline at M=1, d=4096, N=6144 on two cores of Zen 4 reading 37 GB/s: 37.7 MB is 1 ms; w itself is 50 MB.
-// knobs   threads, rows (knobs/cpu/linear.py): those of norm_qkv for few rows of x, whose bits it gives.
-// The idea and its figures: packed.h. Without packed bytes, or with those of what w was before: as norm_qkv.
+// knobs   threads, rows (knobs/cpu/linear.py): those of norm_qkv for few rows of x; the results have the same bits.
+// The method and its figures: packed.h. If the packed bytes are missing or stale, it works as norm_qkv.
 #include "fused.h"
 #include "pack.h"
 

@@ -1,8 +1,8 @@
 // The OpenMP runtime that PyTorch has loaded into this process, if there is one.
 //
-// Kernels run on its threads: a second pool would compete with it for the same cores. It is looked up, not linked: the
-// wheel brings its own copy (torch/lib/libgomp.so.1), and a preloaded libiomp5 answers to the same names. A process without
-// one has Helpers instead (team.h).
+// Kernels run on its threads, because a second pool would compete with it for the same cores. It is looked up, not
+// linked: the wheel brings its own copy (torch/lib/libgomp.so.1), and a preloaded libiomp5 exports the same names. A
+// process without a runtime uses Helpers instead (team.h).
 #pragma once
 #include <cstdio>
 #include <cstring>
@@ -25,7 +25,7 @@ struct OpenMP {
   bool bound() const { return proc_bind() != 0; }  // OMP_PROC_BIND, OMP_PLACES or GOMP_CPU_AFFINITY: threads have places
 };
 
-// The runtime whose GOMP_parallel `scope` finds; empty if it lacks one of the functions.
+// Return the runtime whose GOMP_parallel `scope` finds; empty if it lacks one of the functions.
 static inline OpenMP openmp_in(void* scope) {
   void* parallel = dlsym(scope, "GOMP_parallel");
   Dl_info owner;
@@ -42,8 +42,8 @@ static inline OpenMP openmp_in(void* scope) {
   return made;
 }
 
-// A runtime that was used before a fork hangs in the child: its threads are gone and it waits for them. Such a child keeps
-// the flag PF_FORKNOEXEC until it executes another program.
+// A runtime that was used before a fork hangs in the child: its threads are gone and it waits for them. Such a child
+// has the flag PF_FORKNOEXEC until it executes another program.
 static inline bool forked_without_exec() {
   constexpr unsigned kForkNoExec = 0x40;
   FILE* file = fopen("/proc/self/stat", "r");
@@ -57,7 +57,7 @@ static inline bool forked_without_exec() {
   return after_name && sscanf(after_name, ") %*c %*d %*d %*d %*d %*d %u", &flags) == 1 && (flags & kForkNoExec);
 }
 
-// A preloaded runtime first, since PyTorch calls that one too; then PyTorch's own; then any that is loaded.
+// A preloaded runtime first, because PyTorch calls that one too; then PyTorch's own; then any loaded one.
 static inline OpenMP find_openmp() {
   if (forked_without_exec()) return {};
   if (OpenMP preloaded = openmp_in(RTLD_DEFAULT)) return preloaded;
@@ -67,7 +67,7 @@ static inline OpenMP find_openmp() {
   return {};
 }
 
-// How many libraries this process has loaded so far: while it stays the same, looking for another runtime is in vain.
+// Number of libraries that this process has loaded so far: while it does not change, there is no new runtime to find.
 static inline unsigned long long libraries_loaded() {
   unsigned long long count = 0;
   dl_iterate_phdr([](dl_phdr_info* info, size_t, void* to) {

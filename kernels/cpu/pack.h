@@ -1,13 +1,12 @@
-// pack   weights in 12 bits an element, without loss   w[N,K] bf16 <-> bytes (packed.h), and what a kernel needs to know
-//        before it reads them
+// pack   lossless 12-bit weights   w[N,K] bf16 <-> bytes (packed.h), and the checks before a kernel reads them
 //
-// bytes   with no output 2 N K read twice (which values are frequent; which weights have none of them), else three
-//         times, and 1.5 N K and some written; `compare` 3.5 N K read      once a matrix
-// roofline of all that for llama-1b's 1.24e9 weights at 35 GB/s: 0.5 s; it takes some 2 s, in bytes and counters
+// bytes   without an output 2 N K read twice (which values are frequent; which weights have none of them), otherwise three
+//         times, and about 1.5 N K written; `compare` 3.5 N K read      once per matrix
+// roofline of all that for llama-1b's 1.24e9 weights at 35 GB/s: 0.5 s; it takes about 2 s, in bytes and counters
 // knobs   threads
-// A source that includes this exports `pack`, `unpack` and `compare`. `pack` with no output says what is needed. A weight
-// without a code costs 4 bytes more: a matrix an eighth of whose weights have none gains nothing, which is for the caller
-// to see from the size. `compare` unpacks with the instructions of the kernels: what it finds equal, none reads otherwise.
+// A source that includes this exports `pack`, `unpack` and `compare`. `pack` without an output returns the size needed.
+// A weight without a code costs 4 bytes more: a matrix gains nothing if an eighth of its weights have none; the caller
+// decides from the size. `compare` unpacks with the instructions of the kernels, so kernels read what it found equal.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -21,7 +20,7 @@ namespace {
 constexpr uint8_t kNoCode = 255;
 constexpr int kValues = 8;  // that have a code, each with both signs
 
-// Of the upper bytes: the most frequent without their signs, in order; of equals the lower first.
+// The most frequent upper bytes without their signs, in order; of equally frequent ones the lower first.
 struct Codes {
   uint8_t value[kValues];
 };
@@ -29,7 +28,7 @@ struct Codes {
 Codes codes_of(const Matrix<const bf16>& w, int64_t threads) {
   std::vector<int64_t> counts(size_t(threads) * 128);
   parallel(threads, w.rows, 1, [&](int64_t begin, int64_t end, int rank) {
-    int64_t count[4][128] = {};  // neighbours are often equal, and would wait for each other
+    int64_t count[4][128] = {};  // neighbours are often equal; one counter would make them wait for each other
     for (int64_t n = begin; n < end; ++n)
       for (int64_t k = 0; k < w.columns; ++k) ++count[k % 4][w.row(n)[k].bits >> 8 & 127];
     for (int i = 0; i < 512; ++i) counts[size_t(rank * 128 + i % 128)] += count[i / 128][i % 128];
@@ -43,8 +42,8 @@ Codes codes_of(const Matrix<const bf16>& w, int64_t threads) {
   return found;
 }
 
-// code[i] of unit[i], without its sign, or kNoCode; returns how many have none. (Loops that a compiler turns into
-// vectors of bytes.)
+// Writes code[i] of unit[i], without its sign, or kNoCode; returns how many have none. (Loops that a compiler turns
+// into vectors of bytes.)
 int32_t encode(const bf16* unit, const Codes& codes, uint8_t* upper, uint8_t* code) {
   int32_t none = 0;
   for (int64_t i = 0; i < kUnit; ++i) upper[i] = uint8_t(unit[i].bits >> 8);
@@ -55,7 +54,7 @@ int32_t encode(const bf16* unit, const Codes& codes, uint8_t* upper, uint8_t* co
   return none;
 }
 
-// The unit whose first weight is the row's k-th; what has no code is added to `others`.
+// The unit that begins with the row's k-th weight; weights without a code are added to `others`.
 void pack_unit(const bf16* from, int64_t k, const Codes& codes, uint8_t* to, uint32_t*& others) {
   uint8_t upper[kUnit], code[kUnit], lower[kUnit];
   if (encode(from, codes, upper, code))
@@ -64,13 +63,13 @@ void pack_unit(const bf16* from, int64_t k, const Codes& codes, uint8_t* to, uin
   for (int64_t i = 0; i < kUnit; ++i) code[i] = uint8_t((code[i] & 7) | (upper[i] >> 4 & 8));
   for (int64_t i = 0; i < kUnit; ++i) lower[i] = uint8_t(from[i].bits);
   for (int64_t i = 0; i < kUnit / 2; ++i) code[i] = uint8_t(code[i] | code[i + kUnit / 2] << 4);
-  for (int64_t i = 0; i < kUnit / 2; i += 8) {  // place() keeps eights together
+  for (int64_t i = 0; i < kUnit / 2; i += 8) {  // place() keeps groups of eight together
     memcpy(to + place(i), code + i, 8);
     memcpy(to + 64 + place(i), lower + i, 8), memcpy(to + 128 + place(i), lower + kUnit / 2 + i, 8);
   }
 }
 
-// A unit of a row; the last one of a row is filled up in `room` with a weight that has a code and is finite.
+// Return a unit of a row; the last unit of a row is padded, in `room`, with a finite weight that has a code.
 const bf16* unit_of(const Matrix<const bf16>& w, int64_t n, int64_t u, const Codes& codes, bf16* room) {
   int64_t left = w.columns - u * kUnit;
   if (left >= kUnit) return w.row(n) + u * kUnit;
@@ -81,7 +80,7 @@ const bf16* unit_of(const Matrix<const bf16>& w, int64_t n, int64_t u, const Cod
 
 int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// w -> its bytes in `out`, or none: then only size[0], what they take.
+// Writes the bytes of w to `out`; without an output only size[0], the number of bytes needed.
 void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threads) {
   AUTOSEL_CHECK(w.dtype().code == kDLBfloat && w.dtype().bits == 16, "pack: w must be bfloat16");
   Matrix<const bf16> from = matrix<const bf16>(w, "w", w);
@@ -131,7 +130,7 @@ void pack(TensorView w, Optional<TensorView> out, TensorView size, int64_t threa
   });
 }
 
-// The 128 weights of a unit, as the dots take them.
+// Writes the 128 weights of a unit in the form that the dots take.
 void read_unit(const uint8_t* unit, const PackedMatrix& w, bf16* to) {
 #if defined(AUTOSEL_UNPACKS)
   for (int part = 0; part < kParts; ++part) {
@@ -147,7 +146,7 @@ void read_unit(const uint8_t* unit, const PackedMatrix& w, bf16* to) {
 #endif
 }
 
-// Are these the bytes of a matrix of that size?
+// Return true if these are the bytes of a matrix of that size.
 bool holds(const TensorView& packed, int64_t rows, int64_t columns) {
   if (packed.numel() < int64_t(sizeof(PackedHead))) return false;
   const PackedHead& head = *data<const PackedHead>(packed);
@@ -155,7 +154,7 @@ bool holds(const TensorView& packed, int64_t rows, int64_t columns) {
          head.columns == columns;
 }
 
-// unit(n, u, weights, count) for all units of w.
+// Calls unit(n, u, weights, count) for all units of w.
 template <class Unit>
 void each_unit(const TensorView& packed, int64_t rows, int64_t columns, int64_t threads, const Unit& unit) {
   PackedMatrix from(data<uint8_t>(packed));
@@ -183,7 +182,7 @@ void unpack_all(TensorView packed, TensorView w, int64_t threads) {
   });
 }
 
-// different[0]: how many units of the bytes are not those of w[N,K], bit for bit.
+// Writes different[0]: the number of units of the bytes that differ from those of w[N,K] in any bit.
 void compare(TensorView packed, TensorView w, TensorView different, int64_t threads) {
   Matrix<const bf16> expected = matrix<const bf16>(w, "w", w);
   std::atomic<int64_t> count{0};
@@ -195,10 +194,11 @@ void compare(TensorView packed, TensorView w, TensorView different, int64_t thre
 
 // --- before a kernel reads them --------------------------------------------------------------------------------------
 
-constexpr int64_t kLooks = 8;  // units that are looked at before each call, others each time
+constexpr int64_t kLooks = 8;  // units compared before each call, others each time
 
-// Is the matrix still what it was packed from, as far as some of its units show? A matrix that is written as a whole is
-// found out at once, a single other weight after so many calls as it has eights of units; once found, always.
+// Return true if the matrix is still the one that was packed, judging by some of its units. A matrix that was
+// overwritten as a whole is detected at once, a single changed weight within as many calls as there are groups of eight
+// units. Once detected, the packed bytes stay unused.
 bool unchanged(const PackedMatrix& packed, const Matrix<const bf16>& w) {
   PackedHead& head = const_cast<PackedHead&>(*packed.head);
   if (__atomic_load_n(&head.changed, __ATOMIC_RELAXED)) return false;
@@ -221,8 +221,8 @@ bool unchanged(const PackedMatrix& packed, const Matrix<const bf16>& w) {
 
 }  // namespace
 
-// As `stream` in dot.h: from packed matrices where each of them is there and still its matrix, else from these. The bits
-// are the same where K is whole units.
+// As `stream` in dot.h: from packed matrices if each of them exists and still matches its matrix, otherwise from the
+// matrices. The bits are the same if K is whole units.
 template <class T, int Parts, class X, class Done>
 static void stream_packed(const X& x, int64_t m, const Matrix<const T>* w,
                           [[maybe_unused]] const Optional<TensorView>* packed, int64_t threads, int64_t rows,

@@ -1,40 +1,40 @@
-// bf16 weights in 12 bits, without loss: a projection that memory limits reads three quarters of the bytes.
+// bf16 weights in 12 bits, lossless: a projection limited by memory reads three quarters of the bytes.
 //
-// A bf16 is a sign, 8 bits of exponent, 7 of mantissa. The exponents of a matrix's weights lie close together: of the
-// 128 values that the upper 7 bits of one can have, the 8 most frequent cover all but 1 in 10,000 of normally
-// distributed weights. So a weight's upper byte (sign and those 7 bits) becomes a code of 4 bits into a table of 16
-// bytes; its lower byte stays. 128 neighbours along K are a unit of three cache lines:
+// A bf16 has a sign, 8 bits of exponent and 7 of mantissa. The exponents of a matrix's weights are close together: of
+// the 128 values of the upper 7 bits, the 8 most frequent cover all but 1 in 10,000 of normally distributed weights. So
+// a weight's upper byte (sign and those 7 bits) becomes a 4-bit code into a table of 16 bytes; its lower byte is
+// unchanged. 128 neighbours along K are a unit of three cache lines:
 //
 //     64 bytes of codes: weight i in the lower half of byte place(i), weight 64 + i in the upper
 //     64 lower bytes, of weights 0 .. 63, at the same places      64 lower bytes, of weights 64 .. 127
 //
-// place() is the order that two bytewise interleavings of a register undo: a unit is 128 bf16 after 3 loads and 9 cheap
-// operations with AVX-512, 8 and 18 with AVX2. A weight that has no code has some, and its upper byte in a list beside:
-// 4 bytes each, in order, row after row; a unit that has such weights is put right on its way to the registers. Any
-// bits survive: zeros, subnormals, infinities, NaN. The same registers go into the same dots in the same order as in
-// dot.h: the same bits of y.
+// place() is the order that two bytewise interleavings of a register undo: a unit becomes 128 bf16 with 3 loads and 9
+// cheap operations with AVX-512, 8 and 18 with AVX2. A weight whose upper byte has no code gets an arbitrary one, and
+// its upper byte goes to a separate list: 4 bytes each, in order, row after row. A unit with such weights is corrected
+// on its way to the registers. All bits are kept: zeros, subnormals, infinities, NaN. The same registers go into the
+// same dots in the same order as in dot.h, so y has the same bits.
 //
-// Four rows lie together, unit by unit: memory sees one stream, and the hardware's prefetcher has no rows to lose.
+// Four rows are stored together, unit by unit: memory sees one stream, which the hardware prefetcher follows.
 //
 // Measured on 2 cores, 130 to 600 MB of weights, normally distributed (0.95 % of the units have some without a code),
-// M=1, times the speed of dot.h on the same weights in bf16, in turn, medians; 1.33 is what the bytes allow where dot.h
-// is at the read rate.
-// Zen 3 (AVX2), at 29 GB/s: K = 2048 1.26-1.42, K = 8192 1.21-1.32: each line asked for 36 lines ahead into L2 and 24
+// M=1, times the speed of dot.h on the same weights in bf16, in turn, medians; the bytes allow 1.33 if dot.h is at the
+// read rate.
+// Zen 3 (AVX2), at 29 GB/s: K = 2048 1.26-1.42, K = 8192 1.21-1.32: each line prefetched 36 lines ahead into L2 and 24
 // ahead into L1; 24 and 18 1.23-1.42, 36 and 12 1.16-1.27, only into L2 1.18-1.33, two of three lines 0.95-1.1, none
 // 1.05. Rows of a unit one after another: 1.0. Four chains of four rows (K = 1152) spill: 1.4-1.55, two rows at a time
 // 1.1-1.3. From L2 0.85: there the loads and the widening to fp32 take the time.
-// Zen 4 (AVX-512-BF16), while units with such weights were kept a second time in bf16, which is a loser on Zen 3 (1.08
-// in place of 1.30: each misses in memory, for 0.6 us):
-//   at 37 GB/s, K = 2048 .. 14336: 1.30-1.32; nothing asked for 1.29-1.32; eight rows at a time, two streams: 1.14-1.25
-//   at 61 GB/s, K = 2048: 1.38 with two of three lines asked for 0.8 to 3 KB ahead; one 1.37, all three 1.33-1.36, none
+// Zen 4 (AVX-512-BF16), while units with such weights were also stored in bf16, which is slower on Zen 3 (1.08 instead
+// of 1.30: each misses in memory, for 0.6 us):
+//   at 37 GB/s, K = 2048 .. 14336: 1.30-1.32; no prefetch 1.29-1.32; eight rows at a time, two streams: 1.14-1.25
+//   at 61 GB/s, K = 2048: 1.38 with two of three lines prefetched 0.8 to 3 KB ahead; one 1.37, all three 1.33-1.36, none
 //     1.35; 12 KB ahead 0.76; into L1 1.06-1.09
-//   losers: rows one behind the other, as dot.h has them, each line of the next 8 asked for: 1.17-1.25; nothing asked
-//     for 1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
-//   From L2, 1.27-1.35: to take a unit apart costs less than the loads that are saved.
+//   rejected: rows one behind the other, as dot.h has them, each line of the next 8 prefetched: 1.17-1.25; no prefetch
+//     1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
+//   From L2, 1.27-1.35: decoding a unit costs less than the loads that are saved.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
-// The idea, that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
+// Source of the idea that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
-// bits a weight.
+// bits per weight.
 #pragma once
 #include <cstddef>
 
@@ -46,10 +46,10 @@ constexpr int64_t kUnit = 128;  // weights
 constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
 constexpr int64_t kPackedVersion = 3;  // of the layout; also LOSSLESS_12 in candidates/cpp/linear.py
-constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the line asked for
-constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, where it is asked for again
+constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the prefetched line
+constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, for the second prefetch
 
-// At the beginning of a packed matrix; offsets are in bytes from there. Rows are filled up to whole kRowsTogether, columns
+// Header of a packed matrix; offsets are in bytes from its beginning. Rows are padded to whole kRowsTogether, columns
 // to whole units, with finite numbers that are multiplied by zeros or whose products are dropped.
 struct PackedHead {
   int64_t version, lanes, rows, columns, bytes;
@@ -58,13 +58,13 @@ struct PackedHead {
   int64_t others;  // uint32: k << 8 | upper byte, ascending within a row
   uint8_t table[16];
   int64_t looks;    // of `unchanged`
-  int64_t changed;  // 1 from when the matrix was found to have been written to
+  int64_t changed;  // 1 once the matrix was found to have changed
 };
 
 static inline int64_t units_in(int64_t columns) { return (columns + kUnit - 1) / kUnit; }
 static inline int64_t whole_rows(int64_t rows) { return (rows + kRowsTogether - 1) / kRowsTogether * kRowsTogether; }
 
-// Where weight i < 64 of half a unit has its byte: a register's lanes of 16 hold 8 weights of its first half, then 8 of
+// Byte position of weight i < 64 of half a unit: a register's 16-byte lanes hold 8 weights of its first half, then 8 of
 // its second.
 constexpr int64_t kRegister = 4 * kLanes;  // bytes
 static inline int64_t place(int64_t i) {
@@ -72,7 +72,7 @@ static inline int64_t place(int64_t i) {
   return i / kRegister * kRegister + i % half / 8 * 16 + i / half % 2 * 8 + i % 8;
 }
 
-// A packed matrix as it is read.
+// A packed matrix as kernels read it.
 struct PackedMatrix {
   const PackedHead* head;
   const uint8_t* units;
@@ -86,19 +86,19 @@ struct PackedMatrix {
     starts = reinterpret_cast<const int32_t*>(base + head->starts);
     others = reinterpret_cast<const uint32_t*>(base + head->others);
   }
-  // The first unit of a row; the next one lies kRowsTogether * kUnitBytes behind it.
+  // Return the first unit of a row; the next one is kRowsTogether * kUnitBytes further.
   const uint8_t* row(int64_t i) const {
     return units + (i / kRowsTogether * units_in(head->columns) * kRowsTogether + i % kRowsTogether) * kUnitBytes;
   }
 };
 
-// Goes along the weights of one row that have no code.
+// Iterates over the weights of one row that have no code.
 struct Others {
   const uint32_t *next, *end;
   Others() = default;
   Others(const PackedMatrix& w, int64_t row) : next(w.others + w.starts[row]), end(w.others + w.starts[row + 1]) {}
   int64_t unit() const { return next < end ? int64_t(*next >> 8) / kUnit : INT64_MAX; }
-  // Puts right the 128 bf16 of unit u.
+  // Corrects the 128 bf16 of unit u.
   void put(int64_t u, void* weights) {
     for (; unit() == u; ++next) static_cast<uint8_t*>(weights)[2 * ((*next >> 8) % kUnit) + 1] = uint8_t(*next);
   }
@@ -110,7 +110,7 @@ template <class T> constexpr bool kUnpacks = false;
 #define AUTOSEL_UNPACKS 1
 template <> inline constexpr bool kUnpacks<bf16> = true;
 
-// Registers of bf16 that are unpacked at once, and how often that is until a unit is through.
+// Registers of bf16 that are unpacked at once, and the number of such groups in a unit.
 constexpr int kTaken = kLanes == 16 ? 4 : 2, kParts = int(kUnit) / (kTaken * 2 * kLanes);
 
 #if defined(AUTOSEL_AVX512)
@@ -130,7 +130,7 @@ static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
   v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
 }
 
-// The hardware's own streams bring the lines in between.
+// The hardware's own streams fetch the lines in between.
 static inline void ask_ahead(const uint8_t* unit, int) {
   prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
 }
@@ -151,7 +151,7 @@ static inline void unpack(const uint8_t* unit, int part, Bytes table, Bytes* v) 
   v[0] = _mm256_unpacklo_epi8(lower, upper), v[1] = _mm256_unpackhi_epi8(lower, upper);
 }
 
-// Every line, twice: 28 loads a unit leave L1 no time to wait for L2.
+// Every line, twice: 28 loads per unit leave L1 no time to wait for L2.
 static inline void ask_ahead(const uint8_t* unit, int part) {
   if (part == 3) return;
   prefetch_l2(unit + kAheadOfPacked + part * 64);
@@ -169,7 +169,7 @@ static inline Step<bf16> step_of(Bytes v) {
 #endif
 }
 
-// out[m * R + r] = (row + r) . x[m] for R rows that lie together. Sums: `Chains` an output, step by step in turn.
+// out[m * R + r] = (row + r) . x[m] for R rows that are stored together. Sums: `Chains` per output, used in turn.
 using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out);
 
 template <int M, int R, int Chains>
@@ -229,10 +229,10 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
   }
 }
 
-// How many rows of weights go together, of which each has so many sums.
+// Rows of weights read together if each has `sums` sums.
 constexpr int packed_rows(int sums) { return 4 * sums <= kAccumulators ? 4 : 2; }
 
-// Of the smaller of two groups the larger one decides.
+// The larger of two groups decides.
 template <int M> static PackedBlock packed_block_of(int64_t rows) {
   constexpr int larger = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
   if constexpr (packed_rows(M) == 4) if (rows == 4) return packed_block<M, 4, 1>;
@@ -240,9 +240,9 @@ template <int M> static PackedBlock packed_block_of(int64_t rows) {
   return nullptr;
 }
 
-// For a group of m rows of x, with as many chains as dot.h has: the same bits; but for one row of x where a small L2
-// makes `together` 1, which are those of another order of adding up. `rows`: how many rows of weights it takes at a time,
-// of which those of the first group are given.
+// The kernel for a group of m rows of x, with as many chains as in dot.h, so the bits are the same. Exception: for one
+// row of x with a small L2, which makes `together` 1, sums are added in another order. `rows`: rows of weights at a
+// time, as given by the first group.
 static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int64_t& rows) {
   if (!rows) rows = packed_rows(int(m));
   if (m == 1 && together != 8) return packed_block<1, 4, 2>;
@@ -275,7 +275,7 @@ template <class S> static void pack_for_units(const Matrix<const S>& x, Wide<bf1
   }
 }
 
-// What stream_runs asks for columns of.
+// The columns that stream_runs computes.
 struct PackedColumns {
   PackedMatrix w;
   const Wide<bf16>* panel;
@@ -290,13 +290,13 @@ struct PackedColumns {
       block[smaller] = packed_block_for(groups.rows - smaller, w.head->columns, together, rows);
   }
   const void* at(int64_t n) const { return w.row(n); }
-  // Columns of a matrix in a row, before the next matrix has its turn.
+  // Consecutive columns of a matrix, before the next matrix is read.
   int64_t run() const {
     int64_t fit = kRunBytes / (units_in(w.head->columns) * kUnitBytes) / 8 * 8;
     return fit < 8 ? 8 : fit < kMostRun ? fit : kMostRun;
   }
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
-    if (n + rows >= to)  // elsewhere the stream goes on by itself
+    if (n + rows >= to)  // otherwise the stream continues by itself
       for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
       block[g >= groups.larger](w, n, panel + packed_panel_elements(i, w.head->columns), out + i * rows);

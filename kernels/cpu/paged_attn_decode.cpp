@@ -1,11 +1,11 @@
 // paged_attn   attn over pages: key t of sequence b is row t % page of page block_table[b, t / page]
 //              q[B,Hq,S,D], k/v_pages[P,page,Hkv,D], block_table[B,n] int32, lengths[B] int32 -> o[B,Hq,S,D]
 //
-// bytes, FLOPs, roofline, knobs: attn_decode.cpp's, plus 4 bytes of table a page.
-// A tile is a list of row addresses, built one tile ahead, so that a tile may span pages of any size and the
-// prefetches of attention.h reach into pages that do not follow each other; rows of one head lie Hkv*D apart, where no
-// hardware prefetcher helps: asked for in software or missed. One address a row against 50 cycles of work: the list is
-// free.
+// bytes, FLOPs, roofline, knobs: as in attn_decode.cpp, plus 4 bytes of table per page.
+// A tile is a list of row addresses, built one tile ahead, so a tile may span pages of any size, and the prefetches of
+// attention.h reach into pages that are not adjacent. Rows of one head are Hkv*D apart, which hardware prefetchers do
+// not follow; without a software prefetch they miss. The list costs nothing: one address per row against 50 cycles of
+// work.
 #include "attention.h"
 
 namespace autosel {

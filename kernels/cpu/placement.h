@@ -1,11 +1,11 @@
-// Which cores a pool's workers may run on.
+// Assigns the workers of a pool to cores.
 //
 // A worker that slept is often woken on its caller's own core, above all in a virtual machine, where an idle core looks
-// taken. It then waits until the caller yields: up to 8 ms with libgomp, whose threads spin that long. So the cores are cut
-// into one slice a thread, and a worker runs only in its own slice, unless the caller is there: then the two change slices.
-// A worker places itself, in its next job: no thread ever changes another's affinity, and none the caller's.
-// Left alone: a worker whose affinity is not the caller's (another library or `taskset` has bound it), every worker where
-// OpenMP binds its threads, and every worker where there are fewer cores than threads.
+// busy. It then waits until the caller yields: up to 8 ms with libgomp, whose threads spin that long. So the cores are
+// divided into one slice per thread, and a worker runs only in its own slice, unless the caller is there: then the two
+// swap slices. A worker places itself in its next job: no thread changes the affinity of another thread or of the
+// caller. Not placed: a worker whose affinity differs from the caller's (another library or `taskset` has bound it),
+// and all workers if OpenMP binds its threads or if there are fewer cores than threads.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -30,7 +30,7 @@ struct CpuSet {
   void add(int cpu) { bits[cpu / kWord] |= 1ul << cpu % kWord; }
   bool operator==(const CpuSet& other) const { return memcmp(bits, other.bits, sizeof bits) == 0; }
 
-  // The calling thread's affinity; empty if it cannot be read.
+  // Return the calling thread's affinity; empty if it cannot be read.
   static CpuSet mine() {
     CpuSet made;
     if (sched_getaffinity(0, sizeof made.bits, reinterpret_cast<cpu_set_t*>(made.bits)) != 0) made = {};
@@ -39,7 +39,7 @@ struct CpuSet {
   bool bind_me() const { return sched_setaffinity(0, sizeof bits, reinterpret_cast<const cpu_set_t*>(bits)) == 0; }
 };
 
-// The cores of a set of CPUs, in order: threads of one core stay together.
+// Return the cores of a set of CPUs, in order: threads of one core stay together.
 class Cores {
  public:
   explicit Cores(const CpuSet& allowed) : core_of_(kMostCpus, -1) {
@@ -78,7 +78,7 @@ class Cores {
   int count_ = 0;
 };
 
-// What a job tells its workers. `slices` 0: keep the affinity that you have; -1: take back the one that you had.
+// A job's message to its workers. `slices` 0: keep the present affinity; -1: restore the earlier one.
 struct Where {
   int slices = 0, callers = 0;
   uint32_t epoch = 0;
@@ -152,7 +152,7 @@ class Placement {
   std::atomic<uint32_t> epoch_{0};  // odd: off
   std::atomic<const Cores*> cores_{nullptr};
   std::atomic<int> placed_{0};
-  CpuSet allowed_;  // of whoever called first
+  CpuSet allowed_;  // of the first caller
   std::mutex making_;
 };
 

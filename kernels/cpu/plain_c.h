@@ -1,8 +1,8 @@
-// Entry points in plain C: compiled with -DAUTOSEL_PLAIN_C a kernel needs no header but its own, and ctypes can call it.
-// `autosel export --repro` writes scripts that do.
+// Entry points in plain C: compiled with -DAUTOSEL_PLAIN_C, a kernel needs no header but its own, and ctypes can call
+// it. `autosel export --repro` writes scripts that do.
 //
-// An entry takes an array of pointers, one an argument: TensorView*, or null for an absent optional, double*, int64_t*.
-// It returns null, or the message of what was thrown.
+// An entry takes an array of pointers, one per argument: TensorView*, or null for an absent optional, double*,
+// int64_t*. It returns null, or the message of the exception.
 #pragma once
 #include <cstddef>
 
@@ -13,7 +13,7 @@ struct DLDataType { uint8_t code, bits; uint16_t lanes; };
 
 namespace autosel {
 
-// Mirrored field by field in the script's ctypes structure.
+// The ctypes structure in the script has the same fields.
 struct TensorView {
   void* data_;
   int64_t ndim_, shape_[8], stride_[8], code_, bits_;

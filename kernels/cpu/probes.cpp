@@ -1,11 +1,11 @@
 // probes   the device's rates, each as many short windows: read, copy, last-level cache, latency, FMA, bf16 dot, exp, fork-join
 //
 // Plain C entry points for ctypes: a fingerprint needs neither torch nor tvm-ffi in the process. Every probe fills
-// `out` with one figure a window until `seconds` have passed (at least 3 windows, at most `most`) and returns how many.
-// Statistics are the caller's: a window is long against the timer (20 ns) and the fork-join (some us), short against
-// the scheduler's tick, so that on a shared machine some windows are undisturbed.
+// `out` with one figure per window until `seconds` have passed (at least 3 windows, at most `most`) and returns their
+// number. The caller computes the statistics. A window is long compared with the timer (20 ns) and the fork-join (a few
+// us), and short compared with the scheduler's tick, so that on a shared machine some windows are undisturbed.
 //
-// Threads come from team.h and are not pinned: what is measured is what a kernel of this process gets.
+// Threads come from team.h and are not pinned: the probes measure the rates that a kernel of this process gets.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -43,8 +43,8 @@ template <class Work> static double timed(const Work& work) {
 
 struct Memory { char* at; int64_t bytes; };
 
-// Pages of 2 MB where the system grants them: the ceiling must not be a page walker's. First touched by the team, so
-// that on a NUMA machine each thread's share lies near it.
+// Pages of 2 MB if the system grants them, so that page walks do not limit the rate. The team touches them first, so
+// that each thread's share is nearby on a NUMA machine.
 static Memory map(int64_t bytes, int64_t threads) {
   void* at = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return {nullptr, 0};
@@ -63,11 +63,11 @@ constexpr int kReadBytes = 16;  // wider than the registers, the compiler spills
 #endif
 typedef uint64_t vread __attribute__((vector_size(kReadBytes)));
 }
-extern "C" { uint64_t autosel_probe_sink[256]; }  // visible, hence never optimised away
+extern "C" { uint64_t autosel_probe_sink[256]; }  // visible, so the compiler cannot remove it
 namespace autosel {
 static uint64_t* const sink = autosel_probe_sink;
 
-// Bitwise or in eight chains: one cheap instruction a load, so that loads are all there is to wait for.
+// Bitwise or in eight chains: one cheap instruction per load, so that loads alone take the time.
 static uint64_t read_all(const char* p, int64_t bytes) {
   vread a[8] = {};
   const vread* v = reinterpret_cast<const vread*>(p);
@@ -79,8 +79,8 @@ static uint64_t read_all(const char* p, int64_t bytes) {
   return all;
 }
 
-// The same bytes as eight rows at a time, the next eight asked for meanwhile: more lines in flight than one stream's
-// hardware prefetcher keeps. Which of the two is faster differs by machine and moment (0.9 to 1.25 seen here).
+// The same bytes, eight rows at a time, prefetching the next eight: more lines in flight than the hardware prefetcher
+// keeps for one stream. The faster of the two differs by machine and moment (ratios of 0.9 to 1.25 measured here).
 static uint64_t read_rows(const char* p, int64_t bytes) {
   constexpr int64_t kRow = 8192, kBlock = 8 * kRow;
   vread a[8] = {};
@@ -121,7 +121,7 @@ static void make_cycle(const Memory& memory) {
   uint64_t state = 0x9e3779b97f4a7c15;
   for (uint32_t i = lines - 1; i > 0; --i) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-    uint32_t j = uint32_t((state >> 32) * i >> 32), kept = next(i);  // j < i: that makes it one cycle
+    uint32_t j = uint32_t((state >> 32) * i >> 32), kept = next(i);  // j < i makes it one cycle
     next(i) = next(j), next(j) = kept;
   }
 }
@@ -136,7 +136,7 @@ template <class Step> static double chains_window(const Step& step) {
   for (int k = 0; k < kChains; ++k) a[k] = splat(1.0f + float(k));
   double seconds = timed([&] {
     for (int64_t i = 0; i < kSteps; ++i)
-      for (int k = 0; k < kChains; ++k) a[k] = step(a[k]);  // rounding forbids the compiler to fold any of it
+      for (int k = 0; k < kChains; ++k) a[k] = step(a[k]);  // rounding prevents the compiler from folding any of it
   });
   for (int k = 1; k < kChains; ++k) a[0] += a[k];
   sink[0] = float_to_bits(sum(a[0]));
@@ -152,8 +152,8 @@ extern "C" {
 // A buffer that lives as long as the process, or null. Mapping and first touch cost about 0.2 s a GB.
 void* autosel_probe_map(int64_t bytes, int64_t threads) { return map(bytes, threads).at; }
 
-// Bytes/s. Windows of `window` bytes walk round the buffer: what is read was last touched a whole buffer ago. They are
-// read as one stream a thread and by rows in turn: the ceiling is what the better way reaches.
+// Return bytes/s. Windows of `window` bytes move around the buffer: the bytes read were last touched one whole buffer
+// ago. They are read as one stream per thread and by rows, in turn; the result is the faster of the two.
 int64_t autosel_probe_read(const char* p, int64_t bytes, int64_t window, int64_t threads, double seconds, double* out,
                            int64_t most) {
   int64_t at = 0;
@@ -166,7 +166,7 @@ int64_t autosel_probe_read(const char* p, int64_t bytes, int64_t window, int64_t
   }, [&](double s) { return double(window) / s; });
 }
 
-// Bytes/s, reads plus writes, by the C library's memcpy.
+// Return bytes/s, reads plus writes, of the C library's memcpy.
 int64_t autosel_probe_copy(char* to, const char* from, int64_t bytes, int64_t window, int64_t threads, double seconds,
                            double* out, int64_t most) {
   int64_t at = 0;
@@ -177,7 +177,7 @@ int64_t autosel_probe_copy(char* to, const char* from, int64_t bytes, int64_t wi
   }, [&](double s) { return 2.0 * double(window) / s; });
 }
 
-// Bytes/s over a set that stays in the last-level cache; each window reads it `passes` times.
+// Return bytes/s over a set that stays in the last-level cache; each window reads it `passes` times.
 int64_t autosel_probe_cache(const char* p, int64_t bytes, int64_t passes, int64_t threads, double seconds, double* out,
                             int64_t most) {
   read_window(p, bytes, threads);
@@ -190,7 +190,7 @@ int64_t autosel_probe_cache(const char* p, int64_t bytes, int64_t passes, int64_
   }, [&](double s) { return double(bytes * passes) / s; });
 }
 
-// Seconds a load. `flush` is read first, so that no line of the cycle is in a cache; no line is visited twice.
+// Return seconds per load. `flush` is read first, so that no line of the cycle is in a cache; no line is visited twice.
 int64_t autosel_probe_latency(char* p, int64_t bytes, const char* flush, int64_t flush_bytes, double seconds, double* out,
                               int64_t most) {
   constexpr int64_t kLoads = 1024;
@@ -207,14 +207,14 @@ int64_t autosel_probe_latency(char* p, int64_t bytes, const char* flush, int64_t
   return n;
 }
 
-// fp32 FLOP/s of one thread; a multiply-add counts two.
+// Return fp32 FLOP/s of one thread; a multiply-add counts as two.
 int64_t autosel_probe_fma(double seconds, double* out, int64_t most) {
   vreg x = splat(0.999f), y = splat(0.001f);
   return windows(seconds, out, most, [&] { return chains_window([&](vreg a) { return fma(a, x, y); }); },
                  [&](double s) { return 2.0 * kLanes * kChains * double(kSteps) / s; });
 }
 
-// bf16 dot-product FLOP/s of one thread; 0 windows where the instruction is not compiled in.
+// Return bf16 dot-product FLOP/s of one thread; 0 windows if the instruction is not compiled in.
 int64_t autosel_probe_bf16_dot(double seconds, double* out, int64_t most) {
 #if defined(AUTOSEL_BF16_DOT)
   bf16 one[2 * kLanes];
@@ -231,7 +231,7 @@ int64_t autosel_probe_bf16_dot(double seconds, double* out, int64_t most) {
 #endif
 }
 
-// Exponentials/s of one thread, operands in L1, results stored.
+// Return exponentials/s of one thread, operands in L1, results stored.
 int64_t autosel_probe_exp(double seconds, double* out, int64_t most) {
   constexpr int64_t kCount = 1024, kPasses = 16;
   static float x[kCount], y[kCount];
@@ -247,7 +247,7 @@ int64_t autosel_probe_exp(double seconds, double* out, int64_t most) {
   }, [&](double s) { return double(kCount * kPasses) / s; });
 }
 
-// Seconds an empty parallel region of `threads`, back to back as in a decode step.
+// Return seconds per empty parallel region of `threads`, back to back as in a decode step.
 int64_t autosel_probe_fork_join(int64_t threads, double seconds, double* out, int64_t most) {
   constexpr int64_t kRegions = 4;  // few, so that one preempted helper spoils few
   return windows(seconds, out, most, [&] {

@@ -1,4 +1,4 @@
-// What the projections (gemv, gemm, norm_qkv, gate_up, lm_head) share: matrices, scratch, the norm in front.
+// Parts shared by the projections (gemv, gemm, norm_qkv, gate_up, lm_head): matrices, memory, the norm before them.
 #pragma once
 #include <cstdlib>
 
@@ -6,7 +6,7 @@
 
 namespace autosel {
 
-// Memory that a thread keeps from call to call: no allocation once its largest shape has been seen.
+// Memory that a thread keeps between calls: no allocation once its largest shape has been seen.
 class Scratch {
  public:
   ~Scratch() { free(memory_); }
@@ -25,7 +25,7 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// Rows of elements, each row contiguous; `stride` in elements. A null `at` is an absent one.
+// Rows of elements, each row contiguous; `stride` in elements. Absent if `at` is null.
 template <class T> struct Matrix {
   T* at;
   int64_t rows, columns, stride;
@@ -54,7 +54,7 @@ template <class T> static T* vector(const TensorView& t, const char* name, const
   return data<T>(t);
 }
 
-// The first n (<= kLanes) elements of p into a vector, or out of one.
+// Loads the first n (<= kLanes) elements of p into a vector, or stores them.
 template <class T> static inline vreg load_some(const T* p, int64_t n) {
   return n == kLanes ? load(p) : load_tail(p, n);
 }

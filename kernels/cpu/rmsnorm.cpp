@@ -1,8 +1,8 @@
 // rmsnorm   y[m,:] = x[m,:] * rsqrt(mean(x[m,:]^2) + eps) * (weight + offset)          x[M,d], weight[d] -> y[M,d]
 //
 // bytes   2 M d b + d b (b = bytes an element)      FLOPs   4 M d
-// roofline at M=1, d=4096, bf16: 24 KB from L1/L2, about 0.3 us; the fork-join of a team costs more, hence threads = 1
-// until M*d pays for it.
+// roofline at M=1, d=4096, bf16: 24 KB from L1/L2, about 0.3 us; the fork-join of a team costs more, so threads = 1
+// unless M*d is large.
 // knobs   threads (knobs/cpu/rows.py).
 // The row is read twice; the second time it is in L1 up to d = 16k. fp32 throughout, one rounding.
 #include "tensor.h"

@@ -4,10 +4,10 @@
 //
 // bytes   2 M (Hq + Hkv) D b      FLOPs   3 M (Hq + Hkv) R
 // roofline at M=1, 32 + 8 heads of 128, bf16: 20 KB in L1 and L2: about 0.3 us; the 64 sines and cosines 0.1 us.
-// knobs   threads (knobs/cpu/rows.py): by tokens; at M=1 a fork-join costs more than the work.
-// Sine and cosine once a token, in double: a float's 24 bits would leave an angle of 131072 with an error of 0.008, and
-// a double's range reduction by one multiple of pi/2 is exact enough up to positions of 2^31. All heads share them.
-// Each pair is read before it is written: q_out may be q.
+// knobs   threads (knobs/cpu/rows.py): shares of tokens; at M=1 a fork-join costs more than the work.
+// Sine and cosine are computed once per token, in double: with a float's 24 bits, an angle of 131072 would have an
+// error of 0.008; a double's range reduction by one multiple of pi/2 is exact enough up to positions of 2^31. All heads
+// share them. Each pair is read before it is written: q_out may be q.
 #include "rotate.h"
 
 namespace autosel {

@@ -1,4 +1,4 @@
-// The rotation of rope.cpp, for whoever rotates heads: the angles of a position once, then each head by them.
+// The rotation of rope.cpp, for all kernels that rotate heads: first the angles of a position, then each head.
 #pragma once
 #include "tensor.h"
 
@@ -12,7 +12,7 @@ struct Turn {  // cos and sin of one position's angles; style 1: each twice, sin
   alignas(64) float cos[2 * kMostPairs + kLanes], sin[2 * kMostPairs + kLanes];
 };
 
-// cos and sin of x by Taylor's series on [-pi/4, pi/4]: absolute error below 3e-11 at the interval's ends, and x by
+// cos and sin of x by Taylor's series on [-pi/4, pi/4]: absolute error below 3e-11 at the interval's ends, plus x by
 // |n| * 2^-53 pi from the reduction; both then round to float.
 static inline void cos_sin(vdouble x, vreg& cos, vreg& sin) {
   const vdouble magic = vdouble{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, kept in the low bits
@@ -81,7 +81,7 @@ template <class T> static void rotate_interleaved(const T* x, T* y, const Turn& 
   }
 }
 
-// The first 2 * pairs elements of a head by style 0 or 1. y may be x.
+// Rotates the first 2 * pairs elements of a head by style 0 or 1. y may be x.
 template <class T> static void rotate(const T* x, T* y, const Turn& t, int64_t pairs, int64_t style) {
   if (style) rotate_interleaved(x, y, t, pairs);
   else rotate_half(x, y, t, pairs);

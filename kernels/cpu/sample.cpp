@@ -7,13 +7,13 @@
 // roofline at B=1, V=128256, bf16 on one Zen 4 core: 257 KB from L2 or L3 is 3 us; kept as fp32 (513 KB), another 5.
 // knobs   threads (knobs/cpu/rows.py), by rows.
 //
-// Nothing is sorted but what might be kept. One pass keeps the row as fp32 with the maximum of every 128 logits; from
-// then on whole blocks are skipped by their maximum:
+// Only tokens that may be kept are sorted. One pass stores the row as fp32, with the maximum of every 128 logits; later
+// passes skip whole blocks by their maximum:
 //   top_k   the k-th largest block maximum is at most the k-th largest logit, since k blocks hold one each as large; the
 //           logits above it are few, and the k-th of those is found by selection.
 //   top_p   tokens of less than (1 - p) / V of the mass cannot be needed: together they are less than 1 - p. The rest is
-//           sorted; where it is still many (a flat distribution), a histogram of mass first finds the bin of the edge.
-// What is kept is always {logit > edge} and, of those equal to it, the lowest indices: a Cut.
+//           sorted; if it is still large (a flat distribution), a histogram of mass first finds the bin of the edge.
+// The kept set is always {logit > edge} and, of the logits equal to it, the lowest indices: a Cut.
 #include <algorithm>
 #include <vector>
 
@@ -32,7 +32,7 @@ struct Cut {
   bool keeps(float z, int64_t index) const { return z > edge || (z == edge && index <= last); }
 };
 
-// What a thread keeps from call to call: no allocation once the largest vocabulary has been seen.
+// A thread's memory between calls: no allocation once the largest vocabulary has been seen.
 struct Room {
   std::vector<float> z, top, order;
   std::vector<double> mass;
@@ -57,8 +57,8 @@ static float block_max(const float* z) {
   return max(m);
 }
 
-// Behind the last logit the row is padded with -inf, which no step ever draws: no loop has a tail. NaN becomes -inf too:
-// selection and sorting need an order.
+// The row is padded with -inf, which no step ever draws: no loop has a tail. NaN also becomes -inf: selection and
+// sorting need an order.
 template <class T> static void widen_row(const T* logits, int64_t v, Room& room) {
   int64_t blocks = (v + kBlock - 1) / kBlock;
   room.z.resize(size_t(blocks * kBlock)), room.top.resize(size_t(blocks));
@@ -74,7 +74,7 @@ template <class T> static void widen_row(const T* logits, int64_t v, Room& room)
   }
 }
 
-// Once per distinct token: the touched ones are remembered by sorting the history, which is short.
+// Once per distinct token: sorting the history, which is short, removes the repeats.
 static void penalise(const int64_t* history, int64_t n, int64_t stride, float penalty, int64_t v, Room& room) {
   room.seen.clear();
   for (int64_t i = 0; i < n; ++i)
@@ -139,7 +139,7 @@ static float block_mass(const Row& row, const Cut& cut, int64_t b) {
   const float* z = row.block(b);
   int64_t first = b * kBlock;
   vreg edge = splat(cut.edge), a{};
-  if (cut.last >= first && cut.last < first + kBlock - 1) {  // the one block in which ties part
+  if (cut.last >= first && cut.last < first + kBlock - 1) {  // the one block in which ties are cut
     float sum = 0;
     for (int64_t i = 0; i < kBlock; i += kLanes) {
       vreg w = row.weight(load(z + i));
@@ -155,7 +155,7 @@ static float block_mass(const Row& row, const Cut& cut, int64_t b) {
   return sum(a);
 }
 
-// room.mass[b] for every block; the total.
+// Fills room.mass[b] for every block; returns the total.
 static double masses(const Row& row, const Cut& cut) {
   row.room.mass.resize(size_t(row.blocks));
   double total = 0;
@@ -166,12 +166,13 @@ static double masses(const Row& row, const Cut& cut) {
 
 static float weight_of(const Row& row, float z) { return row.weight(splat(z))[0]; }
 
-// The most probable tokens until their mass reaches `wanted`, at least one. room.mass holds the bins' masses on return.
+// Keeps the most probable tokens until their mass reaches `wanted`, at least one. room.mass then holds the bins'
+// masses.
 static Cut top_p(const Row& row, const Cut& cut, float p) {
   Room& room = row.room;
   double total = masses(row, cut), wanted = double(p) * total, before = 0;
   if (!(total > 0)) return cut;
-  // A thousandth of a temperature lower, for the roundings of exp and log.
+  // A thousandth of a temperature lower, to allow for the roundings of exp and log.
   float from = row.most + (float(std::log((1.0 - double(p)) * total / double(row.v))) - 1e-3f) / row.over_t;
   from = from > cut.edge ? from : cut.edge;
   gather(row, cut, from);
@@ -240,7 +241,7 @@ static int64_t sample_row(const T* logits, int64_t v, const int64_t* history, in
   widen_row(logits, v, room);
   if (s.penalty != 1.0f) penalise(history, n, stride, s.penalty, v, room);
   Row row{room, v, int64_t(room.top.size()), *std::max_element(room.top.begin(), room.top.end()), 1.0f / s.temperature};
-  // A temperature below 1 / FLT_MAX is 0 in effect; a row without a finite maximum has no distribution.
+  // A temperature below 1 / FLT_MAX acts as 0; a row without a finite maximum has no distribution.
   if (!(s.temperature > 0) || !(row.over_t <= 3.0e38f) || !(std::fabs(row.most) <= 3.4e38f)) return argmax(row);
   Cut cut{-INFINITY, v - 1};
   if (s.k > 0 && s.k < v) cut = top_k(row, cut, s.k);

@@ -32,7 +32,8 @@ typedef int32_t vi __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t vh __attribute__((vector_size(kLanes * 2)));
 typedef float vreg __attribute__((vector_size(kLanes * 4)));
 
-// vreg{} + x is no broadcast to the compiler: -0 + 0 is 0, so it keeps the addition, and no load can be the broadcast.
+// The compiler does not treat vreg{} + x as a broadcast: -0 + 0 is 0, so it keeps the addition, and the load cannot
+// become a broadcast.
 #if defined(AUTOSEL_AVX512)
 static inline vreg splat(float x) { return vreg{} + x; }
 #else
@@ -61,7 +62,7 @@ template <class T> static inline T narrow(float x);
 template <> inline float narrow<float>(float x) { return x; }
 template <> inline bf16 narrow<bf16>(float x) {
   uint32_t u = float_to_bits(x);
-  if ((u & 0x7fffffff) > 0x7f800000) return bf16{uint16_t(u >> 16 | 0x40)};  // keep NaN a NaN
+  if ((u & 0x7fffffff) > 0x7f800000) return bf16{uint16_t(u >> 16 | 0x40)};  // NaN stays NaN
   return bf16{uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
 template <> inline f16 narrow<f16>(float x) {
@@ -84,7 +85,7 @@ template <> inline f16 narrow<f16>(float x) {
 static inline vreg load(const float* p) { return *reinterpret_cast<const vf*>(p); }
 static inline vreg load(const bf16* p) {
 #if defined(__AVX2__) && !defined(AUTOSEL_AVX512)
-  // GCC 12 makes the conversion below out of two halves, five operations for these two.
+  // GCC 12 compiles the conversion below as two halves, five operations instead of these two.
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return reinterpret_cast<vreg>(_mm256_slli_epi32(wide, 16));
 #else
@@ -130,7 +131,7 @@ static inline void store(f16* p, vreg v) {
 #endif
 }
 
-// The first n (< kLanes) elements, zeros behind; never touches memory past p + n.
+// Loads the first n (< kLanes) elements, zeros after them; never reads past p + n.
 template <class T> static inline vreg load_tail(const T* p, int64_t n) {
   T buffer[kLanes] = {};
   memcpy(buffer, p, size_t(n) * sizeof(T));
@@ -154,7 +155,7 @@ static inline vreg fma(vreg a, vreg b, vreg c) {
 #endif
 }
 
-// NaN-propagating maximum is not needed anywhere: callers that must keep NaN add the operands instead.
+// No caller needs a maximum that keeps NaN: callers that must keep NaN add the operands instead.
 static inline vreg max(vreg a, vreg b) { return a > b ? a : b; }
 
 static inline float sum(vreg v) {
@@ -175,12 +176,12 @@ static inline float max(vreg v) {
 #endif
 }
 
-// exp(x) = 2^n * e^f, |f| <= ln2 / 2: relative error below 2^-23 (tests/cpu/test_candidates_cpp_rows.py looks at a million
+// exp(x) = 2^n * e^f, |f| <= ln2 / 2: relative error below 2^-23 (tests/cpu/test_candidates_cpp_rows.py tests a million
 // arguments). Below -87.33, where the result would be subnormal, it gives 0; above 88.72 infinity; NaN stays NaN.
 static inline vreg exp(vreg x) {
   const vreg lo = splat(-87.33f);
 #if defined(AUTOSEL_AVX512)
-  // min returns its second operand if either is NaN. The bound only keeps f finite: scalef does the overflow.
+  // min returns its second operand if either is NaN. The bound only keeps f finite: scalef handles the overflow.
   vreg c = reinterpret_cast<vreg>(_mm512_min_ps(_mm512_set1_ps(89.0f), reinterpret_cast<__m512>(x)));
 #else
   const vreg hi = splat(88.72f);

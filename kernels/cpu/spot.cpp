@@ -1,17 +1,17 @@
 // spot   recompute a few randomly chosen elements of a served result, and compare (autosel/guard/spot.py)
 //
-//   spot_<op>(*arguments, *outputs, seed) -> largest |got - expected| / tolerance; 0 where nothing can be said
+//   spot_<op>(*arguments, *outputs, seed) -> largest |got - expected| / tolerance; 0 if nothing can be judged
 //
-// The runtime guard calls an entry after some of the calls it watches. A check may take no more than some microseconds, so
-// it reads one row of a weight for each element, one head of a cache, one slot. It runs on the caller's thread alone.
+// The runtime guard calls an entry after some of the calls it watches. A check may take only a few microseconds, so it
+// reads one row of a weight for each element, one head of a cache, one slot. It runs on the caller's thread alone.
 //
-// The tolerance is a first-order estimate of the roundings that the op's contract allows (autosel/ops/<op>.py holds the
-// bound itself). It decides only whether the exact judge is asked: an estimate that is too small costs time, one that is
-// too large hides errors below it. Where the expected value is not finite nothing is said; NaN and Inf patterns are the
-// shadow checks' subject. A result that is not finite where a finite value is expected gives infinity.
+// The tolerance is a first-order estimate of the roundings that the op's contract allows (autosel/ops/<op>.py has the
+// bound itself). It only decides whether the exact judge runs: an estimate that is too small costs time; one that is
+// too large hides errors below it. If the expected value is not finite, the check does not judge it; the shadow checks
+// compare NaN and Inf patterns. A result that is not finite although the expected value is gives infinity.
 //
-// bytes   linear, norm_qkv, gate_up, lm_head: kElements rows of each weight   attn: one head's keys and values
-// A thread team's attention (step.cpp) has no op of its own: step_attend looks at norm, rotation, append and attention.
+// bytes   linear, norm_qkv, gate_up, lm_head: kElements rows of each weight attn: one head's keys and values
+// A thread team's attention (step.cpp) has no separate op: step_attend checks norm, rotation, append and attention.
 // time (Zen 4, bf16, llama-1b): linear 2048x2048 2 us, gate_up 8192x2048 5 us, attn L 2048 20 us, the others below 1 us
 #include <algorithm>
 #include <vector>
@@ -22,7 +22,7 @@
 namespace autosel {
 namespace {
 
-thread_local double worst;  // of the call at hand
+thread_local double worst;  // of the current call
 
 constexpr int kElements = 4;     // of a product
 constexpr int kChannels = 16;    // of a row
@@ -48,17 +48,17 @@ struct Draw {
 #if defined(AUTOSEL_FP16)
 constexpr double kLargest = 65504.0;
 #else
-constexpr double kLargest = 0x1.fep127;  // of bf16, and of fp32 but for a hair
+constexpr double kLargest = 0x1.fep127;  // of bf16, and almost that of fp32
 #endif
 
-// Where the expected value may be stored as infinity nothing is said.
+// If the expected value may be stored as infinity, it is not judged.
 void compare(double got, double expected, double tolerance) {
   if (!(std::fabs(expected) + tolerance < kLargest)) return;
   double ratio = std::isfinite(got) ? std::fabs(got - expected) / tolerance : INFINITY;
   worst = std::max(worst, ratio);
 }
 
-// A bound callable does not look at its arguments again; what it is called with is checked here before it is read.
+// A bound callable does not check its arguments again, so they are checked here before they are read.
 void need(bool holds) { AUTOSEL_CHECK(holds, "spot: arguments outside the op's contract"); }
 
 void shaped(const TensorView& t, const TensorView& like, std::initializer_list<int64_t> sizes) {
@@ -107,7 +107,7 @@ template <class T, class X> Dot dot(const X* x, const T* w, int64_t n) {
   return d;
 }
 
-// What accumulating K products in fp32 may be off by. Flushed subnormal operands are left to the exact judge.
+// Error bound of accumulating K products in fp32. Flushed subnormal operands are left to the exact judge.
 double accumulated(const Dot& d, int64_t k) {
   return kLambda * std::sqrt(double(k)) * kU32 * d.magnitude + 0x1p-126 * double(k);
 }
@@ -140,7 +140,7 @@ void linear(TensorView x, TensorView w, Optional<TensorView> bias, Optional<Tens
   });
 }
 
-// x normalised, in float64 before the rounding to fp32 lanes, whose error is far below the tolerance.
+// x normalised in float64, before rounding to fp32 lanes, whose error is far below the tolerance.
 template <class T> void normalise(const T* x, const T* weight, int64_t d, double eps, double offset, std::vector<float>& h) {
   double squares = 0;
   for (int64_t i = 0; i < d; ++i) squares += double(widen(x[i])) * widen(x[i]);
@@ -149,7 +149,7 @@ template <class T> void normalise(const T* x, const T* weight, int64_t d, double
   for (int64_t i = 0; i < d; ++i) h[size_t(i)] = float(widen(x[i]) * rstd * (widen(weight[i]) + offset));
 }
 
-// What storing h twice moves a product by: autosel/ops/norm_qkv.py.
+// Change of a product if h is stored twice: autosel/ops/norm_qkv.py.
 template <class T> double normed(const Dot& d, int64_t k) {
   double apart = kLambda * (std::sqrt(2.0) * kUnit<T> + 4 * kU32) * std::sqrt(d.energy);
   double together = (2 * kUnit<T> + (2 * std::sqrt(double(k)) + 8) * kU32) * std::fabs(d.sum);
@@ -207,7 +207,7 @@ void gate_up(TensorView x, TensorView weight, TensorView w_gate, TensorView w_up
   });
 }
 
-// Logits, or the index of the largest: that no other one of a few drawn is larger.
+// Checks logits, or the index of the largest: no other of a few drawn logits may be larger.
 void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, int64_t seed) {
   if (!greedy) return linear(x, w, Optional<TensorView>(), Optional<TensorView>(), out, seed);
   need(x.ndim() == 2 && w.ndim() == 2 && is_int(out, 64, 1) && out.size(0) == x.size(0));
@@ -412,7 +412,7 @@ void attend(Draw& draw, const T* q, int64_t d, int64_t first, int64_t end, doubl
     total += p;
     for (int c = 0; c < kLanes; ++c) sums[c] += s[c], magnitudes[c] += m[c];
   }
-  // Scores are off by roundings of their dot products and of exp's argument, P and the result by one store each.
+  // Errors: scores, by the roundings of their dot products and of exp's argument; P and the result, by one store each.
   double score = (kLambda * std::sqrt(double(d)) + 16) * kU32 * (double(far) + 1) * 4;
   double relative = 2 * score + (2 * kLambda * std::sqrt(double(keys)) + 16) * kU32 + kUnit<T>;
   for (int64_t c = 0; c < width; ++c) {
@@ -484,8 +484,8 @@ void paged_attn(TensorView q, TensorView k_pages, TensorView v_pages, TensorView
   });
 }
 
-// A head of a thread team's qkv, normed where a weight is given and rotated: `to` with the team's own arithmetic, of
-// which a few elements are compared with float64, and with `stored` where that is given.
+// Norms (if a weight is given) and rotates a head of a thread team's qkv into `to` with the team's own arithmetic;
+// compares a few elements with float64, and with `stored` if given.
 template <class T>
 void turned_head(Draw& draw, const T* from, const Optional<TensorView>& norm, double eps, double offset, const Turn& turn,
                  int64_t position, const TensorView& inv_freq, int64_t style, int64_t d, T* to, const T* stored) {
@@ -522,7 +522,8 @@ void turned_head(Draw& draw, const T* from, const Optional<TensorView>& norm, do
   }
 }
 
-// One query head of one sequence from qkv [B, (Hq + 2 Hkv) D] to out [B, Hq, 1, D], and the new slot of its KV head.
+// Checks one query head of one sequence, from qkv [B, (Hq + 2 Hkv) D] to out [B, Hq, 1, D], and the new slot of its KV
+// head.
 void step_attend(TensorView qkv, Optional<TensorView> q_norm, Optional<TensorView> k_norm, double eps, double offset,
                  TensorView positions, TensorView inv_freq, int64_t style, TensorView starts, TensorView lengths,
                  TensorView k_cache, TensorView v_cache, double scale, int64_t window, double softcap, TensorView out,
@@ -560,7 +561,8 @@ void step_attend(TensorView qkv, Optional<TensorView> q_norm, Optional<TensorVie
 
 // --- tokens ----------------------------------------------------------------------------------------------------------
 
-// A greedy row's token is an index of its largest logit; any other's lies in the vocabulary, and is possible.
+// A greedy row's token is an index of its largest logit; the token of any other row is in the vocabulary and is
+// possible.
 void sample(TensorView logits, TensorView history, TensorView temperature, TensorView, TensorView, TensorView penalty,
             TensorView, TensorView token, int64_t seed) {
   need(logits.ndim() == 2 && is_int(token, 64, 1) && token.size(0) == logits.size(0));
@@ -586,7 +588,7 @@ void sample(TensorView logits, TensorView history, TensorView temperature, Tenso
 }  // namespace
 }  // namespace autosel
 
-// As AUTOSEL_EXPORT, and the result is `worst`.
+// As AUTOSEL_EXPORT; returns `worst`.
 #define SPOT(name)                                                                                                  \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_spot_##name(void*, const TVMFFIAny* args,         \
                                                                               int32_t count, TVMFFIAny* result) {   \

@@ -3,14 +3,14 @@
 //
 // bytes   every weight and every cached key and value in reach, once      FLOPs   2 B (weights) + 4 B Hq D (keys)
 // roofline of llama-1b at context 128, bf16 on two cores of Zen 4 reading 46 GB/s: 2.5 GB is 54 ms.
-// knobs   of each task those of the kernel it is made of (gemv.cpp, attn_decode.cpp ...); threads: one number for all.
-// The host writes down a list of tasks once (autosel/decode/team.py): kinds, addresses, sizes. A call gives the list to
-// the team; every thread goes through it and has a share of each task, a barrier lies between two. What op by op costs a
-// call costs a barrier here: no fork-join, no Python, and a thread that waits asks for the weights it will need next.
-// What a single row takes less time to compute than to hand over (norms, the rotation of a query head, the sandwich of
-// Gemma) each thread computes for itself where it is wanted. So a layer has five barriers: after the q/k/v projection,
-// attention, the output projection, gate and up, down. A sixth where a KV head's keys fall to two threads.
-// The arithmetic is that of the kernels for single ops, from the same headers and in the same order: the same bits.
+// knobs   for each task those of its kernel (gemv.cpp, attn_decode.cpp ...); threads: one number for all.
+// The host writes a list of tasks once (autosel/decode/team.py): kinds, addresses, sizes. A call gives the list to the
+// team. Every thread goes through it and takes a share of each task, with a barrier between two tasks. A task costs one
+// barrier instead of one call: no fork-join, no Python, and a waiting thread prefetches the weights that it needs next.
+// Each thread computes for itself what takes less time to compute for one row than to hand over (norms, the rotation of
+// a query head, Gemma's sandwich norms). So a layer has five barriers: after the q/k/v projection, attention, the
+// output projection, gate and up, down; a sixth if the keys of a KV head are split between two threads. The arithmetic
+// is that of the kernels for single ops, from the same headers and in the same order: results have the same bits.
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -27,7 +27,7 @@
 namespace autosel {
 namespace {
 
-// --- tasks, as the host writes them: 8-byte words, the rest of a task's place is unused ------------------------------
+// --- tasks, as the host writes them: 8-byte words, the rest of a task's slot is unused ------------------------------
 
 constexpr int64_t kTaskWords = 48;
 enum Kind : int64_t { kEmbed = 0, kProject = 1, kAttend = 2 };
@@ -44,7 +44,7 @@ template <class T> struct Embed {
   const int64_t* tokens;
   double scale;
   T* out;  // [rows, d]
-  const float* scales;  // where the table holds codes of eight bits: one a row
+  const float* scales;  // if the table holds 8-bit codes: one per row
 };
 
 // y = epilogue(prologue(x) @ w^T) for rows <= kMaxRows rows of x.
@@ -54,16 +54,16 @@ template <class T> struct Project {
   Head head;
   int64_t rows, n, k, together;  // together: rows of weights that share a load of x
   const T* x;                    // [rows, k]
-  // Where post_norm is given: x becomes residual + rmsnorm(x), which the first thread also writes to joined [rows, k].
+  // If post_norm is given, x becomes residual + rmsnorm(x), which the first thread also writes to joined [rows, k].
   const T *post_norm, *residual;
   T* joined;
-  // Where norm is given: then rmsnorm of that, rounded to T or as wide as the dots take it.
+  // If norm is given, then rmsnorm of that, rounded to T or as wide as the dots take it.
   const T* norm;
   double eps, offset;
   int64_t rounded;
-  const T *w, *up;  // [n, k]; where scales are given, codes of eight bits
+  const T *w, *up;  // [n, k]; 8-bit codes if scales are given
   int64_t w_stride, up_stride;
-  const void *packed, *packed_up;  // the same matrices as pack.h makes them, or null
+  const void *packed, *packed_up;  // the same matrices in the form of pack.h, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]
@@ -95,11 +95,11 @@ template <class View> const View& as(const int64_t* task) {
 
 // --- the team's side -------------------------------------------------------------------------------------------------
 
-// A wait for all `size` threads, again and again: phases count up, nothing is cleared. A thread that fails opens it for
-// good, and everyone goes home.
+// A reusable barrier for all `size` threads: phases count up, nothing is cleared. A thread that fails opens it for
+// good, and all threads return.
 class Barrier {
  public:
-  // Calls meanwhile() while waiting. False: someone failed.
+  // Calls meanwhile() while waiting. Returns false if a thread failed.
   template <class Meanwhile> bool wait(uint32_t phase, int size, const Meanwhile& meanwhile) {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == phase * uint32_t(size)) {
       uint32_t before = phase - 1;
@@ -111,7 +111,7 @@ class Barrier {
       if (now >= phase) return true;
       if (!meanwhile()) {
         if (spins < kSpins) team_v2::relax();
-        else sched_yield();  // on a busy machine the others may be waiting for this very CPU
+        else sched_yield();  // on a busy machine the others may be waiting for this CPU
       }
     }
   }
@@ -124,9 +124,9 @@ class Barrier {
   alignas(64) std::atomic<uint32_t> opened_{0};
 };
 
-// What is left of a thread's share of a task: its owner takes from the front, whoever has nothing left to do from the
-// back. On a quiet machine nobody does; where a neighbour has the other core half the time, a static share is what
-// everyone waits for. Who computes a unit changes no bit of it.
+// The rest of a thread's share of a task: its owner takes units from the front, an idle thread from the back. On a
+// quiet machine no thread does; if another process uses a core half the time, all threads would wait for a static
+// share. The result does not depend on the thread that computes a unit.
 class alignas(64) Left {
  public:
   void put(int64_t begin, int64_t end) { ends_.store(pack(begin, end), std::memory_order_relaxed); }
@@ -135,7 +135,7 @@ class alignas(64) Left {
     return back(now) - front(now);
   }
 
-  // Takes at most `most` of them, from the front or the back: [begin, end). False: none are left.
+  // Takes at most `most` units, from the front or the back: [begin, end). Returns false if none are left.
   bool take(int64_t most, bool from_front, int64_t& begin, int64_t& end) {
     uint64_t now = ends_.load(std::memory_order_relaxed), next;
     do {
@@ -158,7 +158,7 @@ struct Run {
   const int64_t* tasks;
   int64_t count;
   Left* left;      // [count][threads]
-  int64_t* times;  // [threads][count][2]: when a thread was done with its share, and with waiting; ns. Or null.
+  int64_t* times;  // [threads][count][2]: when a thread finished its share, and its wait; ns. Or null.
   Best* best;      // [threads][rows]
   char* unfinished;
   int64_t most_rows;
@@ -169,14 +169,14 @@ struct Run {
   const int64_t* task(int64_t i) const { return tasks + i * kTaskWords; }
 };
 
-// What a task is shared out in: columns of a projection, eight at a time, or a sequence's KV heads.
+// Units of a task: columns of a projection, eight at a time, or a sequence's KV heads.
 template <class T> int64_t units_of(const int64_t* task) {
   if (as<Head>(task).kind == kProject) return (as<Project<T>>(task).n + 7) / 8;
   if (as<Head>(task).kind == kAttend) return as<Attend<T>>(task).batch * as<Attend<T>>(task).kv_heads;
   return 0;
 }
 
-// One thread on its way through the list.
+// One thread and its position in the list.
 template <class T> class Walker {
  public:
   Walker(Run& run, int rank, int size) : run_(run), rank_(rank), size_(size) {}
@@ -198,7 +198,7 @@ template <class T> class Walker {
   }
 
  private:
-  // What this thread reads first of the weights it will multiply next, from task next_ on; null if there are none.
+  // Returns the first weights that this thread multiplies next, from task next_ on; null if there are none.
   const void* coming() const {
     for (int64_t i = next_; i < run_.count; ++i)
       if (as<Head>(run_.task(i)).kind == kProject) {
@@ -231,7 +231,7 @@ template <class T> class Walker {
     for (int64_t i = rank_; i < p.rows; i += size_) {
       const T* from = p.table + p.tokens[i] * p.stride;
       T* to = p.out + i * p.d;
-      if (p.scales) {  // a row is rounded once, then scaled as any row is
+      if (p.scales) {  // a row is rounded once, then scaled like any row
         auto codes = reinterpret_cast<const Int8<T>*>(p.table) + p.tokens[i] * p.stride;
         for (int64_t c = 0; c < p.d; ++c) {
           to[c] = narrow<T>(float(codes[c].code) * p.scales[p.tokens[i]]);
@@ -269,7 +269,8 @@ template <class T> class Walker {
         });
       case kChoose: {
         Best* best = run_.best + rank_ * run_.most_rows;
-        // What was taken from another thread's end may lie before what came first: each run of columns is judged apart.
+        // Units taken from the end of another thread's share may lie before the first ones: each run of columns is
+        // judged apart.
         Best run[kMaxRows];
         int64_t from = -1;
         auto keep = [&] {
@@ -317,7 +318,7 @@ template <class T> class Walker {
     share_columns<Parts>(p, w, Parts > 1 && p.rows == 1 ? w->run() / 8 : 1, done);
   }
 
-  // Takes at least `least` units at a time, as long as there are many left.
+  // Takes at least `least` units at a time, as long as many are left.
   template <int Parts, class Columns, class Done>
   void share_columns(const Project<T>& p, const Columns* w, int64_t least, const Done& done) {
     const void* after = coming();
@@ -331,8 +332,8 @@ template <class T> class Walker {
     }
   }
 
-  // What this thread does next: of its own, the last ones in ever smaller parts; else one of whoever has most left.
-  // False: nothing is left anywhere.
+  // Takes this thread's next units: its own, the last ones in ever smaller parts; then those of the thread with most
+  // left. Returns false if none are left.
   bool take(Left* left, int64_t most, int64_t& begin, int64_t& end) {
     most = std::min(most, left[rank_].count() / 2 + 1);
     if (left[rank_].take(most, true, begin, end)) return true;
@@ -345,7 +346,7 @@ template <class T> class Walker {
     }
   }
 
-  // The rows to multiply, laid out for the dots: each thread makes its own.
+  // The rows of x, laid out for the dots: each thread makes its own copy.
   const Wide<T>* panel_of(const Project<T>& p) {
     static thread_local Scratch sum, normed, packed;
     Matrix<const T> x{p.x, p.rows, p.k, p.k};
@@ -382,7 +383,7 @@ template <class T> class Walker {
 
   // --- attention -----------------------------------------------------------------------------------------------------
 
-  // False: someone failed.
+  // Returns false if a thread failed.
   bool attend(const Attend<T>& p) {
     using namespace attention;
     static thread_local attention::Scratch scratch, heads;
@@ -400,7 +401,7 @@ template <class T> class Walker {
       attend_share(a, cut, saved, Strided4<const T>{turned, row, p.d, row}, out, p.prefetch, Mine{source}, begin, end,
                    beyond, rank_, ready);
     };
-    if (cut.threads == size_ && p.batch * p.kv_heads >= 2 * size_) {  // enough whole units to share them as they come
+    if (cut.threads == size_ && p.batch * p.kv_heads >= 2 * size_) {  // enough whole units to take them one at a time
       Left* left = run_.left + (next_ - 1) * size_;
       for (int64_t unit, end; take(left, 1, unit, end);) {
         int64_t from = first_tile(p, cut, unit), to = first_tile(p, cut, unit + 1);
@@ -418,7 +419,7 @@ template <class T> class Walker {
     return true;
   }
 
-  // The tiles of one thread, whatever its rank.
+  // The tiles of one thread, for any rank.
   struct Mine {
     const attention::Contiguous<T>& source;
     void fill(int, int slot, int64_t b, int64_t h, int64_t first, int64_t n) const {
@@ -441,14 +442,15 @@ template <class T> class Walker {
     return {base, p.sequence_stride, p.head_stride, p.slot_stride};
   }
 
-  // Where a unit (sequence b, KV head h: b * kv_heads + h) begins in the line of tiles; behind the last, its end.
+  // Position in the line of tiles where a unit (sequence b, KV head h: b * kv_heads + h) begins; after the last, the
+  // end.
   static int64_t first_tile(const Attend<T>& p, const attention::Cut& cut, int64_t unit) {
     if (unit == p.batch * p.kv_heads) return cut.total;
     const attention::Sequence& q = cut.sequences[unit / p.kv_heads];
     return q.start + unit % p.kv_heads * q.tiles;
   }
 
-  // Does some unit fall to two threads? All threads find the same.
+  // Returns true if two threads share some unit. All threads get the same answer.
   static bool crosses(const attention::Shape& a, const attention::Cut& cut) {
     for (int64_t rank = 1; rank < cut.threads; ++rank) {
       const attention::Sequence& q = cut.sequences[cut.of(a, cut.begin(rank))];
@@ -457,7 +459,7 @@ template <class T> class Walker {
     return false;
   }
 
-  // Norms and turns the query heads of a unit; who reads the newest key appends it first.
+  // Norms and rotates the query heads of a unit; the thread that reads the newest key appends it first.
   struct Ready {
     const Attend<T>& p;
     T *turned, *spare;  // [batch, q_heads, d]; [d]
@@ -508,7 +510,7 @@ template <class T> void check_packed(const Project<T>& p, const void* packed) {
                 "step: packed weights are " << w.rows << " x " << w.columns << " in layout " << w.version);
 }
 
-// What changes from step to step and would lead out of the tensors. Returns the rows of the step.
+// Checks the values that change from step to step and could point outside the tensors. Returns the rows of the step.
 template <class T> int64_t check(const Run& run, size_t* unfinished, int64_t threads) {
   int64_t rows = 1;
   for (int64_t i = 0; i < run.count; ++i) {
@@ -545,7 +547,7 @@ template <class T> int64_t check(const Run& run, size_t* unfinished, int64_t thr
   return rows;
 }
 
-// tasks int64 [n, kTaskWords]; `like` shows the storage type; times int64 [threads, n, 2] or none.
+// tasks int64 [n, kTaskWords]; `like` gives the storage type; times int64 [threads, n, 2] or none.
 void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t threads) {
   AUTOSEL_CHECK(tasks.ndim() == 2 && tasks.size(1) == kTaskWords && tasks.dtype().code == kDLInt &&
                     tasks.dtype().bits == 64 && tasks.stride(0) == kTaskWords,

@@ -1,11 +1,13 @@
-// The threads of every kernel in the process: those of PyTorch's OpenMP runtime where there is one, else helpers of ours.
+// The threads of every kernel in the process: those of PyTorch's OpenMP runtime if there is one, otherwise our own
+// helpers.
 //
-// One pool, because two take the cores from each other: an op of PyTorch leaves its threads spinning for 8 ms, and a kernel
-// right after it found them on the cores that its own helpers needed. Measured on two cores of Zen 5, attention of 15 us:
-// 34 to 125 us right after a linear of PyTorch's on helpers, 18 us on its pool.
+// There is one pool, because two pools compete for the cores: an op of PyTorch leaves its threads spinning for 8 ms, on
+// the cores that the helpers of the next kernel need. Measured on two cores of Zen 5, attention of 15 us: right after a
+// linear of PyTorch's, 34 to 125 us on helpers, 18 us on PyTorch's pool.
 //
 // The team is an inline function's static object: g++ emits it as STB_GNU_UNIQUE, so all shared objects built from this
-// header share one team even under RTLD_LOCAL. Its layout is therefore an ABI: change it, change the namespace's number.
+// header share one team even under RTLD_LOCAL. Its layout is therefore an ABI: if you change it, change the namespace's
+// number.
 #pragma once
 #include <atomic>
 #include <climits>
@@ -38,10 +40,10 @@ using Job = void (*)(void* context, int rank, int size);
 
 constexpr int kMostThreads = 255;
 
-// Ranks that may run one after the other, or need a thread each: a job with a barrier inside.
+// How ranks may run: one after the other, or each in a thread, because the job contains a barrier.
 enum class Ranks { kAnyOrder, kAtOnce };
 
-// The first exception of a job's threads; the caller raises it once all have ended.
+// The first exception of a job's threads; the caller raises it after all have ended.
 class FirstError {
  public:
   void keep() noexcept {
@@ -76,14 +78,15 @@ struct Work {
   }
 };
 
-// Threads of our own. A call publishes a job and runs its own share; helpers spin for a short while, then sleep on a futex,
-// so a decode loop pays about a microsecond a fork-join and an idle process burns nothing. One caller at a time (a mutex).
+// Threads of our own. A call publishes a job and runs its own share; helpers spin for a short while, then sleep on a
+// futex, so a decode loop pays about a microsecond per fork-join and an idle process uses no CPU. One caller at a time
+// (a mutex).
 class Helpers {
  public:
   static constexpr int64_t kSpinsFor = 40000;  // ns: kSpins at the fastest
 
-  // Runs all ranks at the same time, a thread each; returns when all are done. Throws std::system_error where no further
-  // thread can be had.
+  // Runs all ranks at the same time, one thread each; returns when all are done. Throws std::system_error if it cannot
+  // create a thread.
   void run(Work& work, Placement& placement) {
     std::lock_guard<std::mutex> one_caller(caller_);
     int size = work.size;
@@ -94,7 +97,8 @@ class Helpers {
     generation_.store(next << 8 | uint32_t(size), std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
     work.share(0);
-    // On a busy machine a helper may be waiting for this very CPU: after a while give it away, or it waits a whole slice.
+    // On a busy machine a helper may be waiting for this very CPU: yield it after a while, or the helper waits a whole
+    // slice.
     for (int spins = 0; pending_.load(std::memory_order_acquire) != 0;)
       if (++spins < kSpins) relax();
       else sched_yield();
@@ -109,7 +113,7 @@ class Helpers {
       int rank = helpers_ + 1;
       uint32_t seen = generation_.load(std::memory_order_relaxed);
       std::thread([this, rank, seen] { serve(rank, seen); }).detach();
-      helpers_ = rank;  // only now: where no thread can be had, this throws, and the next call must not wait for one
+      helpers_ = rank;  // last: if no thread can be created, this throws, and the next call must not wait for it
     }
   }
 
@@ -152,8 +156,8 @@ class Helpers {
 class Team {
  public:
   // Runs job(context, rank, size) once for each rank in [0, size); returns when all are done, or raises the first
-  // exception of its threads. Several callers may run jobs at the same time. `size` is at most kMostThreads; `units` tells
-  // jobs of one function apart that take longer and shorter.
+  // exception of its threads. Several callers may run jobs at the same time. `size` is at most kMostThreads; `units`
+  // tells long and short jobs of one function apart.
   void run(int size, Job job, void* context, Ranks ranks = Ranks::kAnyOrder, int64_t units = 0) {
     if (size <= 1) return job(context, 0, 1);
     Work work{job, context, size, ranks};
@@ -171,9 +175,9 @@ class Team {
   }
 
   bool on_openmp() { return runtime() != nullptr; }
-  void leave_openmp(bool leave) { left_.store(leave); }  // to compare the two, or because a fork has taken its threads
+  void leave_openmp(bool leave) { left_.store(leave); }  // to compare the two, or because its threads were lost in a fork
   bool wakes() const { return wakes_.load(); }
-  void wake_always(bool always) { wakes_.store(always); }  // where a job must meet several threads: in proofs and races
+  void wake_always(bool always) { wakes_.store(always); }  // for proofs and races, in which a job must use several threads
   Placement& placement() { return placement_; }
 
  private:
@@ -187,9 +191,9 @@ class Team {
     std::atomic<bool> too_few{false};
   };
 
-  // False: the runtime gave fewer threads than a job with a barrier inside needs, and nothing was run.
+  // False: the runtime gave fewer threads than a job with a barrier inside needs, and no rank ran.
   bool on_its_threads(const OpenMP& openmp, Work& work) {
-    // All its threads, or libgomp would end those that are left over and start new ones for PyTorch's next op.
+    // All of its threads; otherwise libgomp would end the unused ones and start new ones for PyTorch's next op.
     int threads = openmp.max_threads();
     if (threads < work.size) threads = work.size;
     Region region{openmp, placement_, openmp.bound() ? Where{} : placement_.where(threads), work};
@@ -205,7 +209,8 @@ class Team {
     for (int i = rank; i < region.work.size; i += threads) region.work.share(i);
   }
 
-  // The runtime to run on; null: none, or it was left. PyTorch may be imported after the first kernel has run.
+  // Return the runtime to run on; null: none, or it is disabled. PyTorch may be imported after the first kernel has
+  // run.
   const OpenMP* runtime() {
     if (left_.load(std::memory_order_relaxed)) return nullptr;
     const OpenMP* known = openmp_.load(std::memory_order_acquire);
@@ -233,7 +238,7 @@ inline Team& team() {
   return *the;
 }
 
-// For its lifetime every job wakes the workers: for probes, which time the threads.
+// While it exists, every job wakes the workers: for probes, which time the threads.
 class Awake {
  public:
   Awake() { team().wake_always(true); }

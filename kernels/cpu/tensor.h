@@ -1,4 +1,4 @@
-// What every entry point does with its arguments: check, give pointers, choose the storage type.
+// The handling of arguments in every entry point: check, get pointers, choose the storage type.
 #pragma once
 #if defined(AUTOSEL_PLAIN_C)
 #include "plain_c.h"
@@ -20,7 +20,7 @@ template <class T> static inline T* data(const TensorView& t) {
   return reinterpret_cast<T*>(static_cast<char*>(t.data_ptr()) + t.byte_offset());
 }
 
-// A build serves one storage type where -DAUTOSEL_BF16, _FP16 or _FP32 names it: a third of the work for the compiler, and
+// A build serves one storage type if -DAUTOSEL_BF16, _FP16 or _FP32 names it: a third of the work for the compiler, and
 // a tune needs one. Without such a flag it serves all three.
 #if defined(AUTOSEL_BF16) || defined(AUTOSEL_FP16) || defined(AUTOSEL_FP32)
 #define AUTOSEL_ONE_DTYPE 1
@@ -45,10 +45,10 @@ template <class Body> static inline void by_dtype(const TensorView& t, const Bod
 #endif
 }
 
-// Every kernel exports this: asking about the process's threads and changing them needs no build of its own.
-// `command` 0: ask; 1, 2: place workers on cores of their own, or give them back the affinity they had; 3, 4: use OpenMP's
-// threads, or helpers of ours; 5, 6: wake sleeping workers for every job, or only where it is worth it. Then state int64[4]
-// says: on OpenMP's threads? placing? workers that are placed; waking for every job?
+// Every kernel exports this, so inspecting and changing the process's threads needs no separate build. `command` 0:
+// inspect; 1, 2: place workers on separate cores, or restore their earlier affinity; 3, 4: use OpenMP's threads, or our
+// own helpers; 5, 6: wake sleeping workers for every job, or only if it is worth it. Then state int64[4] contains: on
+// OpenMP's threads? placing? number of placed workers; waking for every job?
 static void threads(TensorView state, int64_t command) {
   AUTOSEL_CHECK(state.numel() == 4 && state.dtype().code == kDLInt && state.dtype().bits == 64, "state is int64 [4]");
   team_v2::Team& team = team_v2::team();

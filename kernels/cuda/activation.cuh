@@ -1,10 +1,10 @@
-// SiLU and the two GELUs in fp32, in forms that neither overflow nor cancel where the textbook's do.
+// SiLU and the two GELUs in fp32, in forms that do not overflow or cancel as the textbook forms do.
 #pragma once
 #include "types.cuh"
 
 namespace autosel {
 
-// g / (1 + exp(-g)): exp(-g) may overflow to infinity, and g / inf is the right 0.
+// g / (1 + exp(-g)): exp(-g) may overflow to infinity, and g / inf is 0, which is correct.
 __device__ __forceinline__ float silu(float g) { return g / (1.0f + expf(-g)); }
 
 // g/2 (1 + erf(g / sqrt 2)) = g/2 erfc(-g / sqrt 2): 1 + erf cancels for negative g.

@@ -5,9 +5,9 @@
 // bytes   4 M d b + d b (b = bytes an element)      FLOPs   5 M d
 // roofline at M=1, d=4096, bf16 on an H200: 41 KB at 4.3 TB/s are 10 ns; a graph node and two latencies are 2.8 us.
 // knobs   threads = d b / 16 in whole warps, grid = M (knobs/gpu/rows.py); pdl: launched as a programmatic dependent.
-// design  rmsnorm.cu's. The sum is formed in fp32 and normalised before it is rounded; held in registers as the two
-//         operands, not as their fp32 sum: 8 registers a vector in either case, and no rounding in between. Each element is
-//         read by the thread that writes its place, before it does: new_residual may be residual, and y may be x.
+// design  As rmsnorm.cu. The sum is computed in fp32 and normalised before it is rounded. Registers hold the two
+//         operands, not their fp32 sum: 8 registers per vector in either case, and no rounding in between. The thread
+//         that writes an element reads it first: new_residual may be residual, and y may be x.
 // idea    flashinfer's fused_add_rmsnorm; quack's ladder of row lengths.
 // status  compiled and emulated; not yet run on silicon
 #include "launch.cuh"
@@ -25,7 +25,7 @@ template <class T> struct Operands {
   float eps, offset;
 };
 
-// Held: vectors of each operand a thread keeps; 0: none, the row is longer and read twice.
+// Held: vectors of each operand in a thread's registers; 0: none, the row is longer and is read twice.
 template <class T, int Held, bool Sandwich, bool Aligned>
 __global__ void __launch_bounds__(kMostThreads) add_rmsnorm_rows(Operands<T> o) {
   constexpr int V = kVec<T>;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMostThreads) add_rmsnorm_rows(Operands<T> o) 
       return Pair{load_vector<T, Aligned>(o.x.row(m) + i, d - i), load_vector<T, Aligned>(o.residual.row(m) + i, d - i)};
     };
     float squares = 0, v[V], s[V], g[V];
-    auto normed = [&](const Pair& p) {  // v: what is normalised; s: the residual as it came
+    auto normed = [&](const Pair& p) {  // v: the values to normalise; s: the residual as given
       widen<T>(p.x, v), widen<T>(p.residual, s);
 #pragma unroll
       for (int e = 0; e < V; ++e) v[e] = Sandwich ? v[e] : v[e] + s[e];
@@ -85,8 +85,8 @@ template <class T, bool Sandwich, bool Aligned> auto kernel_for(int64_t vectors)
   if (vectors <= 1) return add_rmsnorm_rows<T, 1, Sandwich, Aligned>;
   if constexpr (Aligned) {
     if (vectors <= 2) return add_rmsnorm_rows<T, 2, Sandwich, Aligned>;
-    // A sandwich needs the residual beside the sum to the end: of four vectors the fp16 build spills 64 bytes on sm_100
-    // and sm_120.
+    // Sandwich norms need the residual and the sum until the end: with four vectors the fp16 build spills 64 bytes on
+    // sm_100 and sm_120.
     if constexpr (!Sandwich)
       if (vectors <= 4) return add_rmsnorm_rows<T, 4, Sandwich, Aligned>;
   }

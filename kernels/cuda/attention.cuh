@@ -1,22 +1,23 @@
-// Decode attention over a KV cache, contiguous or paged: what attn_decode.cu and paged_attn_decode.cu share.
+// Decode attention over a KV cache, contiguous or paged: shared by attn_decode.cu and paged_attn_decode.cu.
 //
 // A CTA of four warps serves a chunk of the keys of one KV head for R packed query rows (query heads of the group times
 // positions), so that the cache is read once for all of them. Each warp takes blocks of keys in turn:
 //
-//   ring     `slots` blocks a warp, filled by cp.async, of which all but the one worked on are under way. A lane copies
-//            exactly the 16-byte pieces that it will read itself: the ring is registers that loads can run into, nobody
-//            else looks at it, and the main loop has no barrier.
+//   ring     `slots` blocks per warp, filled by cp.async; all but the block in use are in flight. A lane copies exactly the
+//            16-byte pieces that it reads itself: the ring acts as registers that loads can fill. No other lane reads them,
+//            and the main loop has no barrier.
 //   scores   Lanes lanes share a key, 16 bytes each; their R partial dot products are added by halving exchanges.
-//   softmax  online, base 2; a warp's running maximum is its lanes' common one, its sums stay apart until the end.
+//   softmax  online, base 2; the lanes of a warp share its running maximum, and their sums stay separate until the end.
 //   values   the same lanes hold the same channels of V: no exchange at all.
 //
-// Then the lanes' and warps' sums are joined in shared memory; where the keys were split among CTAs, these leave their
-// sums in a workspace, and the one that comes last joins them in order of the keys: one launch, the same bits each time.
+// Then the lanes' and warps' sums are joined in shared memory. If the keys were split among CTAs, these store their
+// sums in a workspace, and the last CTA to arrive joins them in the order of the keys: one launch, the same bits each
+// time.
 //
-// A row sees keys lo <= key <= hi of its own (causality by cache offset, window). Blocks that all rows see in full take
-// no masks. What a row does not see cannot reach it, be it NaN.
+// A row sees its own keys lo <= key <= hi (causality by cache offset, window). Blocks that all rows see in full take no
+// masks. A key that a row does not see cannot affect it, even if it is NaN.
 //
-// Nothing is read before the producers are done, not even past keys: lengths and cache may both be fresh.
+// Nothing is read before the producers are done, not even past keys: both lengths and cache may be new.
 #pragma once
 #include "reduce.cuh"
 #include "workspace.cuh"
@@ -26,12 +27,12 @@ namespace attention {
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 constexpr int kMostSlots = 8;
-constexpr int kMostAhead = 4096;  // keys behind the last that a ring looks at: their numbers are 32-bit too
+constexpr int kMostAhead = 4096;  // keys that a ring reads beyond the last: their numbers are 32-bit too
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Strides { int64_t batch, head, token; };  // in elements
 
-// Where the keys lie. A source finds a key's place (a load, for pages), then the rows of K and V there.
+// Location of the keys. A source finds a key's place (a load, for pages), then the rows of K and V there.
 struct Place { int outer, inner; };  // batch row and key, or page and slot; outer < 0: nowhere
 
 template <class KV> struct Cache {
@@ -45,14 +46,14 @@ template <class KV> struct Cache {
   }
 };
 
-// One key's rows; not `there`: behind the end, or in a page that does not exist.
+// One key's rows; not `there`: beyond the end, or in a page that does not exist.
 template <class KV> struct Rows {
   const KV *k, *v;
   bool there;
 };
 
-// A source's Ahead<Turns> holds what a lane must know to copy its keys of a block, key, key + step, ..., below `end`:
-// got by `look`, which may have to load it, a block before it is used.
+// A source's Ahead<Turns> holds the places of a lane's keys in a block, key, key + step, ..., below `end`. `look` gets
+// them, perhaps by a load, one block before they are used.
 template <class KV> struct Contiguous : Cache<KV> {
   __device__ __forceinline__ Place find(int b, int key) const { return {b, key}; }
 
@@ -113,14 +114,14 @@ struct Scratch {
   unsigned* counters;  // [task]
 };
 
-// What a CTA is to do: the keys begin <= key < end for R packed rows of one KV head.
+// A CTA's task: the keys begin <= key < end for R packed rows of one KV head.
 struct Task {
   int b, h, begin, end;
   int row0, rows, length, active;  // active: CTAs that share these rows
 };
 
-// Which of the tasks: the split of the keys, the tile of rows (of `tiles` a sequence), the sequence. Of a launch that has
-// a CTA for each, the CTA's place in it.
+// Position of the task: the split of the keys, the tile of rows (of `tiles` per sequence), the sequence. In a launch
+// that has one CTA for each, the CTA's place in it.
 struct Seat { unsigned split, tile, tiles, b; };
 
 __device__ __forceinline__ Seat own_seat() { return {blockIdx.x, blockIdx.y, gridDim.y, blockIdx.z}; }
@@ -139,7 +140,7 @@ template <int R, class T> __device__ __forceinline__ Task task_of(const Queries<
   return t;
 }
 
-// 2^(m - most); of a part that saw nothing 0.
+// 2^(m - most); 0 for a part that saw no key.
 __device__ __forceinline__ float weight(float m, float most) { return m == -INFINITY ? 0.0f : exp2_flushed(m - most); }
 
 template <class T>
@@ -152,8 +153,8 @@ __device__ __forceinline__ void put(const Queries<T>& a, const Task& t, int r, i
 
 constexpr size_t join_bytes(int rows, int wide) { return size_t(kWarps) * rows * (wide + 2) * sizeof(float) + 16; }
 
-// From the warps' sums in shared memory, [warp][R][Wide channels, maximum, sum], to the result, or to the workspace and, by
-// the CTA that comes last, from there.
+// From the warps' sums in shared memory, [warp][R][Wide channels, maximum, sum], to the result, or to the workspace,
+// from which the CTA that arrives last reads them.
 template <int R, int Wide, class T>
 __device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scratch, const Seat& seat) {
   constexpr int kRow = Wide + 2;
@@ -161,7 +162,7 @@ __device__ void finish(const Queries<T>& a, const Task& task, const Scratch& scr
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const int64_t index = int64_t(seat.b) * seat.tiles + seat.tile, room = a.width + 2;
   float* parts = scratch.sums + index * a.splits * R * room;  // [split][R][D + 2]
-  // A warp a row: its joint maximum and sum, then its channels.
+  // One warp per row: its joint maximum and sum, then its channels.
   for (int r = warp; r < task.rows; r += kWarps) {
     float most = -INFINITY, total = 0;
     for (int w = 0; w < kWarps; ++w) most = fmaxf(most, all[(w * R + r) * kRow + Wide]);
@@ -208,14 +209,14 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Al
   static constexpr int W = kVec<KV>, kPieces = Chunks * W;  // channels a lane holds
   static constexpr int kTurns = R < 8 ? 4 : 2;                              // keys a lane group takes in a block
   static constexpr int kGroups = kWarp / Lanes, kBlock = kGroups * kTurns;  // keys at once; keys a warp's block
-  static constexpr int kWide = Chunks * Lanes * W;                          // channels there is room for
+  static constexpr int kWide = Chunks * Lanes * W;                          // most channels
   static constexpr size_t kSlotBytes = size_t(kTurns) * 2 * Chunks * kWarp * 16;  // of one warp
   using Ahead = typename Source::template Ahead<kTurns>;
 
   const Queries<T>& a;
   const Source& source;
   const Task& task;
-  int lane, warp, piece, member;  // member: of the lane group, which key of the kGroups it is
+  int lane, warp, piece, member;  // member: the lane group's key of kGroups
   uint4* ring;  // this warp's
   float q[R][kPieces];
   float acc[R][kPieces] = {};
@@ -308,7 +309,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Al
 #pragma unroll
         for (int r = 0; r < R; ++r) s[t][r] = a.softcap * tanhf(s[t][r]);
     }
-    if (Masked) {  // at edges only: asking again costs less than registers for every row's first and last key
+    if (Masked) {  // at edges only: computing them again costs less than registers for every row's first and last key
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         const int hi = task.length - a.positions + row_of(r) % a.positions, lo = a.window ? hi - a.window + 1 : 0;
@@ -374,7 +375,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Al
     await_copies<0>();
   }
 
-  // The lanes' sums as one, in shared memory for `finish`.
+  // Joins the lanes' sums, in shared memory for `finish`.
   __device__ __forceinline__ void lay_out() {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -386,7 +387,7 @@ template <class T, class KV, int R, int Lanes, int Chunks, class Source, bool Al
       }
     }
     float* all = reinterpret_cast<float*>(shared_memory());
-    __syncthreads();  // all warps have done with their rings
+    __syncthreads();  // all warps are done with their rings
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       float* own = all + (warp * R + r) * (kWide + 2);
@@ -456,7 +457,7 @@ Paged<KV> paged(const TensorView& q, const TensorView& k, const TensorView& v, c
           data<int32_t>(table), table.stride(0), int(k.size(0)), unsigned(k.size(1))};
 }
 
-// The checks and numbers that do not depend on how the cache lies.
+// The checks and numbers that do not depend on the layout of the cache.
 template <class T>
 Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<TensorView>& lengths, int64_t heads,
                       int64_t max_len, double scale, int64_t window, double softcap, int64_t chunk) {
@@ -485,14 +486,14 @@ Queries<T> queries_of(const TensorView& q, const TensorView& o, const Optional<T
   return a;
 }
 
-// As many slots as the bytes of the stages, and the device, allow: a narrow head leaves lanes of a slot empty.
+// As many slots as the bytes of the stages, and the device, allow: a narrow head leaves some lanes of a slot empty.
 inline int slots_of(const Settings& knobs, int64_t row_bytes, size_t slot_bytes, const Stream& stream) {
   const size_t wanted = size_t(knobs.stages * knobs.tile * 2 * row_bytes) / slot_bytes;
   const size_t most = std::min<size_t>(kMostSlots, most_shared(stream) / slot_bytes);
   return int(std::max<size_t>(2, std::min(wanted, most)));
 }
 
-// A grid for rows in tiles of R, and the workspace where keys are split. `slot_bytes`: of a CTA; `wide`: channels of a row
+// A grid for rows in tiles of R, and the workspace if keys are split. `slot_bytes`: per CTA; `wide`: channels of a row
 // of its joined sums.
 template <class T, class Source>
 void start(void (*kernel)(Queries<T>, Source, Scratch), Queries<T> a, const Source& source, int64_t batch, int rows,
@@ -500,7 +501,7 @@ void start(void (*kernel)(Queries<T>, Source, Scratch), Queries<T> a, const Sour
   a.slots = slots_of(knobs, int64_t(row_bytes), slot_bytes, stream);
   const int64_t tiles = (int64_t(a.group) * a.positions + rows - 1) / rows, tasks = batch * a.heads * tiles;
   const int64_t span = a.window ? std::min<int64_t>(a.max_len, int64_t(a.window) + a.positions - 1) : a.max_len;
-  // Many query rows fill the chip by themselves, and each split keeps an output of each of them.
+  // Many query rows fill the chip without splits, and each split stores an output for each of them.
   a.chunk = int(std::min<int64_t>(a.chunk * tiles, kMostElements));
   a.splits = int(std::max<int64_t>(1, (span + a.chunk - 1) / a.chunk));
   AUTOSEL_CHECK(batch <= 65535 && a.heads * tiles <= 65535, "attention: more than 65535 sequences or row tiles");
@@ -514,7 +515,7 @@ void start(void (*kernel)(Queries<T>, Source, Scratch), Queries<T> a, const Sour
   launch(shape, stream, kernel, a, source, scratch);
 }
 
-// R rows a tile, as few as hold all of them or as many as registers allow: R x channels a lane are at most 64.
+// R rows per tile, as few as hold all of them or as many as registers allow: R x channels per lane are at most 64.
 template <class T, class KV, class Source>
 void run(const Queries<T>& a, const Source& source, int64_t batch, bool is_aligned, const Settings& knobs,
          const Stream& stream) {

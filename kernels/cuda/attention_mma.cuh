@@ -1,12 +1,12 @@
-// Decode attention on tensor cores, for as many packed query rows as CUDA cores cannot keep up with: 16 at a time.
+// Decode attention on tensor cores, for more packed query rows than CUDA cores can keep up with: 16 at a time.
 //
-// As attention.cuh, of which it takes tasks, sources, and the end; what differs is the warp's block: 16 keys, and
-//   ring     its rows are what ldmatrix reads, so a lane copies for the others too; a warp's own barrier keeps order. Rows
-//            are an odd number of 16-byte pieces apart: eight of them lie in eight different bank groups.
-//   scores   C[16 rows][16 keys] = Q K^T: Q's tiles stay in registers, K's rows are B's columns as they lie.
-//   softmax  as there; a row's scores are with the four lanes of its group.
-//   values   O[16 rows][D] += P V: P is C's registers again, rounded to the cache's type, V's tiles come turned.
-// P is rounded before it multiplies V, as every tensor-core attention does and the contract allows.
+// Uses the tasks, sources and the end of attention.cuh; the difference is the warp's block of 16 keys:
+//   ring     its rows are read by ldmatrix, so a lane also copies for others; a barrier of the warp keeps the order. Rows
+//            are an odd number of 16-byte pieces apart: eight of them are in eight different bank groups.
+//   scores   C[16 rows][16 keys] = Q K^T: Q's tiles stay in registers; K's rows, as stored, are the columns of B.
+//   softmax  as in attention.cuh; the four lanes of a group hold the scores of a row.
+//   values   O[16 rows][D] += P V: P is C's registers again, rounded to the cache's type; V's tiles are loaded transposed.
+// P is rounded before it multiplies V, as in every tensor-core attention; the contract allows it.
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
@@ -16,8 +16,8 @@ namespace attention {
 
 constexpr int kTileRows = 16, kTileKeys = 16;
 
-// What a lane must know of a block, of whose every key it copies a piece, a block before it copies: its `own` first key of
-// each turn's `step`. Called by all lanes of a warp.
+// The places of the keys of which a lane copies pieces, read one block before it copies: its `own` first key of each
+// turn's `step`. All lanes of a warp call it.
 template <class Source, int Turns> struct BlockAhead;
 
 template <class KV, int Turns> struct BlockAhead<Contiguous<KV>, Turns> : Contiguous<KV>::template Ahead<Turns> {
@@ -30,8 +30,8 @@ template <class KV, int Turns> struct BlockAhead<Contiguous<KV>, Turns> : Contig
   }
 };
 
-// A lane finds one key, and tells it to those that copy it: two registers and one division, where a lane that finds all
-// of its keys needs 32 and 16 of heads of 256 channels, and spilled them.
+// A lane locates one key and passes it to the lanes that copy it: two registers and one division. A lane that locates
+// all of its keys needs 32, and 16 for heads of 256 channels, and spilled them.
 template <class KV, int Turns> struct BlockAhead<Paged<KV>, Turns> {
   Place found;
   __device__ __forceinline__ void look(const Paged<KV>& p, int b, int64_t, int64_t base, int, int, int end) {
@@ -47,11 +47,11 @@ template <class KV, int Turns> struct BlockAhead<Paged<KV>, Turns> {
   }
 };
 
-// Wide: channels there is room for, D or more
+// Wide: most channels, D or more
 template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
-  static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;       // of 16 bytes: of a row; between rows
+  static constexpr int kPieces = Wide / kVec<T>, kPitch = kPieces | 1;       // 16-byte pieces of a row; between rows
   static constexpr size_t kSlotBytes = size_t(2) * kTileKeys * kPitch * 16;  // of one warp
-  static constexpr int kAcross = kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;  // lanes that copy a row, maybe some idle
+  static constexpr int kAcross = kPieces <= 8 ? 8 : kPieces <= 16 ? 16 : 32;  // lanes that copy a row, some idle
   static constexpr int kStep = kWarp / kAcross, kTurns = kTileKeys / kStep;   // keys at once; keys a lane copies
   using Ahead = BlockAhead<Source, kTurns>;
 
@@ -179,7 +179,7 @@ template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
     int slot = 0, free = a.slots - 1;
     for (int64_t base = first; base < task.end; base += stride) {
       await_copies_but(a.slots - 2);
-      __syncwarp();  // all lanes' copies are here, and all have done with the slot that is filled now
+      __syncwarp();  // all lanes' copies have arrived, and all are done with the slot that is filled now
       fill(free, ahead), commit_copies();
       look(ahead, base + a.slots * stride);
       if (base >= clear_from && base + kTileKeys <= clear_to && base + kTileKeys <= task.end) work<false>(slot, int(base));
@@ -189,10 +189,10 @@ template <class T, int Wide, class Source, bool Aligned> struct AttendTiles {
     await_copies<0>();
   }
 
-  // The lanes' sums as one, in shared memory for `finish`.
+  // Joins the lanes' sums, in shared memory for `finish`.
   __device__ __forceinline__ void lay_out() {
     float* all = reinterpret_cast<float*>(shared_memory());
-    __syncthreads();  // all warps have done with their rings
+    __syncthreads();  // all warps are done with their rings
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = lanes_sum<4>(sum[half]);
@@ -242,7 +242,7 @@ void run_tiles(const Queries<T>& a, const Source& source, int64_t batch, bool is
   with(std::integral_constant<int, 256>{});
 }
 
-// body(T{}) of the two types tensor cores multiply exactly.
+// Calls body(T{}) for the two types that tensor cores multiply exactly.
 template <class Body> void by_half_dtype(const TensorView& t, const Body& body) {
 #if defined(AUTOSEL_BF16) || !defined(AUTOSEL_ONE_DTYPE)
   if (is(t, kDLBfloat, 16)) return body(bf16{});

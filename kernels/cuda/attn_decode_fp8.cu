@@ -5,8 +5,8 @@
 // roofline at B=1, 32/8 heads, D=128, L=8192 on an H200: 16.8 MB at 4.3 TB/s are 3.9 us; a node, two latencies and the
 // join of the splits are about 4 more.
 // knobs   attn_decode.cu's (knobs/gpu/attention.py, with b = 1).
-// design  attention.cuh with pieces of 16 channels, so that a lane holds accumulators for 4 rows; more rows read the cache
-//         again, from L2. Scales are never seen by the loop: K's goes into the query, V's into the result.
+// design  attention.cuh with pieces of 16 channels, so that a lane holds accumulators for 4 rows; more rows read the
+//         cache again, from L2. The loop does not use the scales: that of K multiplies the query, that of V the result.
 // status  compiled and emulated; not yet run on silicon
 #include "attention.cuh"
 

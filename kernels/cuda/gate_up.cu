@@ -4,9 +4,10 @@
 // act: 0 silu, 1 gelu (erf), 2 gelu (tanh)     bytes   2 I d b + (M d + d + M I) b      FLOPs   4 M I d + 4 M d + 5 M I
 // roofline at M=1, d=4096, I=14336, bf16 on an H200: 235 MB at 4.3 TB/s are 54.6 us; three kernels instead of one would be
 // two nodes and their latencies more, 5.6 us.
-// knobs   gemv.cu's (knobs/gpu/gemv.py), AUTOSEL_ROWS and AUTOSEL_UNROLL counting the rows and loads of both matrices.
-// design  project.cuh, with norm_qkv.cu's norm. A warp takes matching rows of gate and up: x is read and widened once for
-//         both, and the product needs no exchange.
+// knobs   as gemv.cu (knobs/gpu/gemv.py), with AUTOSEL_ROWS and AUTOSEL_UNROLL counting the rows and loads of both
+//         matrices.
+// design  project.cuh, with the norm of norm_qkv.cu. A warp takes matching rows of gate and up: x is read and widened
+//         once for both, and the product needs no exchange.
 // status  compiled and emulated; not yet run on silicon
 #include "activation.cuh"
 #include "project.cuh"

@@ -7,7 +7,7 @@ namespace autosel {
 
 constexpr unsigned kGatedThreads = 256;
 
-// A thread a vector; `columns` vectors a row, one after the other over all rows.
+// One vector per thread; `columns` vectors per row, rows one after the other.
 template <class T, int Kind, bool Aligned>
 __global__ void __launch_bounds__(kGatedThreads)
     gated_rows(Matrix<const T> gate, Matrix<const T> up, Matrix<T> y, int64_t columns) {

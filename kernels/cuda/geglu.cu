@@ -3,8 +3,9 @@
 //
 // bytes   3 M I b (b = bytes an element)      FLOPs   10 M I
 // roofline at M=1, I=6912, bf16 on an H200: 41 KB at 4.3 TB/s are 10 ns; a graph node and two latencies are 2.8 us.
-// knobs   grid = ceil(M I b / 16 / 256), 256 threads, a vector each (knobs/gpu/rows.py); pdl: a programmatic dependent.
-// design  gated.cuh; the forms of gelu that keep their digits for negative gates: activation.cuh.
+// knobs   grid = ceil(M I b / 16 / 256), 256 threads, one vector each (knobs/gpu/rows.py); pdl: a programmatic
+//         dependent.
+// design  gated.cuh; forms of gelu that keep their digits for negative gates: activation.cuh.
 // status  compiled and emulated; not yet run on silicon
 #include "gated.cuh"
 

@@ -3,14 +3,14 @@
 // bytes   N K b + (M K + M N + ...) b, b bytes an element      FLOPs   2 M N K
 // roofline at M=1, N=K=4096, bf16 on an H200: 33.6 MB at 4.3 TB/s are 7.8 us; a node and two latencies come to it.
 // knobs   (knobs/gpu/gemv.py; beta read rate, lambda latency, S SMs; H200 and RTX 5070 Ti)
-//   AUTOSEL_UNROLL   U: loads a lane has in flight, so that c * threads * 16 B * U >= beta * lambda / S: 4 and 2
-//   AUTOSEL_ROWS     R: rows of weights a warp works on together: 64 activations a clock come from L1, each used R times
-//   grid             c * S CTAs that walk the rows, or one a group of rows where that is four waves or more
-//   split_k          warps that share a row, where N warps alone would hold fewer bytes than beta * lambda: 1 to 8
-//   pdl              launched as a programmatic dependent: the first weights are fetched while x is being made
-// design  project.cuh. A split row's warps sit in one CTA: no workspace, no second kernel, no atomics.
-// idea    wide loads, several in flight, weights ahead of the dependency: msaroufim/megakernels-vs-cuda-graphs; one warp
-//         a row: llama.cpp's mmvf.cu.
+//   AUTOSEL_UNROLL   U: loads in flight per lane, so that c * threads * 16 B * U >= beta * lambda / S: 4 and 2
+//   AUTOSEL_ROWS     R: rows of weights that a warp reads together: L1 gives 64 activations per clock, each used R times
+//   grid             c * S CTAs that loop over the rows, or one per group of rows if that is four waves or more
+//   split_k          warps that share a row, if N warps alone would hold fewer bytes than beta * lambda: 1 to 8
+//   pdl              launched as a programmatic dependent: the first weights are fetched while x is computed
+// design  project.cuh. The warps of a split row are in one CTA: no workspace, no second kernel, no atomics.
+// idea    wide loads, several in flight, weights before the dependency: msaroufim/megakernels-vs-cuda-graphs; one warp
+//         per row: llama.cpp's mmvf.cu.
 // status  compiled and emulated; not yet run on silicon
 #include "project.cuh"
 

@@ -3,10 +3,10 @@
 //
 // bytes   N K + 4 N + (M K + M N + ...) b      FLOPs   2 M N K
 // roofline at M=1, N=K=4096 on an H200: 16.8 MB at 4.3 TB/s are 3.9 us; a node and two latencies come to it.
-// knobs   gemv.cu's (knobs/gpu/gemv.py, with b = 1).
-// design  project.cuh with vectors of 16 weights, each pair of which one instruction turns into two halves (sm_89 and
-//         later; bit operations before). The scale is outside the sum. An H200 has 6.9 instructions a weight while it
-//         arrives; conversion and multiply-add take about 2.8.
+// knobs   as gemv.cu (knobs/gpu/gemv.py, with b = 1).
+// design  project.cuh with vectors of 16 weights; one instruction converts each pair into two halves (sm_89 and later;
+//         bit operations on older devices). The scale is applied to the sum. An H200 has 6.9 instructions per weight in
+//         the time it takes to arrive; conversion and multiply-add take about 2.8.
 // idea    FBGEMM's and TensorRT-LLM's CUDA-core fp8 GEMV: twice bf16's rate at M=1.
 // status  compiled and emulated; not yet run on silicon
 #include "project.cuh"

@@ -1,5 +1,5 @@
-// A barrier of the whole grid as cooperative groups make it: what probes.cu's counter in memory is measured against.
-// Apart from probes.cu, for it needs a header of the toolkit's, which not every machine has.
+// A grid barrier by cooperative groups, to compare with the counter in memory of probes.cu. In a separate file because
+// it needs a header of the toolkit, which not every machine has.
 //
 // status  compiled and emulated; not yet run on silicon
 

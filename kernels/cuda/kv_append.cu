@@ -4,10 +4,11 @@
 //
 // bytes   4 B Hkv S D b + 4 B      FLOPs   0
 // roofline at B=1, 8 heads of 128, bf16 on an H200: 8 KB at 4.3 TB/s are 2 ns; a node and two latencies are 2.8 us.
-// knobs   a warp a token and head, 8 warps, grid = ceil(B S Hkv / 8) (knobs/gpu/rows.py); pdl: a programmatic dependent.
-// design  Positions and the table are on the device and asking for them would stall the stream: a token whose place is
-//         not in the cache, or whose page does not exist, is not written. Raw bytes are copied, 16 where aligned, else
-//         elements: NaN payloads and subnormals stay.
+// knobs   a warp per token and head, 8 warps, grid = ceil(B S Hkv / 8) (knobs/gpu/rows.py); pdl: a programmatic
+//         dependent.
+// design  Positions and the table are on the device, and reading them on the host would stall the stream: a token whose
+//         position is outside the cache, or whose page does not exist, is not written. Raw bytes are copied, 16 if
+//         aligned, otherwise elements: NaN payloads and subnormals are kept.
 // status  compiled and emulated; not yet run on silicon
 #include "launch.cuh"
 
@@ -25,7 +26,7 @@ template <class U> struct Append {
   Strides write[2];
   const int32_t *positions, *table;  // no table: a contiguous cache
   int64_t position_step, table_row;
-  int64_t batch, heads, tokens, room;  // room: positions a row has
+  int64_t batch, heads, tokens, room;  // room: positions per row
   int64_t page, pages;
   int width;
 };

@@ -13,11 +13,11 @@ namespace autosel {
 
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // told of here: who asks after a later launch, as CUTLASS does, must not hear of it again
+  (void)cudaGetLastError();  // reported here: a check after a later launch, as in CUTLASS, must not see it
   AUTOSEL_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
 }
 
-// The stream of a tensor's device on which the caller is; that device is current while this lives.
+// The caller's current stream on a tensor's device; while this object lives, that device is current.
 class Stream {
  public:
   explicit Stream(const TensorView& t) : device_(t.device().device_id) {
@@ -43,16 +43,16 @@ struct Shape {
   dim3 grid;
   unsigned threads;
   size_t shared_bytes = 0;
-  bool dependent = false;  // may start before the kernel ahead has finished, where it can wait_for_producers
+  bool dependent = false;  // may start before the previous kernel has finished, which it can wait for
   bool together = false;   // its CTAs wait for each other: launched only if all of them can be resident at once
 };
 
-constexpr size_t kSharedUnasked = 48 << 10;  // more must be asked for, once a kernel and device
+constexpr size_t kSharedUnasked = 48 << 10;  // more must be requested, once per kernel and device
 
-// Functions that remember are static: as inline ones, what they remember would be one variable for all libraries of the
-// process that were compiled from this header, whatever it looked like then.
+// Functions with static variables are static: if they were inline, all libraries of the process that were compiled from
+// any version of this header would share the variables.
 
-// The most shared memory a block of this device can ask for.
+// The most shared memory that a block of this device can request.
 static inline size_t most_shared(const Stream& stream) {
   static std::mutex guard;
   static std::map<int, size_t> known;
@@ -66,8 +66,8 @@ static inline size_t most_shared(const Stream& stream) {
   return bytes;
 }
 
-// Can a kernel wait for the one ahead of it, and so be launched before that has ended? From sm_90 on; an older device has
-// no such instruction, and may refuse the launch.
+// Return true if a kernel can wait for the previous one, and so be launched before that has ended: sm_90 and later.
+// Older devices have no such instruction and may refuse the launch.
 static inline bool can_wait(const Stream& stream) {
   static std::mutex guard;
   static std::map<int, int> known;
@@ -78,7 +78,7 @@ static inline bool can_wait(const Stream& stream) {
   return major >= 9;
 }
 
-// Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has not as much.
+// Allows a kernel more than 48 KiB on this device; raises RuntimeError if the device has less.
 static inline void permit_shared(const void* kernel, const Stream& stream, size_t bytes) {
   static std::mutex guard;
   static std::map<std::pair<const void*, int>, size_t> permitted;

@@ -4,11 +4,11 @@
 // bytes   V d b + M d b + (M V b or 8 M)      FLOPs   2 M V d
 // roofline at M=1, V=128256, d=4096, bf16 on an H200: 1.05 GB at 4.3 TB/s are 244 us; a separate argmax would be a node
 // and its latencies, 2.8 us, and 257 KB written and read.
-// knobs   gemv.cu's (knobs/gpu/gemv.py).
-// design  project.cuh. Greedy: each lane keeps the best of its rows in registers; lanes, warps and at last CTAs are
-//         compared once, the CTAs by the one that arrives last, so that nothing is launched after. Logits are compared as
-//         they would be stored, rounded to the dtype; of equal ones the lowest index wins whoever saw it first, and a
-//         NaN beats every number, as in torch.argmax(logits).
+// knobs   as gemv.cu (knobs/gpu/gemv.py).
+// design  project.cuh. Greedy: each lane keeps the best of its rows in registers; lanes, warps and finally CTAs are
+//         compared once, the CTAs by the one that arrives last, so there is no second launch. Logits are compared after
+//         rounding to the dtype; of equal ones the lowest index wins, whichever lane saw it first, and a NaN beats
+//         every number, as in torch.argmax(logits).
 // status  compiled and emulated; not yet run on silicon
 #include "project.cuh"
 #include "workspace.cuh"
@@ -54,12 +54,12 @@ __global__ void __launch_bounds__(kThreads, kResident<Aligned>)
   P projector(w);
   const int first = int(blockIdx.y) * kMostRows;
   Plain<T, M, Aligned> source(x, first);
-  Best best{0.0f, -1};  // this lane's: of row m = lane / R, columns n = lane % R (mod R)
+  Best best{0.0f, -1};  // of this lane: row m = lane / R, columns n = lane % R (mod R)
   projector.run(source, [&](int64_t, int64_t n, const float (&v)[1]) {
     const Best other{widen(narrow<T>(v[0])), int(n)};
     if (beats(other, best)) best = other;
   });
-  // Behind what split rows exchange: the warps' bests, then the flag.
+  // After the exchange of split rows: the warps' bests, then the flag.
   Best* kept = reinterpret_cast<Best*>(shared_memory() + partial_bytes);
   unsigned* flag = reinterpret_cast<unsigned*>(kept + kWarps * kMostRows);
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Aligned>)
     mine[threadIdx.x] = best;
   }
   if (!last_to_arrive(counters + blockIdx.y, gridDim.x, flag)) return;
-  // A warp a row of x, in turns.
+  // One warp per row of x, in turn.
   for (int m = warp; m < M && first + m < x.rows; m += kWarps) {
     best = Best{0.0f, -1};
     const Best* all = found + int64_t(blockIdx.y) * gridDim.x * kMostRows;

@@ -1,5 +1,5 @@
-// Every instruction that PTX alone can name, each with what it is where there is none: on older devices, and on a CPU,
-// where the same source is compiled by a C++ compiler to be checked.
+// Every instruction that only PTX has, each with a substitute for older devices, and for a CPU, where a C++ compiler
+// compiles the same source to be tested.
 #pragma once
 #include <cassert>
 
@@ -7,7 +7,7 @@
 
 namespace autosel {
 
-// 2^x, to about 2 units in the last place; a result below the smallest normal is zero. exp2f would scale for those.
+// 2^x, to about 2 ulp; a result below the smallest normal is zero. exp2f would rescale such results.
 __device__ __forceinline__ float exp2_flushed(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -19,8 +19,8 @@ __device__ __forceinline__ float exp2_flushed(float x) {
 #endif
 }
 
-// 16 bytes of an operand that is read once: past L1, so that it does not displace activations. `volatile` keeps the
-// order in which the source issues them, in particular before `wait_for_producers`.
+// 16 bytes of an operand that is read once: bypasses L1, so that it does not evict activations. `volatile` keeps the
+// order of the source, in particular before `wait_for_producers`.
 __device__ __forceinline__ uint4 load_streamed(const void* p) {
 #ifdef __CUDA_ARCH__
   uint4 v;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_streamed(const void* p) {
 #endif
 }
 
-// 16 bytes of an operand that other warps read too, or that an earlier kernel may still be writing: coherent, through
+// 16 bytes of an operand that other warps also read, or that an earlier kernel may still be writing: coherent, through
 // L1, and not moved up across `wait_for_producers`.
 __device__ __forceinline__ uint4 load_resident(const void* p) {
 #ifndef __CUDA_ARCH__
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store(void* p, const uint4& v) {
   *static_cast<uint4*>(p) = v;
 }
 
-// Up to kVec<T> elements one by one, zero behind them: where rows are not aligned, and at their ends.
+// Up to kVec<T> elements one by one, then zeros: for unaligned rows and the ends of rows.
 template <class T> __device__ __forceinline__ uint4 load_elements(const T* p, int count) {
   T x[kVec<T>];
 #pragma unroll
@@ -70,7 +70,7 @@ template <class T> __device__ __forceinline__ void store_elements(T* p, const ui
     if (i < count) p[i] = x[i];
 }
 
-// `count` (maybe none, maybe more than a vector) elements of p: as one vector where that is allowed and whole.
+// `count` elements of p (none, or more than a vector, are possible): as one vector if that is allowed and complete.
 template <class T, bool Aligned> __device__ __forceinline__ uint4 load_vector(const T* p, int64_t count) {
   if (Aligned && count >= kVec<T>) return load_resident(p);
   return load_elements(p, int(count < kVec<T> ? count : kVec<T>));
@@ -96,14 +96,14 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool want
 #endif
 }
 
-// What this thread copied since the last commit becomes one group.
+// The copies of this thread since the last commit become one group.
 __device__ __forceinline__ void commit_copies() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Until at most Pending of this thread's groups are under way. Tells nothing of other threads' copies.
+// Waits until at most Pending of this thread's groups are in flight. Does not cover other threads' copies.
 template <int Pending> __device__ __forceinline__ void await_copies() {
 #ifdef __CUDA_ARCH__
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
@@ -126,14 +126,14 @@ __device__ __forceinline__ void await_copies_but(int pending) {
 
 // --- programmatic dependent launch (sm_90) --------------------------------------------------------------------------
 
-// The next kernel of the stream may start its prologue: whatever it reads of ours it waits for anyway.
+// Allows the next kernel of the stream to start its prologue: before it reads our results it waits anyway.
 __device__ __forceinline__ void release_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernels before this one have completed and their results are visible. Before it only constants may be
+// Waits until the kernels before this one have completed and their results are visible. Before it only constants may be
 // read (weights), and nothing written. Without the launch attribute it returns at once: the stream has waited.
 __device__ __forceinline__ void wait_for_producers() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -145,8 +145,8 @@ __device__ __forceinline__ void wait_for_producers() {
 
 // --- CTAs of one launch that wait for each other ----------------------------------------------------------------------
 
-// What a thread wrote before `add_released`, and what its CTA wrote before a barrier ahead of it, is seen by whoever finds
-// the sum by `load_acquired`, and by that thread's CTA after a barrier.
+// Writes of a thread before `add_released`, and writes of its CTA before a preceding barrier, are visible to a thread
+// that reads the sum with `load_acquired`, and to that thread's CTA after a barrier.
 __device__ __forceinline__ void add_released(unsigned* at, unsigned v) {
 #ifdef __CUDA_ARCH__
   __threadfence();
@@ -166,8 +166,8 @@ __device__ __forceinline__ unsigned load_acquired(const unsigned* at) {
 #endif
 }
 
-// The same without its order, for looking again and again: each `load_acquired` empties the SM's L1, in which CTAs that still
-// work have what they read.
+// The same without ordering, for polling: each `load_acquired` empties the SM's L1, in which CTAs that still work keep
+// their data.
 __device__ __forceinline__ unsigned load_relaxed(const unsigned* at) {
 #ifdef __CUDA_ARCH__
   unsigned v;
@@ -191,7 +191,7 @@ __device__ __forceinline__ unsigned long long clock_ns() {
 #endif
 }
 
-// Between two looks at a counter.
+// Pause between two reads of a counter.
 __device__ __forceinline__ void rest() {
 #ifdef __CUDA_ARCH__
   __nanosleep(20);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void rest() {
 
 // --- shared memory --------------------------------------------------------------------------------------------------
 
-// The block's shared memory, all of it dynamic: a launch says how much, so that a check knows where it ends.
+// The block's shared memory, all of it dynamic: a launch gives its size, so that a check knows its end.
 #ifdef __CUDACC__
 __device__ __forceinline__ char* shared_memory() {
   extern __shared__ __align__(128) char autosel_shared[];

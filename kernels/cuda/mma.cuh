@@ -1,8 +1,9 @@
-// Tensor cores' smallest tile, 16 x 8 over 16 (sm_80), and the loads that lay operands out for it; without PTX the same by
-// shuffles, so that what runs on a CPU exchanges exactly the elements that the instructions do.
+// Tensor cores' smallest tile, 16 x 8 over 16 (sm_80), and the loads that lay out its operands. Without PTX, shuffles
+// do the same, so that a run on a CPU exchanges exactly the elements that the instructions do.
 //
-// Lane 4 g + t holds of A[16][16] words (two elements) at rows g and g + 8, columns 2 t and 2 t + 8; of B[16][8] words at
-// rows 2 t and 2 t + 8, column g; of C[16][8] elements at rows g and g + 8, columns 2 t and 2 t + 1 (PTX ISA, mma.m16n8k16).
+// Lane 4 g + t holds of A[16][16] words (two elements) at rows g and g + 8, columns 2 t and 2 t + 8; of B[16][8] words
+// at rows 2 t and 2 t + 8, column g; of C[16][8] elements at rows g and g + 8, columns 2 t and 2 t + 1 (PTX ISA,
+// mma.m16n8k16).
 #pragma once
 #include "reduce.cuh"
 
@@ -39,8 +40,8 @@ template <class T> __device__ void multiply(T, TileC& c, const TileA& a, const T
 }
 #endif
 
-// Four 8 x 8 tiles of 16-bit elements from shared memory: lane 8 j + r says where row r of tile j begins; word j of lane
-// 4 g + t is that tile's row g, columns 2 t and 2 t + 1, or with Turned its rows 2 t and 2 t + 1 of column g.
+// Loads four 8 x 8 tiles of 16-bit elements from shared memory: lane 8 j + r gives the address of row r of tile j; word
+// j of lane 4 g + t is that tile's row g, columns 2 t and 2 t + 1, or with Turned its rows 2 t and 2 t + 1 of column g.
 template <bool Turned> __device__ __forceinline__ void load_tiles(uint32_t (&w)[4], const void* row) {
 #ifdef __CUDA_ARCH__
   const uint32_t at = uint32_t(__cvta_generic_to_shared(row));

@@ -3,10 +3,11 @@
 // bytes   N d b + (M d + d + M N) b, b bytes an element      FLOPs   2 M N d + 4 M d
 // roofline at M=1, d=4096, N=6144, bf16 on an H200: 50 MB at 4.3 TB/s are 11.7 us; the norm alone would be another node
 // and its latencies, 2.8 us.
-// knobs   gemv.cu's (knobs/gpu/gemv.py).
-// design  project.cuh. The rows are not normalised first: every warp sums x (norm_weight + offset) w and x^2 side by side
-//         and multiplies the sum by 1/rms, a scalar a row. So no CTA waits for a reduction, and the weights stream from
-//         the start. Four instructions more a weight at M=1, of 13.8 an H200 has while the weight arrives.
+// knobs   as gemv.cu (knobs/gpu/gemv.py).
+// design  project.cuh. The rows are not normalised first: every warp sums x (norm_weight + offset) w and x^2 together
+//         and multiplies the sum by 1/rms, a scalar per row. So no CTA waits for a reduction, and the weights stream
+//         from the start. It costs four more instructions per weight at M=1, of the 13.8 that an H200 has in the time
+//         the weight takes to arrive.
 // idea    rstd after the dot: Hazy Research's Llama megakernel.
 // status  compiled and emulated; not yet run on silicon
 #include "project.cuh"

@@ -1,10 +1,11 @@
 // paged_attn   attn over pages: key t of sequence b is row t % page of page block_table[b, t / page]
 //              q[B,Hq,S,D], k/v_pages[P,page,Hkv,D], block_table[B,n] int32, lengths[B] int32 -> o[B,Hq,S,D]
 //
-// bytes, FLOPs, roofline, knobs: attn_decode.cu's, plus 4 bytes of table a page.
-// design  attention.cuh. Keys are found one block ahead of their copies, so that the table's latency hides behind a block's
-//         work; a page may have any size, for each key is found on its own: 4 lookups a lane and block, in L1 after the
-//         first. A page that does not exist counts as zeros: asking the device first would stall the stream.
+// bytes, FLOPs, roofline, knobs: as attn_decode.cu, plus 4 bytes of table per page.
+// design  attention.cuh. Keys are located one block before they are copied, so that the work on a block hides the
+//         table's latency. Pages may have any size, because each key is located separately: 4 lookups per lane and
+//         block, from L1 after the first. A page that does not exist counts as zeros: checking on the host first would
+//         stall the stream.
 // status  compiled and emulated; not yet run on silicon
 #include "attention.cuh"
 

@@ -1,9 +1,9 @@
 // paged_attn   paged_attn_decode.cu's op on tensor cores: bf16 and fp16, heads up to 256
 //              q[B,Hq,S,D], k/v_pages[P,page,Hkv,D], block_table[B,n] int32, lengths[B] int32 -> o[B,Hq,S,D]
 //
-// bytes, FLOPs, roofline, knobs, design: attn_decode_mma.cu's, plus 4 bytes of table a page; of a block of 16 keys each
-// lane finds one, from L1 after the first, and tells the lanes that copy it by two shuffles.
-// tried   each lane finding every key it copies: at 256 channels 32 registers, of which 16 to 40 bytes were spilled.
+// bytes, FLOPs, roofline, knobs, design: as attn_decode_mma.cu, plus 4 bytes of table per page. Each lane locates one
+// of a block's 16 keys, from L1 after the first, and passes it to the lanes that copy it by two shuffles.
+// tried   each lane locating every key it copies: at 256 channels 32 registers, of which 16 to 40 bytes were spilled.
 // status  compiled and emulated; not yet run on silicon
 #include "attention_mma.cuh"
 

@@ -1,8 +1,8 @@
-// Microbenchmarks of a device: what a fingerprint's rates are measured with. Compiled by NVRTC, so that a fingerprint
-// needs no toolkit; includes nothing.
+// Microbenchmarks that measure the rates in a fingerprint. Compiled by NVRTC, so that a fingerprint needs no toolkit;
+// includes nothing.
 //
-// Each kernel does one thing as fast as the device can, with its result consumed under a test that is never true, so
-// that no compiler can drop the work. What is timed, over how much, and when a figure is believed:
+// Each kernel does one thing as fast as the device can. Its result is used under a condition that is never true, so
+// that no compiler can remove the work. What is timed, over how many bytes, and when a figure is accepted:
 // autosel/fingerprint/gpu_probe.py, gpu_cost.py, gpu_arithmetic.py and gpu_rates.py.
 //
 // Ideas from the published microbenchmarks: RRZE-HPC's gpu-benches (stream ramp, shared L2 chunks, small kernels),
@@ -16,10 +16,10 @@ struct alignas(16) Vec { unsigned x, y, z, w; };
 
 __device__ inline void fold(Vec& to, const Vec& from) { to.x |= from.x, to.y |= from.y, to.z |= from.z, to.w |= from.w; }
 
-// A device's memory never holds this in all four words of an or over random data.
+// No memory contains this in all four words of an or over random data.
 __device__ inline bool never(const Vec& v) { return (v.x & v.y & v.z & v.w) == 0xdeadbeefu && v.x == 0x12345678u; }
 
-// Between two looks at what another block is to write: nothing on a device; emulated threads change places here.
+// Pause between two reads of another block's value: empty on a device; emulated threads yield here.
 __device__ inline void look_again() {
 #if defined(AUTOSEL_EMULATED)
   simt::rest();
@@ -28,7 +28,7 @@ __device__ inline void look_again() {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-// 16-byte loads, eight independent ones a thread: bytes in flight = 128 a thread.
+// 16-byte loads, eight independent ones per thread: bytes in flight = 128 per thread.
 extern "C" __global__ void probe_read(const Vec* from, u64 count, Vec* sink) {
   u64 stride = u64(gridDim.x) * blockDim.x, i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
   Vec all[8] = {};
@@ -45,13 +45,13 @@ extern "C" __global__ void probe_read(const Vec* from, u64 count, Vec* sink) {
   if (never(all[0])) sink[0] = all[0];
 }
 
-// One load in flight a thread: the rate at a given occupancy tells the loaded latency (Little).
+// One load in flight per thread: the rate at a given occupancy gives the loaded latency (Little's law).
 extern "C" __global__ void probe_read_one(const Vec* from, u64 count, Vec* sink) {
   u64 stride = u64(gridDim.x) * blockDim.x;
   Vec all = {};
 #pragma unroll 1
   for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    // The next address waits for this value: whether it moves on by one more is known only once it is here.
+    // The next address depends on this value, so the next load waits for it.
     Vec got = from[i];
     fold(all, got);
     i += got.x == 0x9e3779b9u && got.y == 0x7f4a7c15u && got.z == got.w;
@@ -71,7 +71,7 @@ extern "C" __global__ void probe_copy(Vec* to, const Vec* from, u64 count) {
   for (; i < count; i += stride) to[i] = from[i];
 }
 
-// Leaves nothing in L1, in which a block's chunk may fit: what is asked is how fast L2 gives it.
+// Bypasses L1, which could hold a block's chunk: this measures L2.
 __device__ inline Vec from_l2(const Vec* at) {
 #if defined(__CUDA_ARCH__)
   Vec v;
@@ -99,7 +99,7 @@ extern "C" __global__ void probe_chunks(const Vec* from, u64 count, unsigned chu
       for (int k = 0; k < 4; ++k) fold(all[k], got[k]);
     }
     for (; i < count; i += blockDim.x) fold(all[0], from_l2(&mine[i]));
-    // A pass depends on the one before, or the compiler would read once.
+    // Each pass depends on the one before; otherwise the compiler would read once.
     if (never(all[0])) mine += 1;
   }
 #pragma unroll
@@ -107,8 +107,8 @@ extern "C" __global__ void probe_chunks(const Vec* from, u64 count, unsigned chu
   if (never(all[0])) sink[0] = all[0];
 }
 
-// One thread follows a cycle of indices, each a word of its own 128-byte line, from the one in sink[0] on, which is
-// then where it has come to; clock ticks into ticks[0].
+// One thread follows a cycle of indices, one per 128-byte line, starting at the one in sink[0], which then holds its
+// last position; clock ticks into ticks[0].
 extern "C" __global__ void probe_chase(const unsigned* next, unsigned steps, long long* ticks, unsigned* sink) {
   unsigned at = sink[0];
   for (unsigned i = 0; i < 64; ++i) at = next[u64(at) * 32];
@@ -128,7 +128,8 @@ extern "C" __global__ void probe_tiny(unsigned* word) {
   if (word[0] == 0xdeadbeefu) word[1] = 1;
 }
 
-// The same as a link of a chain of programmatic dependent launches: lets the next start, then waits for the one before.
+// The same as a link of a chain of programmatic dependent launches: allows the next to start, then waits for the
+// previous one.
 extern "C" __global__ void probe_tiny_dependent(unsigned* word) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -137,7 +138,7 @@ extern "C" __global__ void probe_tiny_dependent(unsigned* word) {
   if (word[0] == 0xdeadbeefu) word[1] = 1;
 }
 
-// Holds the stream until the host has enqueued what is to be timed, for at most `most` ticks.
+// Blocks the stream until the host has enqueued the work to be timed, for at most `most` ticks.
 extern "C" __global__ void probe_gate(volatile unsigned* open, long long most) {
   long long start = clock64();
   while (open[0] == 0 && clock64() - start < most) {}
@@ -160,7 +161,7 @@ extern "C" __global__ void probe_barrier(unsigned* counter, unsigned rounds) {
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
-// Eight chains a thread, each step of a chain waiting for the one before; ticks of block 0 into ticks[0].
+// Eight chains per thread; each step of a chain waits for the one before; ticks of block 0 into ticks[0].
 constexpr int kChains = 8;
 
 __device__ inline void exp2_in_place(float& x) {
@@ -197,7 +198,7 @@ extern "C" __global__ void probe_fma(unsigned steps, float seed, long long* tick
   for (int k = 0; k < kChains; ++k) a[k] = seed * float(k + 1 + int(threadIdx.x));
   __syncthreads();
   long long start = clock64();
-  // Unrolled, for a scheduler that can issue a product each clock has none to spare for counting.
+  // Unrolled: a scheduler that can issue one product per clock has no clocks left for counting.
 #pragma unroll 8
   for (unsigned i = 0; i < steps; ++i) {
 #pragma unroll
@@ -209,15 +210,15 @@ extern "C" __global__ void probe_fma(unsigned steps, float seed, long long* tick
   if (all == -1.0f) sink[0] = all;
 }
 
-// Two fp8 (e4m3) become two fp16. Any two bytes are a pair of e4m3, so that the lower half of a result is the next
-// step's pair.
+// Two fp8 (e4m3) become two fp16. Any two bytes are a pair of e4m3, so the lower half of a result is the pair of the
+// next step.
 __device__ inline unsigned widened(unsigned pair) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   unsigned wide;
   asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"((unsigned short)(pair)));
   return wide;
 #else
-  return pair * 2654435761u;  // no such instruction: the host does not ask for its rate
+  return pair * 2654435761u;  // no such instruction: the host does not measure its rate
 #endif
 }
 
@@ -237,15 +238,15 @@ extern "C" __global__ void probe_from_fp8(unsigned steps, float seed, long long*
   if (all == 0xdeadbeefu) sink[0] = all;
 }
 
-// Eight independent 16-byte loads a thread a step out of shared memory, each warp's 512 bytes in a row: no bank is asked
-// twice. Blocks of at most 512 threads, launched with room for 1024 vectors.
+// Eight independent 16-byte loads per thread and step from shared memory, with each warp's 512 bytes contiguous: no
+// bank conflicts. Blocks of at most 512 threads, launched with room for 1024 vectors.
 constexpr int kSharedVectors = 1024;
 
 __device__ inline Vec from_shared(const Vec* at) {
 #if defined(__CUDA_ARCH__)
   Vec v;
   unsigned place = unsigned(__cvta_generic_to_shared(at));
-  // Volatile: a load that nothing has written since is made again.
+  // Volatile: the compiler must repeat a load although nothing was written in between.
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(place));
   return v;
 #else
@@ -278,9 +279,9 @@ extern "C" __global__ void probe_shared(unsigned steps, float seed, long long* t
   if (never(all[0])) sink[0] = all[0];
 }
 
-// Eight accumulators a warp, operands in registers and never loaded: what the warp-wide matrix instruction gives, which
-// every kernel for small M is built on. A warp group's own instruction (sm_90, sm_100) gives more: the library's
-// product, timed by gpu_arithmetic.py, tells that.
+// Eight accumulators per warp, operands in registers and never loaded: the rate of the warp-wide matrix instruction, on
+// which every kernel for small M is built. A warp group's instruction (sm_90, sm_100) is faster: gpu_arithmetic.py
+// measures it by timing the library's product.
 __device__ inline unsigned scrambled(unsigned x) {
   x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
   return x ^ (x >> 16);
@@ -288,7 +289,7 @@ __device__ inline unsigned scrambled(unsigned x) {
 
 struct Fragments { unsigned a[4], b[2]; };
 
-// Random signs and mantissas: values in [0.5, 2), so that nothing overflows and no multiplier rests.
+// Random signs and mantissas: values in [0.5, 2), so that nothing overflows and no multiplier idles.
 __device__ inline Fragments drawn(unsigned keep, unsigned set) {
   Fragments f;
   unsigned x = scrambled(blockIdx.x * blockDim.x + threadIdx.x + 1);
@@ -345,7 +346,7 @@ extern "C" __global__ void probe_mma_fp8(unsigned steps, float, long long* ticks
   products(steps, drawn(0x8f8f8f8fu, 0x30303030u), product, ticks, sink);
 }
 
-// The clock under load: ticks of one block over a stretch that the host times.
+// The clock under load: ticks of one block over a period that the host times.
 extern "C" __global__ void probe_clock(long long ticks_wanted, long long* ticks) {
   long long start = clock64(), now = start;
   while ((now = clock64()) - start < ticks_wanted) {}

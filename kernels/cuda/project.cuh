@@ -1,14 +1,14 @@
-// What the projections share (gemv, norm_qkv, gate_up, lm_head): few rows of x against weights that stream by.
+// Parts shared by the projections (gemv, norm_qkv, gate_up, lm_head): few rows of x, streamed weights.
 //
-// A warp takes AUTOSEL_ROWS rows of weights at a time (of gate and up together as many), each lane 16 bytes of each row
-// at a step of 512 bytes; it keeps AUTOSEL_UNROLL such loads in flight beyond those it works on, across the ends of rows,
-// so that the stream never drains. x is read through L1, where all warps of an SM share it: no staging, no barrier.
+// A warp reads AUTOSEL_ROWS rows of weights at a time (for gate and up, that many together), each lane 16 bytes of each
+// row in a step of 512 bytes. It keeps AUTOSEL_UNROLL such loads in flight beyond those in use, also across the ends of
+// rows, so that the stream never drains. x is read through L1, which all warps of an SM share: no staging, no barrier.
 // `split` warps of one CTA may share a row, each taking every split-th step; their sums are added in a fixed order.
 //
-// Weights are constants: the first of them are on their way before the kernel waits for x's producer.
+// Weights are constants: the first of them are loaded before the kernel waits for the producer of x.
 //
-// tried   (ptxas) as many rows of gate as of up: eight rows of x spill 1.2 KB. A row's sum of squares added up in its own
-//         place of the array: the array goes to local memory, and is stored there at every step.
+// tried   (ptxas) as many rows of gate as of up: eight rows of x spill 1.2 KB. A row's sum of squares accumulated in
+//         its array element: the array goes to local memory, and is stored there at every step.
 #pragma once
 #include "launch.cuh"
 #include "reduce.cuh"
@@ -28,25 +28,25 @@ namespace autosel {
 
 constexpr int kThreads = AUTOSEL_THREADS, kWarps = kThreads / kWarp;
 constexpr int kMostRows = 8;  // of x at once: M x AUTOSEL_ROWS accumulators a lane
-// CTAs an SM must be able to hold: registers are capped for it. Rows that are not aligned are slow anyway.
+// CTAs that an SM must be able to hold: caps the registers. Unaligned rows are slow in any case.
 template <bool Aligned> constexpr int kResident = Aligned ? 2 : 1;
 
 template <class W, int Parts> struct Weights {
   Matrix<const W> part[Parts];  // of the same size
-  int split;                    // warps a row
+  int split;                    // warps per row
 };
 
-// Rows of x as they are.
+// Plain rows of x.
 template <class T, int M, bool Aligned> struct Plain {
   static constexpr bool kNormed = false;
-  // 32 bits count whole vectors, of which 2^31 are more than there is memory for. Rows that are not aligned are slow anyway.
+  // 32 bits count whole vectors, of which 2^31 are more than memory holds. Unaligned rows are slow in any case.
   static constexpr int kUnit = Aligned ? kVec<T> : 1;
   using Offset = std::conditional_t<Aligned, int, int64_t>;
   Matrix<const T> x;
   int first;         // row
-  Offset begins[M];  // in units; of rows beyond the last, the last's
-  // From row to row by a choice, which uniform registers can make, and keep: the lesser of two numbers they cannot, and
-  // eight of the others are what eight rows lack.
+  Offset begins[M];  // in units; for rows beyond the last, that of the last
+  // The next row is chosen by a select, which uniform registers can execute and hold. They have no minimum, and eight
+  // more general registers are what eight rows lack.
   __device__ __forceinline__ Plain(const Matrix<const T>& from, int first_row) : x(from), first(first_row) {
     const Offset step = Offset(x.stride / kUnit);
     begins[0] = first * step;
@@ -54,15 +54,15 @@ template <class T, int M, bool Aligned> struct Plain {
     for (int m = 1; m < M; ++m) begins[m] = begins[m - 1] + (first + m < int(x.rows) ? step : 0);
   }
   template <bool Whole> __device__ __forceinline__ void begin(int, int) {}
-  // kVec<T> elements of row m from k on, zeros behind its end; Whole: they do not reach it.
+  // kVec<T> elements of row m from k on, zeros beyond its end; Whole: they do not reach it.
   template <bool Whole> __device__ __forceinline__ void load(int m, int k, int count, float (&out)[kVec<T>]) const {
     const T* from = x.at + int64_t(begins[m] + int(unsigned(k) / kUnit)) * kUnit;  // k: of whole vectors
     widen<T>(Whole ? load_resident(from) : load_vector<T, Aligned>(from, count), out);
   }
 };
 
-// x * (gain + offset), not yet divided by its root mean square: a scalar a row, which the sum can be multiplied by as
-// well. The sum of squares comes by the way, from the very elements a lane has loaded.
+// x * (gain + offset), not yet divided by its root mean square: a scalar per row, by which the sum can be multiplied
+// instead. The sum of squares uses the elements that a lane has loaded anyway.
 template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
   static constexpr bool kNormed = true;
   const T* gain;
@@ -77,17 +77,17 @@ template <class T, int M, bool Aligned> struct Normed : Plain<T, M, Aligned> {
   }
 };
 
-// W: storage type of the weights, of which a step holds kVec<W> a lane; T: of x.
+// W: storage type of the weights, kVec<W> of them per lane and step; T: of x.
 template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   static constexpr int V = kVec<W>, X = kVec<T>, kStep = kWarp * V;
-  // Rows of each matrix: a vector of every one of them, unpacked, takes at most 32 registers.
+  // Rows of each matrix: one unpacked vector of each takes at most 32 registers.
   static constexpr int kRows = AUTOSEL_ROWS < 32 / V ? AUTOSEL_ROWS : 32 / V, R = kRows > Parts ? kRows / Parts : 1;
-  // A load that is multiplied by much gives time, and takes registers: fewer of them in flight are enough.
+  // A load that is multiplied by many rows leaves more time and takes registers: fewer loads in flight are enough.
   static constexpr int kMostLoads = M * V > 64 ? 1 : M == kMostRows || M * V == 64 ? 2 : M * V == 32 ? 4 : 8;
   static constexpr int kLoads = AUTOSEL_UNROLL < kMostLoads ? AUTOSEL_UNROLL : kMostLoads;
   static constexpr int U = kLoads / (R * Parts) > 0 ? kLoads / (R * Parts) : 1;
-  // The gain multiplies what there is less of, rows of weights or of x; on weights its registers are free again before x
-  // comes.
+  // The gain multiplies the smaller number of rows, of weights or of x; on weights its registers are free again before
+  // x is loaded.
   static constexpr bool kGainOnWeights = R * Parts < M;
   static_assert(V % X == 0, "a vector of weights meets whole vectors of x");
 
@@ -101,7 +101,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     lane = int(threadIdx.x) % kWarp, part = int(threadIdx.x) / kWarp % w.split;
   }
 
-  // The weights of a group from k on; zero beyond the ends, so that nothing need be asked when they are multiplied.
+  // The weights of a group from k on; zeros beyond the ends, so that the multiplication needs no test.
   __device__ __forceinline__ void fetch(Raw& raw, int group, int k) const {
     const bool whole = Aligned && k + U * kStep <= depth;  // the same for the whole warp
 #pragma unroll
@@ -129,7 +129,8 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
                                            float (&squares)[M]) const {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      // Four vectors of x at a time: eight steps' at once were loaded ahead, and spilled step.cu's own. Nothing is exchanged.
+      // Four vectors of x at a time: with eight steps at once, the compiler loaded all of them first and spilled
+      // step.cu's own. No exchange between lanes.
       if (Whole && u > 0 && u * M % 4 == 0) __syncwarp();
       const int k = k0 + u * kStep + lane * V;
       if (!Whole && k >= depth) break;
@@ -167,8 +168,8 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     }
   }
 
-  // done(m, n, v[Parts]) once for every row m < M of x and row n of the weights, by one lane. `ready` is waited for once
-  // the first weights are on their way: then x can be read.
+  // Calls done(m, n, v[Parts]) once for every row m < M of x and row n of the weights, by one lane. Waits for `ready`
+  // after issuing the first weights: then x can be read.
   template <class Source, class Done> __device__ __forceinline__ void run(Source& x, const Done& done) const {
     run(x, done, [] { wait_for_producers(); });
   }
@@ -179,7 +180,8 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     float sum[M][Parts][R] = {}, squares[M] = {};
     Raw now, next;
     int turn = 0;
-    // Every warp of a CTA goes through as many groups, for split warps meet at barriers; the last may be nobody's.
+    // Every warp of a CTA processes the same number of groups, because split warps meet at barriers; the last group may
+    // be empty.
     int group = int(blockIdx.x) * teams, from = 0;
     fetch(now, group + team, start);
     ready();
@@ -188,7 +190,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
       const int next_group = last ? group + int(gridDim.x) * teams : group, next_from = last ? 0 : from + stride;
       const int k = start + from;
       if (next_group < groups) fetch(next, next_group + team, start + next_from);
-      else next = Raw{};  // or ptxas keeps an older one in registers for it, through all that is around this loop
+      else next = Raw{};  // otherwise ptxas keeps an older one in registers through all of the surrounding loop
       if (Aligned && k + U * kStep <= depth) multiply<Aligned>(now, k, x, sum, squares);
       else multiply<false>(now, k, x, sum, squares);
       if (last) {
@@ -204,7 +206,7 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
     }
   }
 
-  // Floats of shared memory a warp needs where rows are split; twice, so that one barrier a group is enough.
+  // Floats of shared memory per warp if rows are split; twice, so that one barrier per group is enough.
   static constexpr int kPartial = M * R * (Parts + 1);
 
  private:
@@ -276,7 +278,7 @@ inline void check_plan(const Plan& plan) {
                 "split_k is " << plan.split << ", expected 1, 2, 4 or 8");
 }
 
-// body(integral_constant<int, M>): the fewest rows of x at once, of 1, 2, 4 and 8, that hold `rows` or are 8.
+// body(integral_constant<int, M>): M is the smallest of 1, 2, 4 and 8 that is at least `rows`, or 8.
 template <class Body> void by_rows(int64_t rows, const Body& body) {
   if (rows <= 1) body(std::integral_constant<int, 1>{});
   else if (rows <= 2) body(std::integral_constant<int, 2>{});
@@ -284,7 +286,7 @@ template <class Body> void by_rows(int64_t rows, const Body& body) {
   else body(std::integral_constant<int, kMostRows>{});
 }
 
-// CTAs: no more than there is work for. Rows of x beyond 8 are further passes over the weights, as gridDim.y.
+// CTAs: no more than there is work for. Rows of x beyond 8 need further passes over the weights, as gridDim.y.
 template <class P> Shape shape_of(const Plan& plan, int64_t outputs, int64_t rows) {
   const int64_t teams = kWarps / plan.split, groups = (outputs + P::R - 1) / P::R;
   const int64_t grid = std::min(plan.grid, (groups + teams - 1) / teams), passes = (rows + kMostRows - 1) / kMostRows;

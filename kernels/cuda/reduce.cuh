@@ -19,8 +19,8 @@ template <int Lanes = kWarp> __device__ __forceinline__ float lanes_max(float v)
   return v;
 }
 
-// R sums over `Lanes` neighbouring lanes (powers of two, R <= Lanes); every lane gets all of them. Each step halves what a
-// lane still adds up, so that R = 4 over 16 lanes take 8 shuffles, where one after the other would be 16.
+// R sums over `Lanes` neighbouring lanes (powers of two, R <= Lanes); every lane gets all of them. Each step halves the
+// sums that a lane still adds up, so that R = 4 over 16 lanes take 8 shuffles instead of 16.
 template <int R, int Lanes> __device__ __forceinline__ void lanes_sum_each(float (&v)[R]) {
   if constexpr (R == 1) {
     v[0] = lanes_sum<Lanes>(v[0]);

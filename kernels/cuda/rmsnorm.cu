@@ -2,13 +2,13 @@
 //
 // bytes   2 M d b + d b (b = bytes an element)      FLOPs   4 M d
 // roofline at M=1, d=4096, bf16 on an H200: 25 KB at 4.3 TB/s are 6 ns; a graph node and two latencies are 2.8 us. So
-// what counts is the chain of latencies: one load of x, one reduction, one store.
+// the chain of latencies decides: one load of x, one reduction, one store.
 // knobs   threads = d b / 16 in whole warps, grid = M (knobs/gpu/rows.py); pdl: launched as a programmatic dependent.
-// design  One CTA a row. The row is read once and stays in registers, 8 bf16 a thread and vector, up to 4 vectors; a
-//         longer row (above 32768) is read again from L2. The weight, where registers hold it too (2 vectors), is fetched
-//         before the wait for x's producer.
-// tried   (ptxas, sm_90a, bf16) the weight held in registers beside 4 and 8 vectors of x: spills 56 and 384 bytes; 8
-//         vectors of x without it: 64 bytes.
+// design  One CTA per row. The row is read once and stays in registers, 8 bf16 per thread and vector, up to 4 vectors;
+//         a longer row (above 32768) is read again from L2. The weight, if registers also hold it (2 vectors), is
+//         fetched before the wait for x's producer.
+// tried   (ptxas, sm_90a, bf16) the weight in registers with 4 and 8 vectors of x: spills 56 and 384 bytes; 8 vectors
+//         of x without it: 64 bytes.
 // idea    quack's rmsnorm ladder (threads and registers by row length).
 // status  compiled and emulated; not yet run on silicon
 #include "launch.cuh"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr unsigned kMostThreads = 1024;
 
-// Held: vectors a thread keeps of its row; 0: none, the row is longer than 4 a thread and read twice.
+// Held: vectors of its row in a thread's registers; 0: none, the row is longer than 4 per thread and is read twice.
 template <class T, int Held, bool Aligned>
 __global__ void __launch_bounds__(kMostThreads)
     rmsnorm_rows(Matrix<const T> x, const T* weight, Matrix<T> y, float eps, float offset) {

@@ -4,11 +4,11 @@
 //
 // bytes   2 M (Hq + Hkv) D b      FLOPs   3 M (Hq + Hkv) R
 // roofline at M=1, 32 + 8 heads of 128, bf16 on an H200: 20 KB at 4.3 TB/s are 5 ns; a node and two latencies are 2.8 us.
-// knobs   a warp a head, 32 min(8, Hq + Hkv) threads, grid = ceil(M (Hq + Hkv) / warps) (knobs/gpu/rows.py); pdl.
-// design  The angle is reduced in double, in half turns: exact for positions of any size, where a float's 24 bits would
-//         leave 131072 radians with an error of 0.008. What is left lies in -1 .. 1, and sincospi of it needs neither a
-//         range reduction nor the local memory that sincosf's takes. Five double operations a pair: 160 clocks a head
-//         even where double runs at 1/64 rate. A lane reads both members of its pairs before it writes: q_out may be q.
+// knobs   a warp per head, 32 min(8, Hq + Hkv) threads, grid = ceil(M (Hq + Hkv) / warps) (knobs/gpu/rows.py); pdl.
+// design  The angle is reduced in double, in half turns: exact for positions of any size; with a float's 24 bits,
+//         131072 radians would have an error of 0.008. The remainder is in -1 .. 1, and its sincospi needs neither a
+//         range reduction nor the local memory of sincosf. Five double operations per pair: 160 clocks per head even if
+//         double runs at 1/64 rate. A lane reads both members of its pairs before it writes: q_out may be q.
 // status  compiled and emulated; not yet run on silicon
 #include "angle.cuh"
 #include "launch.cuh"

@@ -6,20 +6,22 @@
 // bytes   B V b + 8 B L      FLOPs   about 6 B V
 // roofline at B=1, V=128256, bf16 on an H200: 257 KB from L2 over 12 SMs (rho = 73 GB/s each) are 0.3 us; a node and two
 // latencies are 2.8 us.
-// knobs   ctas_per_row (knobs/gpu/sampling.py): where reading by c CTAs and joining c partial results cost the same; pdl.
+// knobs   ctas_per_row (knobs/gpu/sampling.py): where reading by c CTAs and joining c partial results cost the same;
+//         pdl.
 // design  c CTAs read a row once, for the maximum and the mass of every 128 logits. The last of them to finish does the
-//         rest, and mostly needs no more than a few of these blocks:
+//         rest, and usually reads only a few of these blocks:
 //           top_k   the k-th largest block maximum is at most the k-th largest logit, since k blocks hold one each as
-//                   large: only blocks and logits above it are looked at;
+//                   large: only blocks and logits above it are read;
 //           top_p   tokens of less than (1 - p) / V of the mass cannot be needed: together they are less than 1 - p.
-//         What passes both, up to 4096 tokens, is gathered into shared memory in index order; if more pass, the row is
-//         read again instead. Either way the edge is found by radix selection, a byte of the key a pass, by count for
+//         Tokens that pass both, up to 4096, are gathered into shared memory in index order; if more pass, the row is
+//         read again instead. Either way the edge is found by radix selection, a byte of the key per pass, by count for
 //         top_k and by mass for top_p. Mass is a 64-bit integer, so that sums do not depend on their order: the same
-//         inputs give the same token, and ties go by index exactly.
-//         Nothing is sorted, and the penalised row is not stored: a bit a token says whether it is in the history.
+//         inputs give the same token, and ties are resolved by index exactly.
+//         Nothing is sorted, and the penalised row is not stored: one bit per token marks the tokens in the history.
 // idea    selection without sorting: FlashInfer's sampling; blocks' maxima: kernels/cpu/sample.cpp.
-// tried   (ptxas) the loops over a list four times unrolled, as the compiler has it: a penalty is a division, and four of
-//         them in each of seven places spilled 116 bytes on sm_90. Where they add up atomically no load overtakes.
+// tried   (ptxas) loops over a list unrolled four times, the compiler's default: a penalty is a division, and four of
+//         them in each of seven places spilled 116 bytes on sm_90. Loops that add atomically gain nothing: no load
+//         moves past an atomic.
 // status  compiled and emulated; not yet run on silicon
 #include "reduce.cuh"
 #include "workspace.cuh"
@@ -49,7 +51,7 @@ template <class T> struct Rows {
 
 // --- the row --------------------------------------------------------------------------------------------------------
 
-// Which tokens below `tokens`, from `first` on, are in the history: a bit each. Ends with a barrier.
+// Marks the tokens below `tokens`, from `first` on, that are in the history: one bit each. Ends with a barrier.
 template <class T> __device__ void mark(const Rows<T>& r, int64_t b, int first, int tokens, uint32_t* bits) {
   for (int i = int(threadIdx.x); i < (tokens + 31) / 32; i += kThreads) bits[i] = 0;
   __syncthreads();
@@ -73,7 +75,7 @@ template <class T> struct Penalised {
   }
 };
 
-// What selection works on: a whole row, or the tokens gathered from it.
+// The input of a selection: a whole row, or the tokens gathered from it.
 template <class T> struct Whole {
   Penalised<T> row;
   int n;
@@ -87,7 +89,7 @@ struct Few {
   __device__ __forceinline__ float value(int i) const { return z[i]; }
   __device__ __forceinline__ int index(int i) const { return at[i]; }
 };
-struct Values {  // numbers alone
+struct Values {  // plain numbers
   const Block* blocks;
   int n;
   __device__ __forceinline__ float value(int i) const { return __ldcg(&blocks[i].most); }
@@ -103,7 +105,7 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Kept: a larger key than `edge`, or the same and an index of at most `last`.
+// Kept: a key larger than `edge`, or an equal key and an index of at most `last`.
 struct Cut {
   uint32_t edge;
   int last;
@@ -141,7 +143,7 @@ __device__ __forceinline__ Mass lanes_scan(Mass v) {  // inclusive
   return v;
 }
 
-// The sum over all threads before this one; `total`: over all. Two barriers.
+// Return the sum over all threads before this one; `total`: over all. Two barriers.
 __device__ Mass block_scan(Mass v, Room& room, Mass& total) {
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const Mass to_here = lanes_scan(v);
@@ -157,9 +159,9 @@ __device__ Mass block_scan(Mass v, Room& room, Mass& total) {
   return before + to_here - v;
 }
 
-// The smallest key whose weight counts and above which less than `wanted` of the weight lies; `above`: how much does.
-// weight(z, index) of every element; those of none are as if they were not there. By bytes from the top: a histogram of
-// weight, then the bin in which `wanted` is reached.
+// Return the smallest key with weight such that less than `wanted` of the weight is above it; `above`: that weight.
+// weight(z, index) is called for every element; elements of weight 0 are ignored. From the top byte down: a histogram
+// of weight, then the bin in which `wanted` is reached.
 template <class List, class Weight>
 __device__ uint32_t select(const List& list, const Weight& weight, Mass wanted, Room& room, Mass& above) {
   uint32_t key = 0;
@@ -198,7 +200,8 @@ __device__ uint32_t select(const List& list, const Weight& weight, Mass wanted, 
   return key;
 }
 
-// The index of the first element up to which, in order, more than target(total) of the weight lies; -1: there is none.
+// Return the index of the first element, in order, at which the cumulative weight exceeds target(total); -1: there is
+// none.
 template <class List, class Weight, class Target>
 __device__ int locate(const List& list, const Weight& weight, const Target& target, Room& room) {
   const int each = (list.n + kThreads - 1) / kThreads, from = min(int(threadIdx.x) * each, list.n);
@@ -224,14 +227,15 @@ __device__ int locate(const List& list, const Weight& weight, const Target& targ
   return found;
 }
 
-// Tokens of at least `from` into shared memory, in index order; their number, or kFew + 1 if they are too many.
+// Gathers tokens of at least `from` into shared memory, in index order; returns their number, or kFew + 1 if there are
+// too many.
 template <class T>
 __device__ int gather(const Penalised<T>& row, int tokens, const Block* blocks, float from, Room& room) {
   const int count = (tokens + kBlock - 1) / kBlock, lane = int(threadIdx.x) % kWarp;
   const int each = (count + kWarps - 1) / kWarps, warp = int(threadIdx.x) / kWarp;
   const int first = min(warp * each, count), end = min(first + each, count);
   int place = 0, all = 0;
-  for (int pass = 0; pass < 2; ++pass) {  // first how many, then where to
+  for (int pass = 0; pass < 2; ++pass) {  // first the number, then the position
     int found = place;
     for (int b = first; b < end; ++b) {
       if (!(__ldcg(&blocks[b].most) >= from)) continue;  // the same for the whole warp
@@ -264,7 +268,7 @@ struct Wishes {
   int top_k;
 };
 
-// Of the first `left` elements with this key, the index of the last; with fewer there is no need to ask.
+// Return the index of the last of the first `left` elements with this key; with fewer there is no need to search.
 template <class List>
 __device__ int last_of_ties(const List& list, uint32_t key, const Cut& cut, Mass left, Room& room) {
   const auto tied = [&](float z, int i) { return Mass(key_of(z) == key && cut.keeps(key, i)); };
@@ -272,7 +276,7 @@ __device__ int last_of_ties(const List& list, uint32_t key, const Cut& cut, Mass
   return found < 0 ? 0x7fffffff : found;
 }
 
-// `whole`: the mass of the row, of which the list may lack what is below every edge; 0: the list is what counts.
+// `whole`: the mass of the row, of which the list may lack tokens below every edge; 0: the mass of the list.
 template <class List>
 __device__ int draw(const List& list, const Wishes& wish, const Weigh& weigh, Mass whole, Room& room) {
   Cut cut{0, 0x7fffffff};
@@ -308,7 +312,7 @@ __device__ int draw(const List& list, const Wishes& wish, const Weigh& weigh, Ma
                 room);
 }
 
-// The largest of the blocks' maxima, and the lowest block that has it.
+// Return the largest of the blocks' maxima, and the lowest block that has it.
 __device__ float top_of(const Block* blocks, int count, Room& room, int& where) {
   float most = -INFINITY;
   for (int i = int(threadIdx.x); i < count; i += kThreads) most = fmaxf(most, __ldcg(&blocks[i].most));
@@ -359,7 +363,7 @@ __device__ int token_of(const Rows<T>& r, int64_t b, const Block* blocks, Room& 
       if (top > -INFINITY) mass += __ldcg(&blocks[i].mass) * (top == most ? 1.0f : expf((top - most) * weigh.over_t));
     }
     const float total = block_sum(mass, reinterpret_cast<float*>(room.bins));
-    // A thousandth of a temperature lower, for the roundings of exp and log.
+    // A thousandth of a temperature lower, to allow for the roundings of exp and log.
     const float least = most + (logf((1.0f - wish.top_p) * total / float(tokens)) - 1e-3f) * wish.temperature;
     from = fmaxf(from, least), whole = Mass(total * weigh.scale);
     __syncthreads();

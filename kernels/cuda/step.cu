@@ -1,23 +1,23 @@
 // step   one whole decode step of B <= 8 sequences over a contiguous cache in one launch: tokens -> logits[B,V]
 //
 // bytes   every weight and every key and value in reach, once      FLOPs   2 B (weights) + 4 B Hq D (keys)
-// roofline of llama-8b at B=1, context 8192, bf16 on an H200: 16.1 GB at 4.3 TB/s are 3.74 ms; by the estimated rates one
-// launch of 195 tasks takes 4.10 ms, a graph of 228 plain nodes 4.39, one of 192 dependent launches 4.16
-// (knobs/gpu/persistent.py): worth a race against the first only.
-// knobs   (candidates/cuda/step.py; knobs/gpu/{gemv,attention,persistent}.py) of each task those of the kernel it is made of;
-//         grid: every CTA that can be resident. Compiled in: AUTOSEL_M rows of x, AUTOSEL_HEAD_ROWS query rows a KV head
-//         together, AUTOSEL_LANES lanes a key, AUTOSEL_UNROLL and AUTOSEL_ROWS as in gemv.cu.
-// design  The host writes down a list of tasks once; all CTAs go through it. A task has units (groups of weight rows,
-//         chunks of keys, heads, rows of x), which CTAs take in turns; one that has none goes on to the next task at
-//         once. Each task has a counter of the CTAs that are done with it, and whoever takes part in the next waits for
-//         all of them: after its first weights are on their way (project.cuh: UNROLL vectors a lane), so the stream from
-//         memory does not drain at the border. Counters only grow; a step waits for its own multiple, so nothing is
-//         cleared between steps, and a captured launch can be replayed.
-//         CTAs that wait for each other must all be resident: the launch is cooperative, and its grid no more than
-//         occupancy x SMs; else it is refused. A wait that outlasts the limit sets the state's first word to one more
-//         than the task it waited in; then nobody waits any longer, and later steps return at once.
+// roofline of llama-8b at B=1, context 8192, bf16 on an H200: 16.1 GB at 4.3 TB/s are 3.74 ms; by the estimated rates
+// one launch of 195 tasks takes 4.10 ms, a graph of 228 plain nodes 4.39, one of 192 dependent launches 4.16
+// (knobs/gpu/persistent.py): worth a race against plain nodes only.
+// knobs   (candidates/cuda/step.py; knobs/gpu/{gemv,attention,persistent}.py) for each task those of its kernel; grid:
+//         every CTA that can be resident. Compiled in: AUTOSEL_M rows of x, AUTOSEL_HEAD_ROWS query rows per KV head
+//         together, AUTOSEL_LANES lanes per key, AUTOSEL_UNROLL and AUTOSEL_ROWS as in gemv.cu.
+// design  The host writes a list of tasks once; all CTAs go through it. A task has units (groups of weight rows, chunks
+//         of keys, heads, rows of x), which CTAs take in turn; a CTA without a unit goes on to the next task at once.
+//         Each task has a counter of the CTAs that finished it, and a CTA with a unit of the next task waits for all of
+//         them. Before it waits, it issues the loads of its first weights (project.cuh: UNROLL vectors per lane), so
+//         the stream from memory does not drain between tasks. Counters only grow and a step waits for its own
+//         multiple, so nothing is cleared between steps and a captured launch can be replayed.
+//         CTAs that wait for each other must all be resident: the launch is cooperative, with a grid of at most
+//         occupancy x SMs, and is refused otherwise. A wait that exceeds the time limit sets the state's first word to
+//         one more than its task; then no CTA waits any longer, and later steps return at once.
 //         The arithmetic is that of the kernels for single ops, from the same headers and in the same order.
-// idea    counters instead of grid barriers, weights ahead of the dependency: Hazy Research's Llama megakernel.
+// idea    counters instead of grid barriers, weights before the dependency: Hazy Research's Llama megakernel.
 // status  compiled and emulated; not yet run on silicon
 #define AUTOSEL_THREADS 128
 
@@ -41,14 +41,14 @@ namespace {
 
 constexpr int kM = AUTOSEL_M, kHeadRows = AUTOSEL_HEAD_ROWS, kLanes = AUTOSEL_LANES;
 static_assert(kM == 1 || kM == 2 || kM == 4 || kM == 8, "rows of x at once");
-constexpr int kCtas = kHeadRows < 4 ? 3 : 2;  // CTAs an SM is to hold: registers are capped for it
+constexpr int kCtas = kHeadRows < 4 ? 3 : 2;  // CTAs that an SM must be able to hold: caps the registers
 
-// --- tasks, as the host writes them: 8-byte words, the rest of a task's place is unused ------------------------------
+// --- tasks, as the host writes them: 8-byte words, the rest of a task's slot is unused ------------------------------
 
 constexpr int kTaskWords = 32;
 enum Kind : int64_t { kEmbed, kProject, kRotate, kAttend, kNorm, kKinds };
 
-struct Head { int64_t kind, words, units; };  // words: of the struct, so that host and kernel cannot disagree unnoticed
+struct Head { int64_t kind, words, units; };  // words: of the struct, so that a mismatch of host and kernel is noticed
 
 template <class T> struct EmbedTask {
   Head head;
@@ -77,8 +77,8 @@ template <class T> struct ProjectTask {
   int64_t residual_stride;
 };
 
-// Of each row the heads of q, k and v, side by side: q and k normed where a weight is given, and rotated; q to `q`, k and v
-// to the row's place in the cache.
+// For each row the heads of q, k and v, side by side: q and k are normed if a weight is given, and rotated; q goes to
+// `q`, k and v to the row's slot in the cache.
 template <class T> struct RotateTask {
   Head head;
   const T* qkv;
@@ -104,7 +104,7 @@ template <class T> struct AttendTask {
   int64_t k_stride[3], v_stride[3];  // batch, head, token
   const int32_t* lengths;
   int64_t max_len, heads, group, width, window;
-  double scale, softcap;  // as attention.cuh's Queries has them
+  double scale, softcap;  // as in attention.cuh's Queries
   int64_t chunk, splits;
   float* sums;
   unsigned* counters;
@@ -129,10 +129,10 @@ static_assert(sizeof(AttendTask<float>) <= 8 * kTaskWords && sizeof(RotateTask<f
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
-// state: why it stopped (0: it did not; else 1 + the task), steps taken, CTAs that have ended, a counter a task.
+// state: why it stopped (0: it did not; else 1 + the task), steps taken, CTAs that have ended, one counter per task.
 enum { kStopped, kSteps, kEnded, kCounters };
 
-// Before a task: until `from` CTAs are done with the one ahead, this time.
+// Before a task: waits until `from` CTAs have finished the previous task in this step.
 struct Wait {
   unsigned* state;
   int task;
@@ -154,20 +154,20 @@ struct Wait {
         rest();
       }
       if (stopped) atomicExch(state + kStopped, unsigned(task) + 1);
-      (void)load_acquired(counter);  // what the CTAs that were counted wrote is seen from here on
+      (void)load_acquired(counter);  // makes the writes of the counted CTAs visible
     }
     __syncthreads();
   }
 };
 
 // --- what a CTA does of a task ---------------------------------------------------------------------------------------
-// Functions of their own, but for the products: inlined together they kept each other's addresses in registers, and
-// ptxas spilled 288 bytes for sm_120.
+// Separate functions, except the products: inlined together they kept each other's addresses in registers, and ptxas
+// spilled 288 bytes for sm_120.
 
 template <class T> __device__ __noinline__ void embed(const EmbedTask<T>& t) {
   for (int64_t m = blockIdx.x; m < t.rows; m += gridDim.x) {
     const int64_t token = t.tokens[m];
-    const bool there = token >= 0 && token < t.vocabulary;  // what is in no table is zeros, not somebody else's memory
+    const bool there = token >= 0 && token < t.vocabulary;  // a token outside the table gives zeros, not other memory
     for (int64_t i = threadIdx.x; i < t.d; i += blockDim.x) {
       const float x = there ? widen(t.table[token * t.stride + i]) : 0.0f;
       t.out[m * t.d + i] = narrow<T>(x * float(t.scale));
@@ -212,7 +212,7 @@ template <class T> __device__ void project(const ProjectTask<T>& t, const Wait& 
   }
 }
 
-// A warp a head of a row; its elements lie in shared memory meanwhile.
+// One warp per head of a row; shared memory holds its elements meanwhile.
 template <class T> __device__ __noinline__ void rotate(const RotateTask<T>& t) {
   constexpr int V = kVec<T>;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp, width = int(t.width);
@@ -255,7 +255,7 @@ template <class T> __device__ __noinline__ void rotate(const RotateTask<T>& t) {
     if (which > 0) {
       const int kv = which - 1;
       const int64_t head = h - t.q_heads - kv * t.heads;
-      const bool there = position >= 0 && position < t.room;  // a token behind the cache's end is not written
+      const bool there = position >= 0 && position < t.room;  // a token beyond the cache's end is not written
       to = there ? t.cache[kv] + m * t.batch[kv] + head * t.head_stride[kv] + position * t.token[kv] : nullptr;
     }
     if (to)
@@ -285,7 +285,7 @@ template <class T> __device__ __noinline__ void attend_all(const AttendTask<T>& 
     part.walk();
     part.lay_out();
     attention::finish<kHeadRows, A::kWide>(a, task, {t.sums, t.counters}, seat);
-    __syncthreads();  // the next unit's ring is where these sums are
+    __syncthreads();  // the next unit's ring overwrites these sums
   }
 }
 
@@ -312,7 +312,7 @@ template <class T> __device__ __noinline__ void norm(const NormTask<T>& t) {
       }
       store(t.out + m * t.out_stride + i, narrow<T>(x));
     }
-    __syncthreads();  // the next row's sums go into the same scratch
+    __syncthreads();  // the next row's sums use the same memory
   }
 }
 
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   for (int i = 0; i < tasks; ++i) {
     const int64_t* words = program + int64_t(i) * kTaskWords;
     const int64_t kind = as<Head>(words).kind;
-    // Of the task before it is asked again: kept from task to task, it took a register of the products.
+    // The previous task's value is read again: kept from task to task, it took a register of the products.
     const unsigned ahead = i > 0 ? takers(words - kTaskWords) : 0;
     if (blockIdx.x < takers(words)) {
       const Wait wait{state, i, ahead, step, limit_ns};
@@ -383,8 +383,8 @@ template <class T> int64_t resident(const Stream& stream, size_t bytes) {
   return int64_t(sms) * ctas;
 }
 
-// found int64[1] on the host: the CTAs that `like`'s device holds at once; a launch of more is refused. Raises ValueError
-// where there are no cooperative launches.
+// found int64[1] on the host: the CTAs that `like`'s device holds at once; a larger launch is refused. Raises
+// ValueError if there are no cooperative launches.
 void step_resident(TensorView like, int64_t slots, TensorView found) {
   AUTOSEL_CHECK(found.device().device_type == kDLCPU && is(found, kDLInt, 64) && found.numel() == 1, "found is int64[1]");
   AUTOSEL_CHECK(slots >= 2 && slots <= attention::kMostSlots, "slots is " << slots);
@@ -399,8 +399,8 @@ void step_resident(TensorView like, int64_t slots, TensorView found) {
 }
 
 // program int64 [tasks, kTaskWords] and state int32 [kCounters + tasks] on `like`'s device; grid 0: as many as can be
-// resident. Raises ValueError for more than that. Nothing of the program is looked at here: step_check did, on the host.
-// times int64 [tasks], if given: when the last CTA was done with each task, by the device's clock, in ns.
+// resident. Raises ValueError for a larger grid. Does not check the program: step_check did, on the host. times int64
+// [tasks], if given: when the last CTA finished each task, by the device's clock, in ns.
 void step(TensorView program, TensorView state, Optional<TensorView> times, TensorView like, int64_t grid, int64_t slots,
           int64_t limit_us) {
   check_form(program, "program", program, 2), check_form(state, "state", program, 1);
@@ -431,7 +431,7 @@ void step(TensorView program, TensorView state, Optional<TensorView> times, Tens
   });
 }
 
-// --- what the host is told of a program before it goes to the device --------------------------------------------------
+// --- checks of a program on the host, before it goes to the device --------------------------------------------------
 
 template <class P> bool on_16(P* p) { return p != nullptr && uintptr_t(p) % 16 == 0; }
 
@@ -496,7 +496,7 @@ template <class T> void check_task(const int64_t* words, int64_t i) {
   }
 }
 
-// program: the words on the host. Raises ValueError for what a device must not be given.
+// program: the words on the host. Raises ValueError for a program that must not run on a device.
 void step_check(TensorView program, TensorView like) {
   AUTOSEL_CHECK(program.device().device_type == kDLCPU && program.ndim() == 2 && is(program, kDLInt, 64) &&
                     program.size(1) == kTaskWords && (program.size(0) == 1 || program.stride(0) == kTaskWords),

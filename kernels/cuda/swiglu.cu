@@ -2,8 +2,10 @@
 //
 // bytes   3 M I b (b = bytes an element)      FLOPs   5 M I
 // roofline at M=1, I=14336, bf16 on an H200: 86 KB at 4.3 TB/s are 20 ns; a graph node and two latencies are 2.8 us.
-// knobs   grid = ceil(M I b / 16 / 256), 256 threads, a vector each (knobs/gpu/rows.py); pdl: a programmatic dependent.
-// design  gated.cuh. Its place is gate_up's epilogue, where it costs nothing; alone it serves chains that have gate and up.
+// knobs   grid = ceil(M I b / 16 / 256), 256 threads, one vector each (knobs/gpu/rows.py); pdl: a programmatic
+//         dependent.
+// design  gated.cuh. In the epilogue of gate_up it costs nothing; this kernel is for programs that already have gate
+//         and up.
 // status  compiled and emulated; not yet run on silicon
 #include "gated.cuh"
 

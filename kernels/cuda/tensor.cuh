@@ -1,4 +1,4 @@
-// What every entry point does with its arguments before it launches: check, give pointers, choose the storage type.
+// The handling of arguments in every entry point before it launches: check, get pointers, choose the storage type.
 #pragma once
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -44,7 +44,7 @@ inline void check_form(const TensorView& t, const char* name, const TensorView& 
     AUTOSEL_CHECK(t.size(i) <= kMostElements, name << ": a dimension of " << t.size(i) << " elements is too long");
 }
 
-// Rows of elements, each row contiguous; `stride` in elements. A null `at` is an absent one.
+// Rows of elements, each row contiguous; `stride` in elements. Absent if `at` is null.
 template <class T> struct Matrix {
   T* at;
   int64_t rows, columns, stride;
@@ -71,19 +71,19 @@ template <class T> T* vector(const TensorView& t, const char* name, const Tensor
   return data<T>(t);
 }
 
-// e4m3 bytes: torch.float8_e4m3fn, or plain uint8 where a framework has no such type.
+// e4m3 bytes: torch.float8_e4m3fn, or plain uint8 if a framework has no such type.
 inline bool is_e4m3(const TensorView& t) {
   return is(t, kDLFloat8_e4m3fn, 8) || is(t, kDLUInt, 8);
 }
 
-// May rows of m be read as 16-byte vectors from their first element on? A null matrix forbids nothing.
+// Return true if rows of m may be read as 16-byte vectors from their first element on. A null matrix has no constraint.
 template <class T> bool aligned(const Matrix<T>& m) {
   return uintptr_t(m.at) % 16 == 0 && (m.rows <= 1 || m.stride * int64_t(sizeof(T)) % 16 == 0);
 }
 template <class T> bool aligned(const T* p) { return uintptr_t(p) % 16 == 0; }
 
-// A build serves one storage type where -DAUTOSEL_BF16, _FP16 or _FP32 names it: a third of the work for the compiler,
-// and a tune needs one. Without such a flag it serves all three.
+// A build serves one storage type if -DAUTOSEL_BF16, _FP16 or _FP32 names it: a third of the work for the compiler, and
+// a tune needs one. Without such a flag it serves all three.
 #if defined(AUTOSEL_BF16) || defined(AUTOSEL_FP16) || defined(AUTOSEL_FP32)
 #define AUTOSEL_ONE_DTYPE 1
 #endif

@@ -1,4 +1,4 @@
-// Storage types, and 16-byte vectors of them: what a load brings is kept as 16 raw bytes until it is multiplied.
+// Storage types, and 16-byte vectors of them: a loaded vector stays 16 raw bytes until it is multiplied.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,10 +1,10 @@
-// Device memory that a kernel keeps from call to call, and counters by which its last CTA knows that it is the last.
+// Device memory that a kernel keeps between calls, and counters by which a CTA knows that it is the last.
 //
-// One a stream, and one a graph being captured on it: calls of a stream follow each other, replays of a graph do too,
-// but two graphs captured on one stream may run at once on two. (cudaStreamPerThread is one handle for many streams.) It
-// grows when a larger shape comes (at the first call of a bound callable, which is not captured) and is never given back:
-// a captured graph may hold its address. Counters are zero between calls: the last CTA takes a counter back to zero by the
-// increment that finds it.
+// There is one per stream, and one per graph captured on it: calls of a stream follow each other, and so do replays of
+// a graph, but two graphs captured on one stream may run at the same time on two streams. (cudaStreamPerThread is one
+// handle for many streams.) The memory grows when a larger shape comes (at the first call of a bound callable, which is
+// not captured) and is never freed: a captured graph may contain its address. Counters are zero between calls: the last
+// CTA resets a counter with the increment that detects it.
 #pragma once
 #include <thread>
 #include <tuple>
@@ -12,7 +12,7 @@
 #include "launch.cuh"
 
 namespace autosel {
-namespace {  // each library its own: see launch.cuh
+namespace {  // one per library: see launch.cuh
 
 class Workspace {
  public:
@@ -30,7 +30,7 @@ class Workspace {
     if (bytes > room.bytes) room.memory = allocate(bytes), room.bytes = bytes;
     if (counters > room.counters) {
       void* made = allocate(counters * sizeof(unsigned));
-      clear(made, counters * sizeof(unsigned));  // may raise: they are kept once they are zero
+      clear(made, counters * sizeof(unsigned));  // may raise: they are kept only after they are zero
       room.counter = static_cast<unsigned*>(made), room.counters = counters;
     }
     memory_ = static_cast<char*>(room.memory), counter_ = room.counter;
@@ -45,7 +45,8 @@ class Workspace {
     size_t bytes = 0, counters = 0;
   };
 
-  // A capture forbids allocation in its own mode, for it would not be replayed. This one need not be.
+  // A capture forbids allocation in its own mode, because the replay would not repeat it. This one need not be
+  // repeated.
   struct Relaxed {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     Relaxed() { check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode"); }
@@ -73,9 +74,9 @@ class Workspace {
 
 }  // namespace
 
-// Is this CTA the last of `of` to come here? All threads get the answer, and if it is yes, see what the others wrote
-// before they came. `flag`: one word of shared memory. The thread that counts is the one that fences, behind the barrier:
-// its fence then covers what all the CTA wrote, and is the only one that the memory model links to the count.
+// Return, in all threads, whether this CTA is the last of `of` to arrive; if it is, its threads see the writes of the
+// others before they arrived. `flag`: one word of shared memory. The thread that counts also fences, after the barrier:
+// its fence then covers all writes of the CTA, and only this fence is ordered with the count by the memory model.
 __device__ __forceinline__ bool last_to_arrive(unsigned* counter, unsigned of, unsigned* flag) {
   __syncthreads();
   if (threadIdx.x == 0) {

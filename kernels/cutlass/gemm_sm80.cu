@@ -5,17 +5,17 @@
 // roofline on an RTX 5070 Ti: M=16, N=K=4096: 33.6 MB at 824 GB/s are 40.8 us; M=N=K=4096: 137 GFLOP at 99 TFLOP/s are
 // 1.39 ms; a node and two latencies come to either.
 // knobs   (knobs/gpu/cutlass.py, `ampere`; the first three compiled in)
-//   AUTOSEL_ROWS, _COLUMNS  a tile's sides: 64 or 128 rows of w, 16 .. 128 rows of x
-//   AUTOSEL_STAGES          of 64 elements along K: what an SM can draw is under way, as far as shared memory holds it
-//   split_k                 CTAs a tile, where tiles are too few readers for DRAM, or leave the last wave half empty
-//   pdl                     launched as a programmatic dependent: the first weights come while x is being made
-// design  y^T = w x^T at every M, in CuTe's layouts: cp.async fills a swizzled ring, ldmatrix empties it, mma.m16n8k16
-//   adds up in fp32. Four warps share w's rows; from 128 columns on two share x's too. One barrier a stage. Split tiles
-//   leave their sums in a workspace and the last CTA to come adds them in order: one launch, the same bits each time.
-//   The tile goes through shared memory to become rows of y, where bias and residual are added before the one rounding.
-//   Tiles are walked in groups of 8 of w, so that a wave reads few rows of either operand.
+//   AUTOSEL_ROWS, _COLUMNS  sides of a tile: 64 or 128 rows of w, 16 .. 128 rows of x
+//   AUTOSEL_STAGES          of 64 elements along K: an SM's share of the read rate in flight, if shared memory holds it
+//   split_k                 CTAs per tile, if tiles are too few readers for DRAM, or leave the last wave half empty
+//   pdl                     launched as a programmatic dependent: the first weights are loaded while x is computed
+// design  y^T = w x^T at every M, in CuTe's layouts: cp.async fills a swizzled ring, ldmatrix reads it, mma.m16n8k16
+//   accumulates in fp32. Four warps share w's rows; from 128 columns on, two also share x's. One barrier per stage. Split
+//   tiles store their sums in a workspace and the last CTA to arrive adds them in order: one launch, the same bits each
+//   time. The tile goes through shared memory to become rows of y, where bias and residual are added before the one
+//   rounding. Tiles are processed in groups of 8 of w, so that a wave reads few rows of either operand.
 //   Operands that are not in rows of whole 16-byte vectors go to plain.cuh.
-// tried   the kernel's body compiled in nvcc's pass for the host too: 8 s more, for what that pass never calls
+// tried   the kernel's body also compiled in nvcc's pass for the host: 8 s more, for code that this pass never calls
 // idea    multistage pipeline: NVIDIA/cutlass, CuTe's tutorial; swapped operands: FlashInfer, DeepGEMM
 // status  compiled and emulated; not yet run on silicon
 #include <cute/tensor.hpp>
@@ -38,7 +38,8 @@
 
 namespace autosel {
 
-// Not nvcc's pass for the host: it has no such instructions, and would compile at length what it never calls.
+// Not in nvcc's pass for the host: it has no such instructions, and would spend long compiling code that it never
+// calls.
 #if defined(__CUDA_ARCH__) || !defined(__CUDACC__)
 #define AUTOSEL_RUNS 1
 #endif
@@ -95,47 +96,47 @@ constexpr int kWide = kVec<Half>;
 static_assert(kRows % (16 * kWarpsDown) == 0 && kColumns % (16 * kWarpsAcross) == 0, "whole instructions a warp");
 static_assert(kStages >= 2, "one tile is multiplied while the next comes");
 
-// Eight rows of 128 bytes, their 16-byte pieces exchanged by row: neither copies nor loads meet in a bank.
+// Eight rows of 128 bytes, their 16-byte pieces swapped by row: neither copies nor loads have bank conflicts.
 using Rows8 = Layout<cute::Shape<_8, Int<kDepth>>, cute::Stride<Int<kDepth>, _1>>;
 using Atom = decltype(composition(Swizzle<3, 3, 3>{}, Rows8{}));
 using RingW = decltype(tile_to_shape(Atom{}, cute::Shape<Int<kRows>, Int<kDepth>, Int<kStages>>{}));
 using RingX = decltype(tile_to_shape(Atom{}, cute::Shape<Int<kColumns>, Int<kDepth>, Int<kStages>>{}));
 using Product = TiledMMA<MMA_Atom<Multiply16x8x16<Half>>, Layout<cute::Shape<Int<kWarpsDown>, Int<kWarpsAcross>, _1>>,
                          cute::Tile<Int<16 * kWarpsDown>, Int<16 * kWarpsAcross>, _16>>;
-// A thread copies 16 bytes, eight threads a row.
+// A thread copies 16 bytes, eight threads copy a row.
 using Copies = decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Half>{},
                                         Layout<cute::Shape<Int<kThreads / 8>, _8>, cute::Stride<_8, _1>>{},
                                         Layout<cute::Shape<_1, Int<kWide>>>{}));
 
-constexpr int kPitch = kRows + 4;  // floats: lanes 4 g + t lay C down at (2 t, g) without meeting in a bank
+constexpr int kPitch = kRows + 4;  // floats: lanes 4 g + t store C at (2 t, g) without bank conflicts
 constexpr size_t kRingBytes = sizeof(Half) * size_t(cosize_v<RingW> + cosize_v<RingX>);
 constexpr size_t kEndBytes = sizeof(float) * kPitch * kColumns + 16;
 constexpr size_t kSharedBytes = kRingBytes > kEndBytes ? kRingBytes : kEndBytes;
 constexpr int kSums = kRows * kColumns;  // of a tile
-constexpr int kGroup = 8;  // tiles of w whose products with all of x follow each other, so that x and they stay in L2
+constexpr int kGroup = 8;  // consecutive tiles of w, each multiplied by all of x, so that both stay in L2
 
 struct Parts {
   int64_t down, across;  // tiles: of w's rows, of x's
-  int split;             // CTAs a tile
+  int split;             // CTAs per tile
   float* sums;           // [tile][split][kSums]
   unsigned* counters;    // [tile]
 };
 
 #ifdef AUTOSEL_RUNS
-// The CTA's tile: groups of kGroup tiles of w, in them one tile of x after the other.
+// The CTA's tile: groups of kGroup tiles of w, and in each group one tile of x after the other.
 __device__ __forceinline__ void place(const Parts& parts, int64_t& down, int64_t& across) {
   const int64_t whole = kGroup * parts.across, group = int64_t(blockIdx.x) / whole, in = int64_t(blockIdx.x) % whole;
   const int64_t left = parts.down - group * kGroup, wide = left < kGroup ? left : kGroup;
   down = group * kGroup + in % wide, across = in / wide;
 }
 
-// Rows first .. of m as a tensor: what lies beyond its end is asked for by `copy_tile`, never read.
+// Rows first .. of m as a tensor: `copy_tile` tests what is beyond its end and never reads it.
 __device__ __forceinline__ auto rows_from(const Matrix<const Half>& m, int64_t first) {
   return make_tensor(make_gmem_ptr(m.at + first * m.stride), make_shape(m.rows - first, m.columns),
                      make_stride(m.stride, _1{}));
 }
 
-// A tile's rows at depth k to a slot of the ring; zeros for what is beyond the matrix.
+// Copies a tile's rows at depth k to a slot of the ring; zeros beyond the matrix.
 template <int Tall, class From, class To>
 __device__ __forceinline__ void copy_tile(const From& from, To&& to, int64_t k) {
   static_assert(Tall % (kThreads / 8) == 0, "every thread copies as much");
@@ -166,7 +167,7 @@ template <class Sums> __device__ __forceinline__ bool join(const Parts& parts, i
   return true;
 }
 
-// The tile's sums, with what is added to them, as rows of y: through shared memory, to be stored 16 bytes at a time.
+// Stores the tile's sums, plus bias and residual, as rows of y: through shared memory, 16 bytes at a time.
 template <class Sums, class Where>
 __device__ __forceinline__ void store_tile(const Operands& o, int64_t n0, int64_t m0, const Sums& sums,
                                            const Where& where) {
@@ -224,7 +225,7 @@ __device__ __forceinline__ void multiply_tile(const Operands& o, const Parts& pa
   auto sums = partition_fragment_C(Product{}, cute::Shape<Int<kRows>, Int<kColumns>>{});
   clear(sums);
 
-  // Weights are constants: they come while x is being made.
+  // Weights are constants: they are loaded while x is computed.
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead)
     if (begin + ahead < end) fetch_w(begin + ahead);
@@ -236,7 +237,7 @@ __device__ __forceinline__ void multiply_tile(const Operands& o, const Parts& pa
   }
   for (int t = begin; t < end; ++t) {
     await_copies<kStages - 2>();
-    __syncthreads();  // tile t is here for all, and all have done with the slot that is filled next
+    __syncthreads();  // tile t has arrived for all, and all are done with the slot that is filled next
     if (t + kStages - 1 < end) fetch_w(t + kStages - 1), fetch_x(t + kStages - 1);
     commit_copies();
     const int slot = (t - begin) % kStages;
@@ -281,7 +282,7 @@ void gemm_sm80(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
          product_tiles, o, parts);
 }
 
-// lm_head's arguments; logits alone.
+// The arguments of lm_head; logits only.
 void lm_head_sm80(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t pdl) {
   AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");
   gemm_sm80(x, w, Optional<TensorView>{}, Optional<TensorView>{}, logits, split, pdl);

@@ -4,31 +4,32 @@
 // bytes   (N K + M K + M N) b, and M N b with a residual, b = 2      FLOPs   2 M N K
 // roofline on an H200: M=16, N=K=4096: 33.6 MB at 4.3 TB/s are 7.8 us; M=N=K=4096: 137 GFLOP at 0.78 PFLOP/s are
 // 176 us; a node and two latencies come to either.
-// knobs   (knobs/gpu/cutlass.py, `hopper`; compiled in, but for the last three)
+// knobs   (knobs/gpu/cutlass.py, `hopper`; compiled in, except the last three)
 //   AUTOSEL_SWAP       1 up to M2 rows: y^T = w x^T, the weights on the tile's long side, x on its short one
-//   AUTOSEL_TILE_M, _N a tile's sides: 64 or 128 rows of w by 16 .. 256 of x; above M2, 64 .. 256 of x and of w
-//   AUTOSEL_STAGES     of 64 elements along K: as many as keep an SM's share of the read rate under way, or as fit
-//   AUTOSEL_CLUSTER    2: two CTAs share w's part of a tile by multicast, where one tile draws more than L2 gives
-//   AUTOSEL_STREAM_K   1: CTAs may share a tile along K, by the scheduler that can
-//   split_k            CTAs a tile, where tiles are fewer than the SMs that DRAM needs as readers
-//   sms                CTAs that walk the tiles: one an SM
+//   AUTOSEL_TILE_M, _N sides of a tile: 64 or 128 rows of w by 16 .. 256 of x; above M2, 64 .. 256 of x and of w
+//   AUTOSEL_STAGES     of 64 elements along K: as many as keep an SM's share of the read rate in flight, or as fit
+//   AUTOSEL_CLUSTER    2: two CTAs share w's part of a tile by multicast, if one tile reads more than L2 gives
+//   AUTOSEL_STREAM_K   1: CTAs may share a tile along K, by CUTLASS's stream-K scheduler
+//   split_k            CTAs per tile, if tiles are fewer than the SMs that DRAM needs as readers
+//   sms                CTAs that process the tiles: one per SM
 //   pdl                launched as a programmatic dependent
-// design  CUTLASS's collectives: a warp of TMA loads into a ring of stages, warp groups of wgmma consume it; fp32 sums,
-//   to which the epilogue adds bias and residual before the one rounding, and which go to y by TMA. Tiles of 64 rows:
-//   two warp groups in turns, one stores while the other multiplies (ping-pong). Of 128 and more: both on one tile.
-//   Split tiles meet in a workspace, whose flags are cleared ahead of each launch: a node of its own, which the formula
-//   spends only where tiles of 64 rows are too few. Operands that TMA cannot fetch (rows that are not at 16 bytes) go
+// design  CUTLASS's collectives: a warp of TMA loads into a ring of stages, warp groups of wgmma consume it. The
+//         epilogue
+//   adds bias and residual to the fp32 sums before the one rounding, and stores y by TMA. Tiles of 64 rows: two warp
+//   groups in turn, one stores while the other multiplies (ping-pong). Of 128 and more: both on one tile.
+//   Split tiles meet in a workspace, whose flags are cleared before each launch: a separate node, which the formula
+//   uses only if tiles of 64 rows are too few. Operands that TMA cannot fetch (rows not aligned to 16 bytes) go
 //   to plain.cuh.
-// tried   without NDEBUG ptxas puts wgmma in line, one after the other (C7510), and spills 8 bytes; with it neither.
-//   tests/compile asserts it. Tiles of 8 columns: CUTLASS 4.2 compiles them with 2, 4, 8 stages only, so 16 is least.
-//   a decode attention on the same parts: not built. One query row a head fills 1 of wgmma's 64 rows, a group of 4 to 8
-//   still leaves 7 of 8 empty; K^T Q would fill them, and is bound by the read rate all the same, which the ring of
-//   cuda/attention.cuh already has in flight. It would earn its place from about 64 packed rows on.
+// tried   without NDEBUG ptxas serialises wgmma (C7510) and spills 8 bytes; with it neither.
+//   tests/compile asserts it. Tiles of 8 columns: CUTLASS 4.2 compiles them with 2, 4, 8 stages only, so 16 is the minimum.
+//   A decode attention from the same parts was not built. One query row per head fills 1 of wgmma's 64 rows, and a group
+//   of 4 to 8 still leaves 7 of 8 empty; K^T Q would fill them, but is also limited by the read rate, which the ring of
+//   cuda/attention.cuh already reaches. It would pay from about 64 packed rows on.
 // idea    swap and ping-pong at small M: NVIDIA/cutlass, examples 48 and 49; tile order: deepseek-ai/DeepGEMM
 // status  compiled; not yet run on silicon
-// An assertion is a call, and with a call between them wgmma instructions are put in line one after the other.
+// An assertion is a call, and a call between wgmma instructions serialises them.
 #define NDEBUG
-// Where CTAs share tiles, 4.2's scheduler does not compile with programmatic dependent launch.
+// If CTAs share tiles, the scheduler of CUTLASS 4.2 does not compile with programmatic dependent launch.
 #if !AUTOSEL_STREAM_K
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #endif
@@ -50,7 +51,7 @@ using namespace cute;
 constexpr bool kSwap = AUTOSEL_SWAP;      // weights on the tile's long side
 constexpr bool kSplit = AUTOSEL_STREAM_K;  // CTAs may share a tile along K
 #ifdef CUTLASS_ENABLE_GDC_FOR_SM90
-constexpr bool kWaits = true;  // for the kernel ahead, so that it may be launched before that has ended
+constexpr bool kWaits = true;  // for the previous kernel, so that it may be launched before that has ended
 #else
 constexpr bool kWaits = false;
 #endif
@@ -60,14 +61,14 @@ using Element = std::conditional_t<std::is_same<Half, bf16>::value, cutlass::bfl
 using Tile = cute::Shape<Int<AUTOSEL_TILE_M>, Int<AUTOSEL_TILE_N>, Int<kDepth>>;
 using Cluster = cute::Shape<Int<AUTOSEL_CLUSTER>, _1, _1>;
 
-// Two warp groups of 64 rows on one tile, or in turns on tiles of their own: the one stores while the other multiplies.
+// Two warp groups of 64 rows on one tile, or in turn on separate tiles: one stores while the other multiplies.
 constexpr bool kCooperative = AUTOSEL_TILE_M >= 128;
 using MainSchedule = std::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                         cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
 using EndSchedule = std::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
                                        cutlass::epilogue::TmaWarpSpecialized>;
 
-// y^T = w x^T has the outputs' bias along the tile's rows, y = x w^T along its columns.
+// For y^T = w x^T the bias runs along the tile's rows, for y = x w^T along its columns.
 using Fusion =
     std::conditional_t<kSwap, cutlass::epilogue::fusion::LinCombPerRowBias<Element, float, Element, Element, float>,
                        cutlass::epilogue::fusion::LinCombPerColBias<Element, float, Element, Element, float>>;
@@ -88,19 +89,19 @@ using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 constexpr int kMostShared = 227 << 10;  // of a CTA, sm_90
 static_assert(Kernel::SharedStorageSize <= kMostShared, "stages and tile do not fit shared memory");
 
-// Elements from one row to the next; of a single row any multiple of 16 bytes will do.
+// Elements from one row to the next; a single row takes any multiple of 16 bytes.
 template <class T> int64_t pitch(const Matrix<T>& m) {
   return m.rows > 1 ? m.stride : (m.columns + kWide - 1) / kWide * kWide;
 }
 template <class T> cute::Stride<int64_t, _1, int64_t> by_rows(const Matrix<T>& m) { return {pitch(m), _1{}, 0}; }
 
-// y or the residual, as the product sees it: [m, n] as it lies, or turned.
+// y or the residual in the order of the product: [m, n] as stored, or transposed.
 template <class T> typename Kernel::StrideD as_output(const Matrix<T>& m) {
   if constexpr (kSwap) return {_1{}, m.at ? pitch(m) : int64_t(0), 0};
   else return {m.at ? pitch(m) : int64_t(0), _1{}, 0};
 }
 
-// How CTAs share tiles, where they do: a tile's K in `split` equal parts, or with 1 all tiles' K as one line cut into
+// How CTAs share tiles, if they do: a tile's K in `split` equal parts, or with 1 all tiles' K as one line cut into
 // equal parts for all CTAs.
 template <class K, class Arguments> void share(Arguments& scheduler, int split) {
   if constexpr (kSplit) {
@@ -121,7 +122,7 @@ typename Kernel::Arguments arguments(const Operands& o, int64_t split, int64_t s
   args.epilogue.thread.alpha = 1.0f;
   args.epilogue.thread.beta = o.extras.residual.at ? 1.0f : 0.0f;
   args.epilogue.thread.bias_ptr = element(o.extras.bias);
-  // Without a residual none is read, but a descriptor is made: of y.
+  // Without a residual none is read, but the descriptor needs an address: that of y.
   args.epilogue.ptr_C = element(o.extras.residual.at ? o.extras.residual.at : o.y.at);
   args.epilogue.dC = o.extras.residual.at ? as_output(o.extras.residual) : as_output(o.y);
   args.epilogue.ptr_D = reinterpret_cast<Element*>(o.y.at), args.epilogue.dD = as_output(o.y);
@@ -152,7 +153,7 @@ void gemm_sm90(TensorView x, TensorView w, Optional<TensorView> bias, Optional<T
   succeed(Gemm::run(params, stream.get(), nullptr, kWaits && pdl != 0), "gemm_sm90: launch");
 }
 
-// lm_head's arguments; logits alone.
+// The arguments of lm_head; logits only.
 void lm_head_sm90(TensorView x, TensorView w, int64_t greedy, TensorView logits, int64_t split, int64_t sms,
                   int64_t pdl) {
   AUTOSEL_CHECK(greedy == 0, "gives logits, not tokens");

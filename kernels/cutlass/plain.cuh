@@ -1,5 +1,5 @@
-// The projection for operands that no wide load may touch: rows that do not start at 16 bytes, overlapping rows. Right
-// for every shape and stride, and slow: a build that is raced on aligned operands must still serve the odd call.
+// The projection for operands that wide loads cannot read: unaligned or overlapping rows. Correct for every shape and
+// stride, and slow: a build that is raced on aligned operands must also serve the others.
 #pragma once
 #include "../cuda/launch.cuh"
 
@@ -7,7 +7,7 @@ namespace autosel {
 
 constexpr int kPlainTile = 16;  // outputs on either side; 256 threads, one each
 
-// What is added to the product before its one rounding; null: nothing.
+// Addends of the product before its one rounding; null: none.
 template <class T> struct Extras {
   const T* bias;
   Matrix<const T> residual;

@@ -1,5 +1,5 @@
-// What both products' entries do first: check the operands of y = x @ w^T (+ bias) (+ residual), and tell whether rows
-// may be read 16 bytes at a time.
+// Shared beginning of both products' entries: check the operands of y = x @ w^T (+ bias) (+ residual), and find out
+// whether rows may be read 16 bytes at a time.
 #pragma once
 #include "plain.cuh"
 
@@ -19,7 +19,7 @@ struct Operands {
   Extras<Half> extras;
 };
 
-// Raises ValueError for operands that do not fit each other, TypeError for another dtype than the build's.
+// Raises ValueError for operands that do not match, TypeError for another dtype than the build's.
 inline Operands operands(const TensorView& x, const TensorView& w, const Optional<TensorView>& bias,
                          const Optional<TensorView>& residual, const TensorView& y) {
   const bool right = std::is_same<Half, bf16>::value ? is(x, kDLBfloat, 16) : is(x, kDLFloat, 16);
@@ -33,7 +33,7 @@ inline Operands operands(const TensorView& x, const TensorView& w, const Optiona
            residual ? matrix<const Half>(*residual, "residual", x, from.rows, n) : Matrix<const Half>{}}};
 }
 
-// Rows 16 bytes apart, none over another: what vectors and TMA's boxes ask for.
+// Return true if rows are aligned to 16 bytes and do not overlap, as vectors and TMA's boxes need.
 template <class T> bool regular(const Matrix<T>& m) {
   return m.at == nullptr || (aligned(m) && m.columns % kVec<T> == 0 && (m.rows <= 1 || m.stride >= m.columns));
 }

@@ -4,8 +4,8 @@
 bytes     b (4 M d + d) (b = bytes an element)      FLOPs   5 M d
 roofline  M=1, d=4096, bf16 on an H200 (4.3 TB/s estimated): 41 KB, 10 ns; the launch is all it costs (2-3 us)
 knobs     threads (knobs/gpu/rows.py): d * b / 16 in whole warps, one 16-byte vector a thread
-source    rmsnorm.py beside it. The sum is normalised as it is in fp32, before it is stored. new_residual may be
-          residual, and y may be x: a program reads its row whole before it writes.
+source    rmsnorm.py in this folder. The sum is normalised in fp32, before it is rounded. new_residual may be residual,
+          and y may be x: a program reads its whole row before it writes.
 status    compiled and interpreted; not yet run on silicon
 """
 

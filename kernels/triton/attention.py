@@ -1,7 +1,8 @@
-"""What the attention kernels share: the online softmax over tiles of keys, and the sum of split parts. No kernel here.
+"""Parts shared by the attention kernels: online softmax over tiles of keys, and the sum of split parts.
 
-Query rows of one KV head are packed: row r = g S + s is query s of query head h G + g. A row's state is its running
-maximum, the sum of its weights and its unnormalised output, all fp32; a row that has seen nothing has (-inf, 0, 0).
+Defines no kernel. The query rows of one KV head are packed: row r = g S + s is query s of query head h G + g. The state
+of a row is its running maximum, the sum of its weights and its unnormalised output, all in fp32. A row that has seen no
+key has (-inf, 0, 0).
 """
 
 import triton
@@ -9,21 +10,21 @@ import triton.language as tl
 
 from autosel.triton_kernels.common import LOG2E, arrives_last, tanh
 
-MOST_ROWS = 64  # query rows a program: two warps' worth of accumulators each at D = 128
-LEAST_TILE, LEAST_ROWS = 16, 16  # a matrix instruction's sides
-MOST_VALUES = 96  # outputs and scores a thread, as found by compiling for each target: 128 spill
+MOST_ROWS = 64  # query rows of a program: the accumulators of two warps at D = 128
+LEAST_TILE, LEAST_ROWS = 16, 16  # shortest sides of a matrix instruction
+MOST_VALUES = 96  # outputs and scores of a thread, found by compiling for each target: 128 spill
 
 
 def rows_block(rows, width):
-    """Query rows a program holds: a decode step's, padded to a matrix instruction; fewer where heads are wide."""
+    """Return the query rows of a program: a decode step's, padded to a matrix instruction; fewer for wide heads."""
     most = MOST_ROWS if width <= 128 else MOST_ROWS // 2 if width <= 256 else LEAST_ROWS
     return max(LEAST_ROWS, min(most, triton.next_power_of_2(rows)))
 
 
 def fitting_tile(tile, stages, width, size, shared):
-    """(keys a tile, stages): `tile` halved until its stages of keys and values fit `shared`; then fewer stages.
+    """Return (keys of a tile, stages) that fit `shared`: `tile` is halved first, then there are fewer stages.
 
-    Never shorter than a matrix instruction's side, whatever the knobs say.
+    A tile is never shorter than a side of a matrix instruction, whatever the knobs say.
     """
     tile = max(tile, LEAST_TILE)
     while tile > LEAST_TILE and stages * tile * 2 * width * size > shared:
@@ -34,7 +35,7 @@ def fitting_tile(tile, stages, width, size, shared):
 
 
 def unspilled_tile(tile, rows, width, threads):
-    """Keys a tile: halved until outputs and scores of a program's rows fit its threads' registers."""
+    """Return the keys of a tile: halved until the outputs and scores of a program's rows fit its threads' registers."""
     while tile > LEAST_TILE and rows * (width + tile) > MOST_VALUES * threads:
         tile //= 2
     return tile
@@ -42,13 +43,13 @@ def unspilled_tile(tile, rows, width, threads):
 
 @triton.jit
 def weight(score, peak):
-    """exp(score - peak), 0 for -inf also where the peak is -inf."""
+    """Return exp(score - peak), and 0 for a score of -inf even if the peak is -inf."""
     return tl.exp2((score - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2E)
 
 
 @triton.jit
 def attend(q, k, v, seen, peak, total, acc, scale, softcap, CAPPED: tl.constexpr):
-    """One tile: q[R,D], k[D,T], v[T,D], seen[R,T] into (peak[R], total[R], acc[R,D])."""
+    """Add one tile, q[R,D], k[D,T], v[T,D], seen[R,T], to (peak[R], total[R], acc[R,D])."""
     score = tl.dot(q, k, input_precision="ieee") * scale
     if CAPPED:
         score = softcap * tanh(score / softcap)
@@ -63,7 +64,7 @@ def attend(q, k, v, seen, peak, total, acc, scale, softcap, CAPPED: tl.constexpr
 
 @triton.jit
 def normalised(acc, total):
-    """acc / total; zeros for a row that saw nothing."""
+    """Return acc / total, and zeros for a row that saw no key."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
@@ -79,7 +80,9 @@ def keep_part(part, row, splits, split, rows, peak, total, acc, valid, d, D: tl.
 
 @triton.jit
 def sum_parts(part, row, splits, rows, valid, d, D: tl.constexpr):
-    """The normalised output [R, d] of the splits, added in their order. Read past L1: other SMs wrote them."""
+    """Return the normalised output [R, d]: the splits added in order. Reads bypass L1, because other SMs wrote the
+    parts.
+    """
     states = part + rows.to(tl.int64) * splits * D
     peak = tl.full(row.shape, float("-inf"), tl.float32)
     total = tl.zeros(row.shape, tl.float32)
@@ -103,7 +106,7 @@ def deliver(
     outputs, stored, part, counter, row, rows, splits, split, peak, total, acc, valid, d, D: tl.constexpr,
     SPLIT: tl.constexpr, ARRIVAL: tl.constexpr,
 ):  # fmt: skip
-    """The result; or this split's part of it, and the result from the last split to arrive."""
+    """Store the result, or this split's part; then the last split to arrive stores the result."""
     if not SPLIT:
         tl.store(outputs, normalised(acc, total).to(outputs.dtype.element_ty), mask=stored)
     else:
@@ -116,7 +119,7 @@ def deliver(
 
 @triton.jit(do_not_specialize=["splits", "rows"])
 def merge(part, o, splits, rows, G, S, Hkv, stride_ob, stride_oh, stride_os, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Its own kernel: one packed row a program, for whoever does not merge on arrival."""
+    """Merge the splits in a separate kernel, one packed row per program, if they are not merged on arrival."""
     row = tl.program_id(0) + tl.zeros((1,), tl.int32)
     d = tl.arange(0, WIDTH)
     made = sum_parts(part, row, splits, rows, row < rows, d, D)

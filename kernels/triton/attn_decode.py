@@ -4,13 +4,13 @@
 
 bytes     b (2 Hkv D sum of lengths + 2 B Hq S D) (b = bytes an element)      FLOPs   4 Hq D S sum of lengths
 roofline  Llama-3.1-8B, B=1, L=8192, bf16 on an H200 (4.3 TB/s estimated): 33.6 MB, 7.8 us
-knobs     knobs/gpu/attention.py: `tile` keys a step, `stages` of them under way, `chunk` keys a split, 4 `warps`.
-          A split takes as many chunks as the query rows take programs.
-          `shared`: bytes a CTA may use; a wider head than the knobs were made for gets a shorter tile.
-          `arrival`: the last split of a head to finish adds them all; else a second kernel does, a launch later.
-source    split-KV is FlashDecoding's; all G S query rows of a KV head in one program, so that the cache is read once;
-          tl.dot with the rows padded to 16: tensor cores are idle here anyway. Merge on arrival: FlashInfer,
-          csrc/xqa/mha.cu. Weights are rounded to the dtype before they meet V, scores never.
+knobs     knobs/gpu/attention.py: `tile` keys per step, `stages` of them in flight, `chunk` keys per split, 4 `warps`.
+          The chunks of a split are as many as the programs that the query rows need.
+          `shared`: bytes that a CTA may use; a head wider than the knobs were derived for gets a shorter tile.
+          `arrival`: the last split of a head to finish adds them all; otherwise a second kernel does, one launch later.
+source    Split-KV is from FlashDecoding. All G S query rows of a KV head are in one program, so the cache is read once.
+          tl.dot pads the rows to 16: tensor cores are idle here anyway. Merge on arrival: FlashInfer, csrc/xqa/mha.cu.
+          Weights are rounded to the dtype before the product with V; scores are not.
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -22,7 +22,7 @@ from autosel.triton_kernels.attention import attend, deliver, fitting_tile, merg
 from autosel.triton_kernels.common import counters, empty, exactly, partials, refuse, row, together
 
 
-# Of fp8 caches (attn_decode_fp8.py) each KV head has a scale, `k_scale` and `v_scale`; else these are None.
+# For an fp8 cache (attn_decode_fp8.py), `k_scale` and `v_scale` hold one scale per KV head; otherwise they are None.
 @triton.jit(
     do_not_specialize=["max_len", "chunk", "splits"],
     do_not_specialize_on_alignment=["lengths", "k_scale", "v_scale"],
@@ -99,19 +99,19 @@ def launch(
     q, k, v, k_scale, v_scale, lengths, max_len, scale, window, softcap, o, *,
     tile, stages, warps, chunk, shared, arrival,
 ):  # fmt: skip
-    """Of operands that were checked."""
+    """Launch the kernels for operands that were already checked."""
     (batch, hq, s, depth), hkv = q.shape, k.shape[1]
     group, width = hq // hkv, triton.next_power_of_2(max(depth, 16))
     converted = k.dtype != q.dtype
-    # What is converted passes through registers (four warps of a tile of 128 keys spill on sm_100), and lies in shared
-    # memory twice.
+    # A converted operand passes through registers (four warps of a tile of 128 keys spill on sm_100) and occupies
+    # shared memory twice.
     rows, warps = rows_block(group * s, width), 8 if width > 256 or converted else warps
     tile = unspilled_tile(tile, rows, width, 32 * warps)
     size = q.element_size() + (k.element_size() if converted else 0)
     tile, stages = fitting_tile(tile, stages, width, size, shared)
     span = min(max_len, window + s - 1) if window else max_len
     blocks = triton.cdiv(group * s, rows)
-    chunk *= blocks  # many query rows fill the chip by themselves, and each split keeps an output of each
+    chunk *= blocks  # many query rows fill the chip without splits, and each split stores an output for each of them
     splits = triton.cdiv(span, chunk)
     total_rows = batch * hq * s
     part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o

@@ -4,10 +4,10 @@
 bytes     2 Hkv D sum of lengths + 8 Hkv + 2 b B Hq S D (b = bytes an element of q)
 FLOPs     4 Hq D S sum of lengths
 roofline  Llama-3.1-8B, B=1, L=8192, bf16 q on an H200 (4.3 TB/s estimated): 16.8 MB, 3.9 us
-knobs     knobs/gpu/attention.py, as attn_decode's, its keys a byte an element
-source    attn_decode.py's kernel. Every e4m3 is exact in q's dtype, in which the products are; K's scale meets the
-          scores and V's the sums, both in fp32. Compute capability 8.9 and later convert by one instruction; Triton has
-          no way to before.
+knobs     knobs/gpu/attention.py, as for attn_decode, with one byte per element of a key
+source    The kernel of attn_decode.py. Every e4m3 value is exact in q's dtype, in which the products are computed. The
+          scale of K multiplies the scores and the scale of V the sums, both in fp32. Compute capability 8.9 and later
+          convert with one instruction; Triton cannot convert e4m3 on older devices.
 status    compiled and interpreted; not yet run on silicon
 """
 

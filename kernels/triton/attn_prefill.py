@@ -1,12 +1,13 @@
-"""prefill_attn   causal attention of a prompt over itself: query i sees keys 0..i, the last `window` of them
+"""prefill_attn   causal attention of a prompt to itself: query i sees keys 0..i, the last `window` of them
                q[B,Hq,S,D], k/v[B,Hkv,S,D] -> o[B,Hq,S,D]
 
 bytes     2 b B (Hq + Hkv) S D (b = bytes an element)      FLOPs   2 B Hq D S (S + 1)
 roofline  Llama-3.1-8B, B=1, S=2048, bf16 on an H200 (0.78 PFLOP/s estimated): 34 GFLOP, 44 us; 42 MB, 10 us
-knobs     knobs/gpu/attention.py: `tile_q` query rows a program, `tile_k` keys a step, `stages` under way; fewer rows
-          where registers hold no more (`wgmma`: operands stay in shared memory), shorter tiles where `shared` does not.
-source    FlashAttention-2's loop: tiles below the diagonal without a mask, then those it crosses; the longest rows
-          start first.
+knobs     knobs/gpu/attention.py: `tile_q` query rows per program, `tile_k` keys per step, `stages` in flight. There are
+          fewer rows if registers hold no more (`wgmma`: operands stay in shared memory), and shorter tiles if `shared`
+          does not.
+source    The loop of FlashAttention-2: first the tiles below the diagonal, without a mask, then those on it. The
+          longest rows start first.
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -67,7 +68,7 @@ def _attn_prefill(
     if WINDOWED:
         begin = tl.maximum(0, first - window + 1) // TILE * TILE
     else:
-        whole = first // TILE * TILE  # below it every query of the block sees every key
+        whole = first // TILE * TILE  # before this key, every query of the block sees every key
         peak, total, acc = _sweep(
             query, keys, values, begin, whole, S, window, stride_kt, stride_vt, position, peak, total, acc, scale,
             softcap, wide, t, TILE, STAGES, WINDOWED, CAPPED, False,
@@ -105,10 +106,10 @@ def attn_prefill(
 
 
 def tile_shape(tile_q, tile_k, width, size, wgmma):
-    """(query rows, keys, warps) whose outputs and scores fit the registers, as found by compiling for each target.
+    """Return (query rows, keys, warps) whose outputs and scores fit the registers, found by compiling for each target.
 
-    72 values a thread of 256; with wgmma, whose operands stay in shared memory, 128. fp32 multiplies out of registers:
-    16 rows.
+    The limit is 72 values per thread with 256 threads, or 128 with wgmma, whose operands stay in shared memory. fp32
+    operands are multiplied from registers, 16 rows at a time.
     """
     if size > 2:
         return LEAST_ROWS, min(tile_k, 32), 4

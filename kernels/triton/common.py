@@ -1,13 +1,15 @@
-"""What the Triton kernels share: workspace, the arrival counter of split sums, functions the language lacks.
+"""Helpers shared by the Triton kernels: workspace, the arrival counter of split sums, functions that Triton lacks.
 
-No kernel here. Everything a kernel needs beside its operands (partial sums, counters) belongs to a device and a stream,
-is allocated at the first call that needs it and never freed, so that a captured graph may go on pointing at it.
-What is captured has its own: graphs of one stream may be replayed at once on two, and what a capture is given was
-zeroed by nobody until that graph has run. Its memory is the graph's, which holds it as long as it lives.
+Defines no kernel. Memory that a kernel needs besides its operands (partial sums, counters) belongs to a device and a
+stream. It is allocated at the first call that needs it and never freed, so a captured graph can keep pointing to it. A
+graph capture has separate memory: graphs captured on one stream may be replayed at the same time on two streams, and
+memory allocated during a capture is zeroed only when that graph runs. The graph owns it and keeps it as long as it
+lives.
 
-Sizes that change from step to step (a batch's rows, the context's length) are named in do_not_specialize: Triton would
-compile a kernel again, in the middle of serving, when one becomes a multiple of 16. So it would for a row's settings,
-taken out of a larger tensor, that begin at another address: they are named in do_not_specialize_on_alignment.
+Sizes that change from step to step (the rows of a batch, the context length) are named in do_not_specialize: otherwise
+Triton would compile a kernel again, while serving, when a size becomes a multiple of 16. The same holds for per-row
+settings that are slices of a larger tensor and begin at another address: they are named in
+do_not_specialize_on_alignment.
 """
 
 import ctypes
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_REST = tl.constexpr(1.92596298909e-8)  # log2(e) less its fp32
+LOG2E_REST = tl.constexpr(1.92596298909e-8)  # log2(e) minus its fp32 value
 NOWHERE = tl.constexpr(1 << 24)  # above every index of a vocabulary, and exact in fp32
 
 _KEPT = {}  # (device, stream, dtype) -> every tensor made for it, the largest last
@@ -25,7 +27,7 @@ _CAPTURED = {}  # (device, stream) -> the last capture seen there, and its count
 
 
 def partials(like, count):
-    """fp32 room for `count` values on the current stream of `like`'s device; what it holds is undefined."""
+    """Return uninitialised fp32 memory for `count` values on the current stream of `like`'s device."""
     stream, capture = _place(like.device)
     if capture:
         return empty(count, like, torch.float32)
@@ -33,7 +35,7 @@ def partials(like, count):
 
 
 def counters(like, count):
-    """int32 zeros; whoever counts with them leaves zeros behind."""
+    """Return int32 zeros; a kernel that counts with them must leave zeros behind."""
     stream, capture = _place(like.device)
     if not capture:
         return _room(_KEPT.setdefault((like.device, stream, torch.int32), []), like.device, count, torch.int32)
@@ -51,7 +53,7 @@ def _room(made, device, count, dtype):
 
 
 def _place(device):
-    """(current stream, the capture it is in or 0)"""
+    """Return (current stream, number of the capture it is in, or 0)."""
     if device.type != "cuda":
         return 0, 0
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -59,7 +61,7 @@ def _place(device):
 
 
 def _capture(stream):
-    """CUDA's number of the capture that the stream is in: no other of this process has it. PyTorch does not tell it."""
+    """Return CUDA's number of the stream's capture, unique in this process. PyTorch does not expose it."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     failed = ask(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -77,7 +79,7 @@ def refuse(problem):
 
 
 def together(*tensors):
-    """All on one device, the current one, and each with its last dimension contiguous; None is skipped."""
+    """Check that all are on one device, the current one, with a contiguous last dimension; None is skipped."""
     device = None
     for t in tensors:
         if t is None:
@@ -94,31 +96,33 @@ def together(*tensors):
 
 
 def exactly(name, tensor, shape, dtype):
-    """A tensor read as this and nothing else: lengths, positions, tables, a row's settings, what is added."""
+    """Check a tensor that must have exactly this form: lengths, positions, tables, per-row settings, addends."""
     if tensor.dtype != dtype or tensor.shape != shape:
         refuse(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, not {dtype} of shape {shape}")
 
 
 def warps(threads):
-    """num_warps for at most `threads` threads: a power of two, 1 to 32."""
+    """Return num_warps for at most `threads` threads: a power of two, 1 to 32."""
     return max(1, min(32, 1 << (max(1, threads // 32).bit_length() - 1)))
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
-# Whatever a stride is multiplied by is 64 bits wide: rows, heads or tokens of a slice may lie so far apart that the
-# product passes 2^31.
+# Factors of a stride are 64 bits wide: rows, heads or tokens of a slice may be so far apart that the product exceeds
+# 2^31.
 
 
 @triton.jit
 def row(base, m, stride):
-    """base of row m, a number: where an index tensor says `.to(tl.int64)`."""
+    """Return the base of row m, a number; for an index tensor use `.to(tl.int64)`."""
     return base + tl.full((), m, tl.int64) * stride
 
 
 @triton.jit
 def arrives_last(counter, parts):
-    """True in the last of `parts` programs to come here; sees all that the others stored before; counter is 0 again."""
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    """Return True in the last of `parts` programs to arrive; it sees all stores of the others, and the counter is 0
+    again.
+    """
+    tl.debug_barrier()  # the stores of all threads come before the release by one thread
     before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     last = before == parts - 1
     if last:
@@ -128,7 +132,7 @@ def arrives_last(counter, parts):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr = False):
-    """To a few units in the last place of fp32; a series near 0, where 1 - e cancels. EXACT: divided as IEEE does."""
+    """Return tanh to a few ulp of fp32; near 0 a series, because 1 - e cancels. EXACT: IEEE division."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = tl.div_rn(1 - e, 1 + e) if EXACT else (1 - e) / (1 + e)
     s = x * x
@@ -138,7 +142,9 @@ def tanh(x, EXACT: tl.constexpr = False):
 
 @triton.jit
 def exp(x):
-    """As good as the device's exp2: tl.exp rounds x log2(e), which costs |x| roundings. Beyond fp32, 0 or inf."""
+    """Return exp as precise as the device's exp2: tl.exp rounds x log2(e), which costs |x| roundings. Overflow gives 0
+    or inf.
+    """
     x = tl.minimum(tl.maximum(x, -104.0), 89.0)
     whole = tl.floor(x * LOG2E + 0.5)
     return tl.exp2(whole) * tl.exp2(tl.fma(x, LOG2E, -whole) + x * LOG2E_REST)
@@ -146,7 +152,7 @@ def exp(x):
 
 @triton.jit
 def silu(g):
-    """Divided as exactly as the baseline does: `/` may be two units in the last place away."""
+    """Divide as exactly as the baseline does: `/` may be two ulp off."""
     return tl.div_rn(g, 1 + exp(-g))
 
 
@@ -162,7 +168,7 @@ def gelu_tanh(g):
 
 @triton.jit
 def activate(g, KIND: tl.constexpr):
-    """0: silu, 1: gelu (erf), 2: gelu (tanh)."""
+    """Apply 0: silu, 1: gelu (erf), 2: gelu (tanh)."""
     if KIND == 0:
         return silu(g)
     elif KIND == 1:
@@ -173,14 +179,16 @@ def activate(g, KIND: tl.constexpr):
 
 @triton.jit
 def better(value, index, best, where):
-    """(best, where) elementwise, for indices that only grow: the earlier of two equals stays, NaN beats everything."""
+    """Update (best, where) elementwise, for increasing indices: a later equal value loses, NaN beats any number."""
     wins = (value > best) | ((value != value) & (best == best))
     return tl.where(wins, value, best), tl.where(wins, index, where)
 
 
 @triton.jit
 def top(value, index):
-    """Down axis 0 of [R, C]: the largest value and the lowest index that has it; the first NaN, if there is one."""
+    """Return, along axis 0 of [R, C], the largest value and the lowest index that has it; the first NaN, if there is
+    one.
+    """
     spoilt = value != value
     none = tl.max(spoilt.to(tl.int32), 0) == 0
     most = tl.max(tl.where(spoilt, float("inf"), value), 0)

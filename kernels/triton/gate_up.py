@@ -3,9 +3,10 @@
 
 bytes     b (M d + d + 2 I d + M I) (b = bytes an element)      FLOPs   4 M d I + 4 M d + 5 M I
 roofline  Llama-3.1-8B (I=14336, d=4096), M=1, bf16 on an H200 (4.3 TB/s estimated): 235 MB, 54.6 us
-knobs     M <= 8: knobs/gpu/gemv.py, as gemv.py, for half the rows: a program holds the gate and the up of each.
-          Above: knobs/gpu/gemm.py's streaming form, half of `tile_rows` from each of the two.
-source    matching gate and up rows in one program, one read of x, the product in the epilogue; 1 / rms as in
+knobs     M <= 8: knobs/gpu/gemv.py, as for gemv.py, with half the rows: a program holds the gate row and the up row of
+          each.
+          Above: the streaming form of knobs/gpu/gemm.py, with half of `tile_rows` from each matrix.
+source    Matching gate and up rows in one program, one read of x, and the product in the epilogue; 1 / rms as in
           norm_qkv.py
 status    compiled and interpreted; not yet run on silicon
 """

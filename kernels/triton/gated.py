@@ -1,4 +1,4 @@
-"""act(gate) * up, elementwise: what swiglu and geglu share. Not a kernel of its own."""
+"""Compute act(gate) * up elementwise: shared by swiglu and geglu. Defines no op."""
 
 import triton
 import triton.language as tl

@@ -2,8 +2,8 @@
           gate, up [M,I] -> y[M,I]
 
 bytes     3 M I b (b = bytes an element)      FLOPs   10 M I
-roofline  M=1, I=6912, bf16 on an H200 (4.3 TB/s estimated): 41 KB, 10 ns; alone the launch is all it costs (2-3 us),
-          in gate_up's epilogue nothing
+roofline  M=1, I=6912, bf16 on an H200 (4.3 TB/s estimated): 41 KB, 10 ns; alone, the launch is the whole cost (2-3 us);
+          in the epilogue of gate_up it is free
 knobs     threads (knobs/gpu/rows.py): one 16-byte vector a thread
 source    -
 status    compiled and interpreted; not yet run on silicon

@@ -3,12 +3,12 @@
 bytes     b (M K + N K + M N) (b = bytes an element)      FLOPs   2 M N K
 roofline  M=16, N=K=4096, bf16 on an H200 (4.3 TB/s estimated): 33.9 MB, 7.9 us; M=4096: 137 GFLOP,
           176 us at 0.78 PFLOP/s
-knobs     knobs/gpu/gemm.py. Few rows (`columns` > 0): weights stream past as the long side of the matrix instruction,
-          `tile_rows` x `tile_depth` a stage, the activations are its short side, `columns` rounded up to a power of
-          two (swapped: no padding to 64 rows); K is cut in `split_k` parts, added by the last to arrive, in order.
-          Many rows: tiles of `tile_m` x `tile_n`, neighbours in M share w in L2. `stages` under way; fewer of them
-          where `shared` bytes hold no more.
-source    swap-AB as in DeepGEMM and SGLang's small-M GEMMs; tile order as in Triton's matmul tutorial
+knobs     knobs/gpu/gemm.py. Few rows (`columns` > 0): the weights are the long side of the matrix instruction,
+          `tile_rows` x `tile_depth` per stage; the activations are the short side, `columns` rounded up to a power of
+          two (swapped operands: no padding to 64 rows). K is cut into `split_k` parts, which the last to arrive adds in
+          order. Many rows: tiles of `tile_m` x `tile_n`; neighbours in M share w in L2. `stages` are in flight, or
+          fewer if `shared` bytes hold no more.
+source    Swapped operands as in DeepGEMM and SGLang's small-M GEMMs; tile order as in Triton's matmul tutorial
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -18,13 +18,13 @@ import triton.language as tl
 from autosel.triton_kernels.common import arrives_last, counters, empty, exactly, partials, refuse, together
 from autosel.triton_kernels.tiles import fitting_stages
 
-GROUP = 8  # tiles of M that walk along N together
-MOST_COLUMNS = 128  # activation rows a program when swapped: 128 x 128 fp32 in 256 threads' registers
+GROUP = 8  # tiles of M that move along N together
+MOST_COLUMNS = 128  # activation rows of a program with swapped operands: 128 x 128 fp32 in the registers of 256 threads
 
 
 @triton.jit
 def _epilogue(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
-    """m, n: index tensors that broadcast to sums' shape."""
+    """Add bias and residual and store. m, n: index tensors that broadcast to the shape of sums."""
     if bias is not None:
         sums += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -111,5 +111,5 @@ def gemm(
 
 
 def side(columns):
-    """`columns` as the matrix instruction's short side: a power of two from 16 (8 gains nothing: Triton pads to 16)."""
+    """Return the short side of the matrix instruction: a power of two from 16 (8 gains nothing: Triton pads to 16)."""
     return max(16, min(MOST_COLUMNS, triton.next_power_of_2(max(1, columns))))

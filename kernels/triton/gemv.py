@@ -2,12 +2,12 @@
 
 bytes     b (M K + N K + M N) (b = bytes an element)      FLOPs   2 M N K
 roofline  M=1, N=K=4096, bf16 on an H200 (4.3 TB/s estimated): 33.6 MB, 7.8 us
-knobs     knobs/gpu/gemv.py. A warp owns `rows_per_warp` rows of w and reads 16 bytes a lane, `unroll` of them a step:
+knobs     knobs/gpu/gemv.py. A warp owns `rows_per_warp` rows of w and reads 16 bytes per lane, `unroll` times per step:
           the tile of a program is [8 rows_per_warp, 512 unroll / b]. The next tile is loaded before this one is used,
-          so two are under way. `grid` programs walk the tiles; `split_k` parts of a row are added by whoever arrives
-          last, in fp32 and in a fixed order. `pdl`: the first weights are loaded before the wait for the kernel that
-          makes x (programmatic dependent launch, cc >= 9.0).
-source    bytes in flight and the order of loads: msaroufim/megakernels-vs-cuda-graphs, llama/kernels/projection.cu
+          so two are in flight. `grid` programs share the tiles. The last program to arrive adds the `split_k` parts of
+          a row, in fp32 and in a fixed order. `pdl`: the first weights are loaded before the wait for the kernel that
+          produces x (programmatic dependent launch, cc >= 9.0).
+source    Bytes in flight and the order of loads: msaroufim/megakernels-vs-cuda-graphs, llama/kernels/projection.cu
 status    compiled and interpreted; not yet run on silicon
 """
 

@@ -3,10 +3,10 @@
 
 bytes     N K + 4 N + b (M K + M N) (b = bytes an element of x)      FLOPs   2 M N K
 roofline  M=1, N=K=4096, on an H200 (4.3 TB/s estimated): 16.8 MB, 3.9 us
-knobs     knobs/gpu/gemv.py, as gemv's. A lane holds 16 weights of a load; for more than four rows of x 8, for more than
-          six 4: each weight has an accumulator a row.
-source    gemv.py with another finish. Compute capability 8.9 and later convert e4m3 by one instruction; Triton has no
-          way to before.
+knobs     knobs/gpu/gemv.py, as for gemv. A lane loads 16 weights at once; 8 for more than four rows of x, 4 for more
+          than six, because each weight has one accumulator per row.
+source    gemv.py with another epilogue. Compute capability 8.9 and later convert e4m3 with one instruction; Triton
+          cannot convert it on older devices.
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -17,12 +17,14 @@ import triton.language as tl
 from autosel.triton_kernels.common import arrives_last, counters, empty, exactly, partials, refuse, row, together
 from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 
-WIDE_ROWS, NARROW_ROWS = 4, 6  # of x, at which a lane still holds 16 weights, and 8
+WIDE_ROWS, NARROW_ROWS = 4, 6  # most rows of x for which a lane holds 16 weights, and 8
 
 
 def weight_bytes(m):
-    """What a weight counts for in a lane's 16 bytes: it takes an accumulator a row of x. Eight for each of eight rows
-    spill on sm_100."""
+    """Return how many bytes of a lane's 16 a weight counts for: each weight has one accumulator per row of x.
+
+    With eight rows, eight weights per lane spill on sm_100.
+    """
     return 1 if m <= WIDE_ROWS else 2 if m <= NARROW_ROWS else 4
 
 

@@ -5,8 +5,8 @@
 bytes     4 B Hkv S D b + 4 B (b = bytes an element)      FLOPs   0
 roofline  Llama-3.1-8B, B=1, bf16 on an H200 (4.3 TB/s estimated): 8 KB, 2 ns; alone the launch is all it costs
           (2-3 us), with rope's kernel nothing
-knobs     threads (knobs/gpu/rows.py): a warp a token and KV head
-source    -   A position beyond the cache, or a page that is none, is not written.
+knobs     threads (knobs/gpu/rows.py): one warp per token and KV head
+source    - Nothing is written for a position beyond the cache or a page that does not exist.
 status    compiled and interpreted; not yet run on silicon
 """
 

@@ -3,10 +3,11 @@
 
 bytes     b (M d + V d + M V), greedy b (M d + V d) + 8 M (b = bytes an element)      FLOPs   2 M V d
 roofline  Llama-3.1-8B (V=128256, d=4096), M=1, bf16 on an H200 (4.3 TB/s estimated): 1.05 GB, 244 us
-knobs     M <= 8: knobs/gpu/gemv.py, as gemv.py; greedy: `programs`, as many as are resident, so that each leaves one
-          maximum. Above: knobs/gpu/gemm.py, as gemm.py.
-source    each program keeps its rows' largest logits and their indices, in fp32, and never stores a logit; the last to
-          arrive compares them. Ties go to the lowest index, a NaN is greater than anything (torch.argmax).
+knobs     M <= 8: knobs/gpu/gemv.py, as for gemv.py; greedy: `programs`, as many as can be resident, each of which
+          stores one maximum. Above: knobs/gpu/gemm.py, as for gemm.py.
+source    Each program keeps the largest logits of its rows and their indices, in fp32, and never stores a logit. The
+          last program to arrive compares them. Ties go to the lowest index, and a NaN is greater than any number
+          (torch.argmax).
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -31,12 +32,12 @@ from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 from autosel.triton_kernels.tiles import fitting_stages
 
 CHUNK = tl.constexpr(32)  # partial results compared at a time
-REGISTERS = 1 << 16  # of an SM
+REGISTERS = 1 << 16  # registers of an SM
 
 
 @triton.jit
 def _announce(part, counter, token, value, index, m, M, slot, slots, BM: tl.constexpr):
-    """Leave this program's best of rows m [BM]; the last one here compares all `slots` of them."""
+    """Store this program's best of rows m [BM]; the last program to arrive compares all `slots` of them."""
     rows = m < M
     tl.store(part + slot * M + m, value, mask=rows)
     tl.store(part + (slots + slot) * M + m, index.to(tl.float32), mask=rows)
@@ -48,7 +49,7 @@ def _announce(part, counter, token, value, index, m, M, slot, slots, BM: tl.cons
             here = part + at[:, None] * M + m[None, :]
             its = tl.load(here, mask=inside, other=float("-inf"), cache_modifier=".cg")
             at_its = tl.load(here + slots * M, mask=inside, other=NOWHERE, cache_modifier=".cg").to(tl.int32)
-            # Slots' indices do not grow: of equals the lower wins, NaN among NaN too.
+            # Indices do not always increase with the slot: of equal values the lower index wins, also between two NaNs.
             equal = (its == best) | ((its != its) & (best != best))
             best, later = better(its, at_its, best, where)
             where = tl.where(equal, tl.minimum(at_its, where), later)
@@ -75,7 +76,7 @@ def _few(
         next_best, next_where = (), ()
         for m in tl.static_range(M):
             logit = tl.where(inside, tl.sum(sums[m], 1), float("-inf"))
-            # -inf wins against nothing, so that a row of them still names its first.
+            # Nothing is greater than -inf here, so a row of -inf alone still returns its first index.
             fresh = inside & (where[m] == NOWHERE)
             value, index = better(logit, n, best[m], where[m])
             next_best = next_best + (value,)
@@ -136,7 +137,7 @@ def lm_head(
     if m <= MOST_ROWS:
         bn, bk = tile_shape(m, size, threads, unroll, rows_per_warp)
         slots = min(programs, triton.cdiv(v, bn))
-        crowded = m > MOST_ROWS // 2  # sums and maxima leave no room for a base a row beside another CTA of the SM
+        crowded = m > MOST_ROWS // 2  # sums and maxima leave no registers for a base per row if two CTAs share an SM
         _few[(slots,)](
             x, w, out, partials(x, 2 * slots * m), counters(x, 1), v, d, x.stride(0), w.stride(0), M=m,
             BM=triton.next_power_of_2(m), BN=bn, BK=bk, PDL=pdl, WALK=crowded, num_warps=threads // LANES,

@@ -3,10 +3,10 @@
 
 bytes     b (M d + d + N d + M N) (b = bytes an element)      FLOPs   2 M N d + 4 M d
 roofline  Llama-3.1-8B (N=6144, d=4096), M=1, bf16 on an H200 (4.3 TB/s estimated): 50.3 MB, 11.7 us
-knobs     M <= 8: knobs/gpu/gemv.py, as gemv.py. Above: knobs/gpu/gemm.py's streaming form, as gemm.py.
-source    1 / rms is a scalar, so up to 8 rows it is applied after the dot product: the sum of squares is taken in
-          passing and costs no pass of its own. Tensor cores need x normalised and rounded, so there each program reads
-          its rows once more, from L2; past 64 rows a norm of its own is cheaper.
+knobs     M <= 8: knobs/gpu/gemv.py, as for gemv.py. Above: the streaming form of knobs/gpu/gemm.py, as for gemm.py.
+source    1 / rms is a scalar, so up to 8 rows it is applied after the dot product: the sum of squares is computed in
+          the same pass. Tensor cores need a normalised and rounded x, so there each program reads its rows a second
+          time, from L2; above 64 rows a separate norm is cheaper.
 status    compiled and interpreted; not yet run on silicon
 """
 

@@ -4,10 +4,10 @@
 bytes     b (2 Hkv D sum of lengths + 2 B Hq S D) + 4 B pages (b = bytes an element)
 FLOPs     4 Hq D S sum of lengths
 roofline  Llama-3.1-8B, B=1, L=8192, bf16 on an H200 (4.3 TB/s estimated): 33.6 MB, 7.8 us
-knobs     as attn_decode.py
-source    as attn_decode.py. The table's entries for a tile are loaded with it, a stage ahead of the keys they lead to;
-          the page's size is known when compiled, so that j // page is a shift. Entries beyond a row's length are never
-          read, nor is a page through an entry below 0.
+knobs     as in attn_decode.py
+source    As attn_decode.py. The table's entries for a tile are loaded one stage before their keys. The page size is a
+          compile-time constant, so that j // page is a shift. Entries beyond a row's length are never read, nor is a
+          page if its entry is below 0.
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -83,7 +83,7 @@ def paged_attn_decode(
     tile, stages = fitting_tile(tile, stages, width, q.element_size(), shared)
     span = min(max_len, window + s - 1) if window else max_len
     blocks = triton.cdiv(group * s, rows)
-    chunk *= blocks  # many query rows fill the chip by themselves, and each split keeps an output of each
+    chunk *= blocks  # many query rows fill the chip without splits, and each split stores an output for each of them
     splits = triton.cdiv(span, chunk)
     total_rows = batch * hq * s
     part = partials(q, total_rows * splits * (depth + 2)) if splits > 1 else o

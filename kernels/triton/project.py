@@ -1,8 +1,8 @@
-"""What the projections of few rows share: weights streamed past M <= 8 activation rows on CUDA cores. No kernel here.
+"""Parts shared by the projections of few rows: weights stream past M <= 8 activation rows on CUDA cores.
 
-A program owns BN rows of w and walks along K in steps of BK; the next tile of weights is loaded before this one is
-used. x is read through a tile of pointers as wide as w's, so that its values lie in the registers that need them and no
-step crosses shared memory; for the same reason M rows are M accumulators, not a dimension.
+Defines no kernel. A program owns BN rows of w and moves along K in steps of BK; it loads the next tile of weights
+before it uses this one. x is read through a tile of pointers as wide as that of w, so its values are in the registers
+that need them and no step goes through shared memory. For the same reason M rows are M accumulators, not a dimension.
 """
 
 import triton
@@ -15,8 +15,11 @@ MOST_ROWS = 8
 
 
 def tile_shape(m, size, threads, unroll, rows_per_warp, weights=1):
-    """[rows of w, depth] of a program's tile: a row or several a warp, `unroll` loads a lane and row; less of either
-    where accumulators, one a row of x and weight, and a second weight's tiles would take more than 64 registers."""
+    """Return [rows of w, depth] of a program's tile: one or several rows per warp, `unroll` loads per lane and row.
+
+    Both are smaller if the accumulators (one per row of x and weight) and the tiles of a second weight would take more
+    than 64 registers.
+    """
     rows, vector = 1 << (rows_per_warp - 1).bit_length(), VECTOR_BYTES // size
     while rows * unroll * vector * m * weights**2 > 64 and rows * unroll > 1:
         rows, unroll = (rows // 2, unroll) if rows > 1 else (rows, unroll // 2)
@@ -34,11 +37,12 @@ def stream(
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
     WALK: tl.constexpr = False,
 ):  # fmt: skip
-    """Products over k in [begin, end), tuples of M tensors: with w, with u (if TWO), and (if NORM) of x with itself.
+    """Return the products over k in [begin, end), tuples of M tensors: with w, with u (if TWO), and of x with itself
+    (NORM).
 
-    w, u: pointers [BN, 1] to rows. With NORM each x is multiplied by (norm + offset) on the way to w and u. With PDL
-    the first weights are under way before the wait for the kernel that makes x. With WALK a row of x is reached from
-    the one before it, in two registers; else each has its base, in two of its own.
+    w, u: pointers [BN, 1] to rows. With NORM each x is multiplied by (norm + offset) before the products with w and u.
+    With PDL the first weights are loaded before the wait for the kernel that produces x. With WALK the address of a row
+    of x is computed from that of the row before, in two registers; otherwise each row has its base in two registers.
     """
     lane = tl.arange(0, BK)
     sums, others, squares = (), (), ()

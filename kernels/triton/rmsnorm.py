@@ -1,11 +1,11 @@
 """rmsnorm   y[m,:] = x[m,:] * rsqrt(mean(x[m,:]^2) + eps) * (weight + offset)          x[M,d], weight[d] -> y[M,d]
 
 bytes     2 M d b + d b (b = bytes an element)      FLOPs   4 M d
-roofline  M=1, d=4096, bf16 on an H200 (4.3 TB/s estimated): 24 KB, 6 ns; the launch is all it costs (2-3 us), so it is
-          fused wherever a consumer can take it (norm_qkv, gate_up)
-knobs     threads (knobs/gpu/rows.py): d * b / 16 in whole warps, one 16-byte vector a thread
-source    one program a row, the row kept in registers between the sum and the product: quack's first rung
-          (quack/rmsnorm_config.py); no cluster reduction here, so rows end at 32 Ki elements
+roofline  M=1, d=4096, bf16 on an H200 (4.3 TB/s estimated): 24 KB, 6 ns; the launch is the whole cost (2-3 us), so it
+          is fused into a consumer if there is one (norm_qkv, gate_up)
+knobs     threads (knobs/gpu/rows.py): d * b / 16 in whole warps, one 16-byte vector per thread
+source    One program per row; the row stays in registers between the sum and the product: quack's first rung
+          (quack/rmsnorm_config.py). There is no cluster reduction, so rows have at most 32 Ki elements.
 status    compiled and interpreted; not yet run on silicon
 """
 

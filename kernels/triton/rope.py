@@ -4,9 +4,9 @@
 
 bytes     2 M (Hq + Hkv) D b (b = bytes an element)      FLOPs   3 M (Hq + Hkv) R
 roofline  Llama-3.1-8B, M=1, bf16 on an H200 (4.3 TB/s estimated): 20 KB, 5 ns; the launch is all it costs (2-3 us)
-knobs     threads (knobs/gpu/rows.py): a warp a head
-source    the angle is a product in float64, reduced to [-pi, pi] there: fp32 angles are wrong at long contexts, and
-          64 products a program cost nothing even where float64 runs at 1/64 of the rate. Outputs may be the inputs.
+knobs     threads (knobs/gpu/rows.py): one warp per head
+source    The angle is a float64 product, reduced to [-pi, pi] in float64: fp32 angles are wrong at long contexts, and
+          64 products per program cost nothing even if float64 runs at 1/64 of the rate. Outputs may be the inputs.
 status    compiled and interpreted; not yet run on silicon
 """
 

@@ -2,12 +2,12 @@
           holds `uniform`          logits[B,V], history[B,L] (-1: empty), a row's settings [B] each -> token[B]
 
 bytes     b B V + 8 B L + 28 B (b = bytes a logit)      FLOPs   6 B V
-roofline  V=128256, B=1, bf16 on an H200 (4.3 TB/s estimated): 0.26 MB, 60 ns; what it costs is passes over a row in L2,
-          up to 20 of 4 V bytes by one SM (74 GB/s estimated): 0.14 ms with top_k and top_p, a quarter of it without
-knobs     none: one program a row, for its passes depend on each other and programs cannot wait for one another
-source    no sort: the k-th largest score, and the score at which the probability reaches p, are found by their bits,
-          four of them a pass, as the largest threshold that enough tokens (enough probability) reach. Scores keep to
-          the op's definition: penalised once however often a token was seen. Equal scores stay by index.
+roofline  V=128256, B=1, bf16 on an H200 (4.3 TB/s estimated): 0.26 MB, 60 ns; the actual cost is up to 20 passes of one
+          SM over a row of 4 V bytes in L2 (74 GB/s estimated): 0.14 ms with top_k and top_p, a quarter of it without
+knobs     none: one program per row, because its passes depend on each other and programs cannot wait for each other
+source    No sort: the k-th largest score, and the score at which the probability reaches p, are found four bits per
+          pass, as the largest threshold that enough tokens (enough probability) reach. Scores follow the op's
+          definition: a token is penalised once, however often it occurs. Equal scores are ordered by index.
 status    compiled and interpreted; not yet run on silicon
 """
 
@@ -17,14 +17,14 @@ import triton.language as tl
 
 from autosel.triton_kernels.common import NOWHERE, better, empty, exactly, partials, refuse, together, top
 
-BLOCK = 1024  # one score a thread: sixteen levels of each take half of its registers
+BLOCK = 1024  # one score per thread: sixteen levels of each take half of its registers
 WAYS = tl.constexpr(16)
 LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
 def _key(score):
-    """int32 in the order of the scores; both zeros alike."""
+    """Return int32 keys in the order of the scores; both zeros have the same key."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -36,7 +36,7 @@ def _load(scores, at, V):
 
 @triton.jit
 def _prepare(logits, history, scores, V, L, penalty, divisor, BLOCK: tl.constexpr):
-    """scores = penalised logits / divisor. Both halves start from the logits: a token seen twice is penalised once."""
+    """Store scores = penalised logits / divisor. Both halves start from the logits: repeats are penalised once."""
     for start in tl.range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
         raw = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def _prepare(logits, history, scores, V, L, penalty, divisor, BLOCK: tl.constexp
 
 @triton.jit
 def _largest(scores, V, BLOCK: tl.constexpr):
-    """The largest score, and the lowest index that has it."""
+    """Return the largest score and the lowest index that has it."""
     best, where = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), NOWHERE, tl.int32)
     for start in tl.range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ def _largest(scores, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _threshold(scores, V, peak, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key that `wanted` tokens (COUNT), or tokens of `wanted` weight, are not below."""
+    """Return the largest key that `wanted` tokens (COUNT), or tokens of total weight `wanted`, reach or exceed."""
     base = tl.zeros((1,), tl.int32) + LOWEST
     way = tl.arange(0, WAYS)
     for step in tl.static_range(8):
@@ -87,7 +87,7 @@ def _threshold(scores, V, peak, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _above(scores, V, peak, key, BLOCK: tl.constexpr):
-    """(how many tokens, what weight) lie above the key; and the weight of one token at it, 0 where none is."""
+    """Return the number and the weight of the tokens above the key, and the weight of one token at it (0 if none)."""
     many, heavy, one = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -102,8 +102,11 @@ def _above(scores, V, peak, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _draw(scores, V, peak, key, ties, target, BLOCK: tl.constexpr):
-    """The first token in index order at which the weight of those kept passes `target`: all above the key, and the
-    first `ties` of those at it. Rounding may put the target past the last: then that one."""
+    """Return the first token, in index order, at which the weight of the kept tokens passes `target`.
+
+    Kept: all tokens above the key, and the first `ties` of those at it. If rounding puts the target past the last
+    token, that one is returned.
+    """
     found = tl.full((1,), NOWHERE, tl.int32)
     last = tl.zeros((1,), tl.int32)
     passed = tl.zeros((1,), tl.float32)

@@ -1,4 +1,4 @@
-"""What the projections of many rows share: rows normalised on their way to the tensor cores. No kernel here."""
+"""Parts shared by the projections of many rows: normalise rows on their way to the tensor cores. Defines no kernel."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def fitting_stages(stages, stage_bytes, shared):
 
 @triton.jit
 def norm_rows(x, m, rows, d, eps, stride_x, BM: tl.constexpr, BK: tl.constexpr):
-    """1 / rms of rows m [BM]; `rows` [BM, 1] are those that exist."""
+    """Return 1 / rms of rows m [BM]; `rows` [BM, 1] marks those that exist."""
     k = tl.arange(0, BK)
     at = x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
     squares = tl.zeros((BM, BK), tl.float32)
@@ -25,7 +25,7 @@ def norm_rows(x, m, rows, d, eps, stride_x, BM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def normed(at, norm, rows, deep, rstd, offset):
-    """rmsnorm of a tile [BM, BK], rounded to its dtype."""
+    """Return rmsnorm of a tile [BM, BK], rounded to its dtype."""
     value = tl.load(at, mask=rows & deep[None, :], other=0.0)
     scale = tl.load(norm, mask=deep, other=0.0).to(tl.float32) + offset
     return (value.to(tl.float32) * rstd[:, None] * scale[None, :]).to(value.dtype)

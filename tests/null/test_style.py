@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "docs")
 PACKAGES = (
-    "candidates", "certify", "cli", "daemon", "decode", "dispatch", "fingerprint", "fleet", "integrations", "knobs",
-    "ledger", "models", "native", "workers",
+    "candidates", "certify", "cli", "daemon", "decode", "dispatch", "fingerprint", "fleet", "guard", "integrations",
+    "knobs", "ledger", "models", "native", "ops", "tuning", "workers",
 )  # fmt: skip
-FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "tests")
+FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "kernels/triton", "tests")
 TURNS = re.compile(
     r"\b(whoever|whichever|nobody|for want of|to be had|anew|thereof|at hand|says so|(?:is|are|was) (?:said|told)|"
     r"beside (?:it|them|the|this|these|an?)|stands? (?:in|still)|goes on|of (?:its|their) own|by itself|gives? way|"
