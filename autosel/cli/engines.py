@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The ops that the plug-ins serve on a CPU. vLLM's attention backend for CPUs has another cache layout.
 _ROWS = ("rmsnorm", "add_rmsnorm", "swiglu", "geglu")
-PLUGGED_OPS = {"vllm": _ROWS, "sglang": (*_ROWS, "paged_attn")}
+PLUGGED_OPS = {"vllm": (*_ROWS, "linear"), "sglang": (*_ROWS, "paged_attn")}
 ENGINES = ("vllm", "sglang", "inductor", "flashinfer", "hf-kernels")
 
 

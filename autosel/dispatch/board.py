@@ -482,6 +482,11 @@ class Board:
                 there[what] = there.get(what, 0) + count
         return found
 
+    def decided(self, op: str) -> frozenset[str]:
+        """Return the buckets of an op for which another arm than the baseline is decided on this CPU, for any number of
+        threads."""
+        return served.beyond_baseline(self._rows, ids_of(this_device()), op)
+
     def coverage(self) -> served.Coverage:
         """Return the share of time in ops that decisions serve in this process, and why the rest misses."""
         return served.measure(self.counted(), self._rows, engine=served.engine(), mode=current_mode())

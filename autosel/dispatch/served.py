@@ -175,9 +175,8 @@ def outlook(rows: Iterable[Row], ids: Sequence[str], mode: str, kind: str = "cpu
     here: dict[str, int] = {}
     otherwise: dict[int, int] = {}
     for row in rows:
-        d = row.document
-        bucket, arms = str(d.get("bucket")), [_digest(d.get(name)) for name in ("arm", "baseline")]
-        if d.get("hw_id") not in ids or d.get("state") not in SERVING or arms[0] == arms[1]:
+        d, bucket = row.document, str(row.document.get("bucket"))
+        if not _is_beyond_baseline(row, ids):
             continue
         if matters(str(d.get("mode")), kind, bucket) == matters(mode, kind, bucket):
             here[str(d.get("op"))] = here.get(str(d.get("op")), 0) + 1
@@ -187,6 +186,18 @@ def outlook(rows: Iterable[Row], ids: Sequence[str], mode: str, kind: str = "cpu
     served = ", ".join(f"{op} {count}" for op, count in sorted(here.items())) or "nothing"
     more = "".join(f"; {n} decisions for {t} threads" for t, n in sorted(otherwise.items()))
     return f"decided for {mode}: {served}{more}"
+
+
+def beyond_baseline(rows: Iterable[Row], ids: Sequence[str], op: str) -> frozenset[str]:
+    """Return the buckets of an op for which another arm than the baseline is decided here, in any mode."""
+    mine = (row.document for row in rows if row.document.get("op") == op and _is_beyond_baseline(row, ids))
+    return frozenset(str(d.get("bucket")) for d in mine)
+
+
+def _is_beyond_baseline(row: Row, ids: Sequence[str]) -> bool:
+    d = row.document
+    arm, baseline = (_digest(d.get(name)) for name in ("arm", "baseline"))
+    return d.get("hw_id") in ids and d.get("state") in SERVING and arm != baseline
 
 
 def _digest(arm: Any) -> str:

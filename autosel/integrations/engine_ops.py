@@ -28,6 +28,8 @@ from autosel.dispatch.left import Left
 from autosel.errors import BadArguments
 from autosel.files import read_named
 from autosel.guard.call import captured
+from autosel.guard.rate import CANARY
+from autosel.integrations.trial import Trial
 from autosel.values import count_bucket, length_bucket
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Decided:
         self.board: Any = None
         self.bound: dict[Any, Any] = {}  # Bound, or Left where the engine runs in any case
         self.left: dict[str, Left] = {}  # by reason
+        self.trials: dict[Any, Trial] = {}
         self.said: set[str] = set()
 
     def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
@@ -53,6 +56,35 @@ class Decided:
         if not found.beyond_baseline(length):
             found.elsewhere[0] += 1
             return None
+        return self._run(found, key, arguments, out)
+
+    def beside(self, key: Any, arguments: tuple[Any, ...], own: Callable[[], Any], weights: int) -> Any:
+        """Return the op's result, by the decided kernel if it is faster here than the engine's `own`, else by that.
+        `weights`: how many the engine calls with this key."""
+        found = self._found(key, arguments)
+        if not found.beyond_baseline():
+            found.elsewhere[0] += 1
+            return own()
+        trial = self.trials.get(key)
+        if trial is None:
+            trial = self.trials[key] = Trial(CANARY + 3 * weights)
+        if trial.over:
+            made = self._run(found, key, arguments, None)
+            return own() if made is None else made
+        made, decided = trial(lambda: self._run(found, key, arguments, None), own)
+        found.elsewhere[0] += not decided
+        self._settle(key, arguments, trial)
+        return made
+
+    def _settle(self, key: Any, arguments: tuple[Any, ...], trial: Trial) -> None:
+        """Leave the key to the engine if its own kernel has won the trial."""
+        if not trial.over:
+            return
+        log.info("%s, %s rows: %s", self.op, key[0][1], trial.told)
+        if not trial.pays and key in self.bound:
+            self.bound[key] = self._left(f"the engine's own is faster here: {trial.told}", arguments)
+
+    def _run(self, found: Any, key: Any, arguments: tuple[Any, ...], out: Tensor | None) -> Any:
         try:
             if out is None:
                 return found(*arguments)
@@ -66,7 +98,7 @@ class Decided:
         """Count a call that the engine runs itself, before its tensors are looked at."""
         board = dispatch.board()
         if board is not self.board:
-            self.board, self.bound, self.left = board, {}, {}
+            self._forget(board)
         if reason not in self.left:
             self.left[reason] = board.leave(ops.find(self.op), reason)
         self.left[reason].elsewhere[0] += 1
@@ -77,7 +109,7 @@ class Decided:
     def _found(self, key: Any, arguments: tuple[Any, ...]) -> Any:
         board = dispatch.board()
         if board is not self.board or len(self.bound) >= MOST_SHAPES:
-            self.board, self.bound, self.left = board, {}, {}
+            self._forget(board)
         if key not in self.bound:
             if captured(arguments):
                 self._say("a CUDA graph was captured before autosel saw its shapes: it holds the engine's own")
@@ -89,6 +121,9 @@ class Decided:
             except Exception as error:
                 self._failed(key, arguments, error)
         return self.bound[key]
+
+    def _forget(self, board: Any) -> None:
+        self.board, self.bound, self.left, self.trials = board, {}, {}, {}
 
     def _failed(self, key: Any, arguments: tuple[Any, ...], error: Exception) -> Left:
         """Leave this key to the engine from now on."""
@@ -131,6 +166,7 @@ def lacking(thing: Any, *names: str) -> str:
 
 
 NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
+LINEAR = Decided("linear")
 GATED = {"swiglu": Decided("swiglu"), "geglu": Decided("geglu")}
 PAGED = Decided("paged_attn")
 AUTOGRAD = "its tensors require gradients"
@@ -138,9 +174,9 @@ INVARIANT = "the engine wants the same rounding for every batch"
 
 
 def norm(
-    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, residual: Tensor | None = None, sandwich: int = 0
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return y of x[..., d], or (y, x + residual)."""
+    """Return y of x[..., d], or (y, x + residual); `sandwich`: that of the op add_rmsnorm."""
     if torch.compiler.is_compiling() or not x.numel():
         return None
     if not _inference(x, weight):
@@ -152,11 +188,22 @@ def norm(
         made = NORM(key, rows, weight, eps, offset)
         return None if made is None else made.view(x.shape)
     others = residual.reshape(rows.shape)
-    both = ADD_NORM((key, others.stride(0)), rows, others, weight, eps, offset)
+    both = ADD_NORM((key, others.stride(0), sandwich), rows, others, weight, eps, offset, sandwich)
     if both is None:
         return None
     y, added = both
     return y.view(x.shape), added.view(x.shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, own: Callable[[], Tensor], weights: int) -> Tensor:
+    """Return x[..., K] @ weight[N, K]^T (+ bias); `own` is the engine's kernel, `weights` how many it has of this
+    shape."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not rows.numel():
+        return own()
+    key = (count_bucket(len(rows)), weight.shape, rows.stride(0), x.dtype, bias is None)
+    made: Tensor = LINEAR.beside(key, (rows, weight, bias, None), own, weights)
+    return made.view(*x.shape[:-1], weight.shape[0])
 
 
 def gated(op: str, x: Tensor, *more: int) -> Tensor | None:

@@ -11,6 +11,8 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from autosel.integrations import engine_ops
 
+UNROUNDED = 2  # the op's `sandwich`: vLLM normalises the sum before it rounds it
+
 
 def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
     """Leave to vLLM what is not the op: half of a row's elements for its mean, no weight, or one rounding for all
@@ -22,7 +24,7 @@ def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> An
     if getattr(layer, "variance_size_override", None) is not None or not getattr(layer, "has_weight", True):
         norm.leave("a mean over part of the row, or no weight")
         return None
-    return engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual)
+    return engine_ops.norm(x, layer.weight.data, layer.variance_epsilon, offset, residual, UNROUNDED)
 
 
 def _gated(op: str, x: Tensor, *more: int) -> Any:

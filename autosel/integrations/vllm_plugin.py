@@ -5,6 +5,7 @@ Each vLLM process loads this (`vllm.general_plugins`). It registers
 - `--attention-backend CUSTOM`: vLLM's Triton backend, whose decode steps run decided kernels for `paged_attn`;
 - RMSNorm, GemmaRMSNorm, SiluAndMul and GeluAndMul with decided kernels, unless vLLM compiles the model
   (set `--enforce-eager`, or `--compilation-config '{"mode": 0}'`, regardless of `custom_ops`);
+- on a CPU, the linears of shapes that are decided, compiled or not (vllm_linear.py);
 - the folder of AUTOSEL_ENGINE_FILES, before vLLM's own tiles.
 
 vLLM's own code runs in all other cases. A vLLM with another interface is not changed, and a warning is printed.
@@ -72,4 +73,12 @@ def _parts() -> tuple[Any, ...]:
         if settings.get("engine_files") and not getattr(own, "_autosel", False):
             fp8_utils.get_w8a8_block_fp8_configs = handed_over(own, name)
 
-    return attention, operators, files
+    def linears() -> None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from autosel.integrations import vllm_linear
+
+            vllm_linear.register()
+
+    return attention, operators, linears, files

@@ -1,8 +1,10 @@
-"""add_rmsnorm: the residual sum and the norm, in two orders.
+"""add_rmsnorm: the residual sum and the norm, in three forms.
 
-sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r. sandwich 1 (Gemma): y = rmsnorm(x); new_residual
-= residual + y. The contract allows the roundings of the eager composition: r is stored before it is normalised, y
-before it is added.
+sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r.
+sandwich 1 (Gemma): y = rmsnorm(x); new_residual = residual + y.
+sandwich 2 (vLLM):  as 0, in fp32 from the sum to y: y is the norm of the unrounded sum, and rounded once.
+The contract allows the eager composition's roundings: in 0, of r before it is normalised; in 1, of y before it is
+added; in both, of the normalised value before the weight multiplies it. In 2 it allows none of them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_e
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
 
+ADD_THEN_NORM, NORM_THEN_ADD, ADD_THEN_NORM_UNROUNDED = FORMS = (0, 1, 2)
+
 
 class AddRmsNorm(Op):
     name = "add_rmsnorm"
@@ -55,7 +59,7 @@ class AddRmsNorm(Op):
         "weight": contents("weight", up=FAR_UP, down=FAR_DOWN, rows=False),
         "eps": norm_eps("x", "residual"),
         "offset": trait(0.0, 1.0, 0.3),
-        "sandwich": trait(0, 1),
+        "sandwich": trait(0, 1, 2),
         "layout": layouts(
             "x", "residual", "weight", more=(Level(name="one storage", edit=one_storage("x", "residual")),)
         ),
@@ -70,7 +74,7 @@ class AddRmsNorm(Op):
         take.floats("residual", "M d")
         take.floats("weight", "d")
         take.number("eps", 1e-6, low=0.0)
-        offset, sandwich = float(take.number("offset", 0.0)), take.among("sandwich", 0, (0, 1))
+        offset, sandwich = float(take.number("offset", 0.0)), take.among("sandwich", 0, FORMS)
         return self.workload(take.dtype_name, take.dims, offset=offset, sandwich=sandwich)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
@@ -98,7 +102,7 @@ class AddRmsNorm(Op):
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         x, residual = inputs["x"].double(), inputs["residual"].double()
-        if inputs["sandwich"]:
+        if inputs["sandwich"] == NORM_THEN_ADD:
             y = normalise(x, inputs["weight"], inputs["eps"], inputs["offset"])
             return y, residual + y
         r = x + residual
@@ -108,8 +112,10 @@ class AddRmsNorm(Op):
         y, r = reference
         x, residual, weight = (inputs[n] for n in ("x", "residual", "weight"))
         dtype = DTYPE_NAME[x.dtype]
-        relative = UNIT[dtype] + normalise_relative_error(y.shape[-1])
-        if inputs["sandwich"]:
+        once = inputs["sandwich"] == ADD_THEN_NORM_UNROUNDED
+        between = 0.0 if once else UNIT[dtype]
+        relative = between + normalise_relative_error(y.shape[-1])
+        if inputs["sandwich"] == NORM_THEN_ADD:
             flush = normalise_flush(x, weight, inputs["eps"], inputs["offset"])
             y_error = stored(y, relative * y.abs() + flush, dtype)
             return y_error, stored(r, y_error + flushable(residual) + U32 * (r.abs() + y.abs()), dtype)
@@ -122,7 +128,7 @@ class AddRmsNorm(Op):
         rstd = (energy / r.shape[-1] + inputs["eps"]).rsqrt()
         scale = (weight.double() + inputs["offset"]).abs()
         moved = (flushed.square().sum(-1, keepdim=True) / (energy + r.shape[-1] * inputs["eps"])).sqrt()
-        relative = relative + (UNIT[dtype] + U32) * (1 + shared) + moved
+        relative = relative + (between + U32) * (1 + shared) + moved
         error = relative * y.abs() + flushed * rstd * scale
         error = error + normalise_flush(r, weight, inputs["eps"], inputs["offset"])
         return stored(y, error, dtype), stored(r, flushed + U32 * r.abs(), dtype)

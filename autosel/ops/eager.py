@@ -246,9 +246,13 @@ def add_rmsnorm(
     y: Tensor | None = None,
     new_residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if sandwich:
+    if sandwich == 1:
         y = rmsnorm(x, weight, eps, offset, y)
         return y, torch.add(residual, y, out=new_residual)
+    if sandwich == 2:
+        total = x.float() + residual.float()
+        normed = F.rms_norm(total, (x.shape[-1],), weight.float() + offset, eps)
+        return _written(normed.to(x.dtype), y), _written(total.to(x.dtype), new_residual)
     new_residual = torch.add(x, residual, out=new_residual)
     return rmsnorm(new_residual, weight, eps, offset, y), new_residual
 

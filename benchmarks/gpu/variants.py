@@ -32,7 +32,7 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "prefill_attn": (WINDOW, SOFTCAP, {**WINDOW, **SOFTCAP}),
     "kv_append": ({"page": 16},),
     "rmsnorm": (OFFSET,),
-    "add_rmsnorm": (OFFSET, {"sandwich": 1}, {**OFFSET, "sandwich": 1}),
+    "add_rmsnorm": (OFFSET, {"sandwich": 1}, {**OFFSET, "sandwich": 1}, {"sandwich": 2}),
     "norm_qkv": (OFFSET,),
     "gate_up": ({"activation": 1}, {"activation": 2}, OFFSET, {**OFFSET, "activation": 2}),
     "geglu": ({}, {"tanh": 1}),  # no model here has the exact GELU, the contract's default

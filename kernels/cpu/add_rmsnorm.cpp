@@ -1,5 +1,6 @@
 // add_rmsnorm   sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r
 //               sandwich 1 (Gemma): y = rmsnorm(x); new_residual = residual + y
+//               sandwich 2 (vLLM):  as 0, y of the unrounded sum, which this kernel normalises in either case
 //               x[M,d], residual[M,d], weight[d] -> y[M,d], new_residual[M,d];  rmsnorm as in rmsnorm.cpp
 //
 // bytes   4 M d b + d b      FLOPs   5 M d
@@ -24,7 +25,7 @@ static void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, do
   }
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
-    auto one = sandwich ? add_rmsnorm_row<T, true> : add_rmsnorm_row<T, false>;
+    auto one = sandwich == 1 ? add_rmsnorm_row<T, true> : add_rmsnorm_row<T, false>;
     parallel(threads, m, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i)
         one(data<T>(x) + i * x.stride(0), data<T>(residual) + i * residual.stride(0), data<T>(weight),

@@ -253,6 +253,7 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
   for (const TensorView* t : {&x, &residual, &joined}) shaped(*t, x, {x.size(0), x.size(1)});
   if (y.has_value()) shaped(y.value(), x, {x.size(0), x.size(1)});
   shaped(weight, x, {x.size(1)});
+  const bool gemma = sandwich == 1;
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     Draw draw{uint64_t(seed)};
@@ -260,7 +261,7 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
     const T *a = row<T>(x, m), *b = row<T>(residual, m), *w = data<T>(weight);
     double squares = 0;
     for (int64_t i = 0; i < d; ++i) {
-      double v = sandwich ? widen(a[i]) : double(widen(a[i])) + widen(b[i]);
+      double v = gemma ? widen(a[i]) : double(widen(a[i])) + widen(b[i]);
       squares += v * v;
     }
     double rstd = 1 / std::sqrt(squares / double(d) + eps);
@@ -268,10 +269,10 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
     for (int i = 0; i < kChannels; ++i) {
       int64_t at = draw.below(d);
       double scale = widen(w[at]) + offset, r = double(widen(a[at])) + widen(b[at]);
-      double value = (sandwich ? widen(a[at]) : r) * rstd * scale, sum = sandwich ? widen(b[at]) + value : r;
+      double value = (gemma ? widen(a[at]) : r) * rstd * scale, sum = gemma ? widen(b[at]) + value : r;
       double tiny = kTiny<T> * (2 + (2 + 2 * rstd) * std::fabs(scale));
       if (y.has_value()) compare(widen(row<T>(y.value(), m)[at]), value, relative * std::fabs(value) + tiny);
-      double error = sandwich ? relative * std::fabs(value) : 2 * kU32 * std::fabs(r);
+      double error = gemma ? relative * std::fabs(value) : 2 * kU32 * std::fabs(r);
       compare(widen(row<T>(joined, m)[at]), sum, error + 2 * kUnit<T> * std::fabs(sum) + tiny);
     }
   });

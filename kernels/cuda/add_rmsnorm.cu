@@ -1,5 +1,6 @@
 // add_rmsnorm   sandwich 0 (Llama): r = x + residual; y = rmsnorm(r); new_residual = r
 //               sandwich 1 (Gemma): y = rmsnorm(x); new_residual = residual + y
+//               sandwich 2 (vLLM):  as 0, y of the unrounded sum, which this kernel normalises in either case
 //               x[M,d], residual[M,d], weight[d] -> y[M,d], new_residual[M,d];  rmsnorm as in rmsnorm.cu
 //
 // bytes   4 M d b + d b (b = bytes an element)      FLOPs   5 M d
@@ -114,7 +115,7 @@ void add_rmsnorm(TensorView x, TensorView residual, TensorView weight, double ep
     const bool vectorised =
         aligned(o.x) && aligned(o.residual) && aligned(o.weight) && aligned(o.y) && aligned(o.new_residual);
     by_flag(vectorised, [&](auto is_aligned) {
-      by_flag(sandwich != 0, [&](auto is_sandwich) {
+      by_flag(sandwich == 1, [&](auto is_sandwich) {
         launch(shape, stream, kernel_for<T, decltype(is_sandwich)::value, decltype(is_aligned)::value>(vectors), o);
       });
     });

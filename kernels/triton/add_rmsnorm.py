@@ -1,5 +1,6 @@
 """add_rmsnorm   sandwich 0: r = x + residual; y = rmsnorm(r); new_residual = r          x, residual [M,d], weight[d]
               sandwich 1: y = rmsnorm(x); new_residual = residual + y                 -> y, new_residual [M,d]
+              sandwich 2: as 0, y of the unrounded sum, which this kernel normalises in either case
 
 bytes     b (4 M d + d) (b = bytes an element)      FLOPs   5 M d
 roofline  M=1, d=4096, bf16 on an H200 (4.3 TB/s estimated): 41 KB, 10 ns; the launch is all it costs (2-3 us)
@@ -47,7 +48,7 @@ def add_rmsnorm(x, residual, weight, eps, offset, sandwich, y=None, new_residual
     grid = (m,)
     _add_rmsnorm[grid](
         x, residual, weight, y, new_residual, d, x.stride(0), residual.stride(0), y.stride(0), new_residual.stride(0),
-        float(eps), float(offset), SANDWICH=bool(sandwich), WIDTH=width, num_warps=warps(max(threads, width // 64)),
+        float(eps), float(offset), SANDWICH=sandwich == 1, WIDTH=width, num_warps=warps(max(threads, width // 64)),
         enable_fp_fusion=True,
     )  # fmt: skip
     return y, new_residual

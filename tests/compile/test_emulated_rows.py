@@ -22,7 +22,7 @@ ROWS = ((512, 4, 0), (32, 1, 1), (96, 3, 0), (1024, 2, 0))  # threads, grid, pdl
 # op -> its own shape, traits in all combinations, knobs in turns
 SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]], tuple[tuple[int, ...], ...]]] = {
     "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}, ROWS),
-    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1)}, ROWS),
+    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1, 2)}, ROWS),
     # threads, grid, pdl; then grid, pdl
     "rope": ({"M": 4, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {"style": (0, 1)}, ((256, 20, 0), (32, 3, 1))),
     "swiglu": ({"M": 3, "I": 14336}, {}, ((21, 0), (1, 1))),

@@ -185,7 +185,7 @@ def rmsnorm_by_the_width_before(x, weight, eps, offset, y):
 
 def added_reads_what_it_has_written(x, residual, weight, eps, offset, sandwich, y, new_residual):
     """Of a sandwich the sum takes the unrounded result."""
-    if not sandwich:
+    if sandwich != 1:
         return eager.add_rmsnorm(x, residual, weight, eps, offset, sandwich, y, new_residual)
     wide = x.float()
     made = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)

@@ -37,7 +37,7 @@ HAVE: tuple[Isa, ...] = tuple(isa for isa, needs in ISA_NEEDS.items() if set(nee
 # op -> its own shape, and the traits to take in all combinations
 SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]]]] = {
     "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}),
-    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1)}),
+    "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1, 2)}),
     "rope": ({"M": 4, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {"style": (0, 1)}),
     "swiglu": ({"M": 3, "I": 14336}, {}),
     "geglu": ({"M": 3, "I": 6912}, {"tanh": (0, 1)}),
@@ -79,7 +79,7 @@ def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeNa
 # --- what the op's battery does not reach ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sandwich", [0, 1])
+@pytest.mark.parametrize("sandwich", [0, 1, 2])
 def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
     """A decoder passes residual itself as new_residual, and may pass x as y."""
     op = OPS["add_rmsnorm"]

@@ -58,7 +58,11 @@ SHAPES: dict[str, tuple[tuple[dict[str, int], dict[str, Any]], ...]] = {
     ),
     "kv_append": (({"B": 1, "Hkv": 8, "S": 1, "D": 128}, {}), ({"B": 1, "Hkv": 8, "S": 1, "D": 128}, {"page": 16})),
     "rmsnorm": (({"M": 1, "d": 4096}, {}), ({"M": 8, "d": 1152}, {"offset": 1.0})),
-    "add_rmsnorm": (({"M": 1, "d": 4096}, {}), ({"M": 8, "d": 1152}, {"offset": 1.0, "sandwich": 1})),
+    "add_rmsnorm": (
+        ({"M": 1, "d": 4096}, {}),
+        ({"M": 8, "d": 1152}, {"offset": 1.0, "sandwich": 1}),
+        ({"M": 3, "d": 2048}, {"sandwich": 2}),
+    ),
     "rope": (
         ({"M": 1, "Hq": 32, "Hkv": 8, "D": 128, "R": 128}, {}),
         ({"M": 2, "Hq": 8, "Hkv": 2, "D": 96, "R": 48}, {"style": 1}),
@@ -207,7 +211,7 @@ def rmsnorm_split(i: dict[str, Any]) -> Outputs:
 
 def add_rmsnorm_32(i: dict[str, Any]) -> Outputs:
     x, r, dtype = i["x"].float(), i["residual"].float(), i["x"].dtype
-    if i["sandwich"]:
+    if i["sandwich"] == 1:
         y = norm_32(x, i["weight"], i["eps"], i["offset"])
         return y.to(dtype), (r + y).to(dtype)
     return norm_32(x + r, i["weight"], i["eps"], i["offset"]).to(dtype), (x + r).to(dtype)
@@ -241,10 +245,10 @@ def geglu_32(i: dict[str, Any]) -> Outputs:
 def add_rmsnorm_split(i: dict[str, Any]) -> Outputs:
     """The sum of squares by blocks, the last one first."""
     x, r, dtype = i["x"].float(), i["residual"].float(), i["x"].dtype
-    normed = x if i["sandwich"] else x + r
+    normed = x if i["sandwich"] == 1 else x + r
     energy = sum((part.square().sum(-1, keepdim=True) for part in reversed(normed.split(48, 1))), torch.zeros(()))
     y = normed * (energy / x.shape[1] + i["eps"]).rsqrt() * (i["weight"].float() + i["offset"])
-    return (y.to(dtype), (r + y).to(dtype)) if i["sandwich"] else (y.to(dtype), (x + r).to(dtype))
+    return y.to(dtype), (r + y if i["sandwich"] == 1 else x + r).to(dtype)
 
 
 def rope_complex(i: dict[str, Any]) -> Outputs:
@@ -580,7 +584,8 @@ WRONG: list[tuple[str, str, Way]] = [
     ("rmsnorm", "all", centred),
     ("rmsnorm", "all", through("rmsnorm", offset=lambda i: 1.0 - i["offset"])),
     ("rmsnorm", "all", through("rmsnorm", eps=lambda i: 0.0)),
-    ("add_rmsnorm", "all", through("add_rmsnorm", sandwich=lambda i: 1 - i["sandwich"])),
+    ("add_rmsnorm", "unrounded", through("add_rmsnorm", sandwich=lambda i: 0)),
+    ("add_rmsnorm", "all", through("add_rmsnorm", sandwich=lambda i: int(i["sandwich"] != 1))),
     ("rope", "all", through("rope", style=lambda i: 1 - i["style"])),
     ("rope", "all", through("rope", positions=lambda i: i["positions"] + 1)),
     ("rope", "all", low_angle),
@@ -608,6 +613,7 @@ APPLIES: dict[str, Callable[[Workload], bool]] = {
     "all": lambda w: True,
     "fp32 gelu": lambda w: w.dtype == "fp32" and bool(w.trait("activation", 0)),
     "half": lambda w: w.dtype != "fp32",
+    "unrounded": lambda w: w.dtype != "fp32" and w.trait("sandwich", 0) == 2,
     "window": lambda w: bool(w.trait("window", 0)),
     "no softcap": lambda w: not w.trait("softcap", 0.0),
     "page": lambda w: bool(w.trait("page", 0)),

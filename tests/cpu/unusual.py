@@ -298,13 +298,14 @@ def rmsnorm_flushing(x, weight, eps, offset, y):
 
 
 def _added(x, residual, weight, eps, offset, sandwich, dtype):
-    if sandwich:
+    if sandwich == 1:
         wide = x.to(dtype)
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         y = _normalised(wide, weight, offset, rstd).to(x.dtype)
         return y, (residual.to(dtype) + y.to(dtype)).to(x.dtype)
-    new = (x.to(dtype) + residual.to(dtype)).to(x.dtype)
-    wide = new.to(dtype)
+    total = x.to(dtype) + residual.to(dtype)
+    new = total.to(x.dtype)
+    wide = total if sandwich == 2 else new.to(dtype)
     return _normalised(wide, weight, offset, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype), new
 
 

@@ -153,6 +153,7 @@ def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
         (of(liger, "rope"), {**ROPE, "R": 64}, {}, "whole heads only"),
         (of(liger, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
         (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 1}, "normalises first"),
+        (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"sandwich": 2}, "unrounded"),
         (of(flashinfer, "add_rmsnorm"), {"M": 2, "d": 512}, {"offset": 0.5}, "no weight offset"),
         (of(flashinfer, "rope"), {**ROPE, "D": 80, "R": 80}, {}, "80 wide"),
         (of(flashinfer, "rope"), {**ROPE, "R": 24}, {}, "in steps of 16"),

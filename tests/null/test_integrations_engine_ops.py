@@ -24,6 +24,10 @@ def sevens(x, weight, eps, offset):
     return torch.full_like(x, 7)
 def raises(x, weight, eps, offset):
     raise RuntimeError("no such kernel image")
+def elevens(x, w, bias, residual):
+    return x.new_full((x.shape[0], w.shape[0]), 11)
+def fails(x, w, bias, residual):
+    raise RuntimeError("no such kernel image")
 def nines(q, k, v, table, lengths, max_len, scale, window, softcap, out=None):
     return (torch.empty_like(q) if out is None else out).fill_(9)
 """
@@ -190,3 +194,59 @@ def test_a_step_is_run_for_the_context_of_the_capture_before_it(
         assert step(128, 128) is True
     with dispatch.use(home):
         assert step(1, 128) is False and step(128, 128) is False  # no trial during a capture
+
+
+# --- linears ---------------------------------------------------------------------------------------------------------
+
+ROWS, MATRIX = torch.ones(1, 8), torch.ones(4, 8)
+PRODUCT = ops.find("linear").workload("fp32", {"M": 1, "N": 4, "K": 8})
+
+
+def multiplied(calls: int) -> list[float]:
+    """Return the first element of each result; the engine's own has 8."""
+    made = (engine_ops.linear(ROWS, MATRIX, None, lambda: ROWS @ MATRIX.T, weights=1) for _ in range(calls))
+    return [float(y[0, 0]) for y in made]
+
+
+@pytest.fixture
+def decided_elevens(home: Path, arm: Callable[[str], Arm]) -> Iterator[Any]:
+    publish(home, [decision(PRODUCT, arm("elevens"))])
+    with dispatch.use(home) as board:
+        yield board
+
+
+def test_a_linear_without_a_decision_is_the_engines_own(home: Path) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board:
+        assert multiplied(2) == [8.0, 8.0]
+        assert board.asked() == {PRODUCT: 2}
+
+
+def test_a_linear_runs_the_decided_kernel_where_it_is_faster(
+    decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ops.Trial, "pays", True)
+    assert {8.0, 11.0} == set(multiplied(200))
+    assert multiplied(5) == [11.0] * 5
+
+
+def test_a_linear_runs_the_engines_own_where_that_is_faster(
+    decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ops.Trial, "pays", False)
+    multiplied(200)
+    assert multiplied(5) == [8.0] * 5
+    assert any("own is faster here" in use.reason for use in decided_elevens.uses())
+
+
+def test_a_linear_whose_kernel_fails_is_the_engines_own(home: Path, arm: Callable[[str], Arm]) -> None:
+    publish(home, [decision(PRODUCT, arm("fails"))])
+    with dispatch.use(home):
+        assert multiplied(200) == [8.0] * 200
+
+
+def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm: Callable[[str], Arm]) -> None:
+    publish(home, [decision(PRODUCT, arm("elevens")), decision(W, arm("sevens"), id=2)])
+    with dispatch.use(home) as board:
+        assert board.decided("linear") == {PRODUCT.bucket}
+        assert board.decided("rmsnorm") == {W.bucket}

@@ -291,7 +291,7 @@ REFUSED = [
     ("kv_append", "positions", lambda i: i["positions"].long(), "int32"),
     ("rmsnorm", "weight", lambda i: i["weight"][1:], "d = 96"),
     ("rmsnorm", "eps", lambda i: "1e-6", "a number"),
-    ("add_rmsnorm", "sandwich", lambda i: 2, "one of 0, 1"),
+    ("add_rmsnorm", "sandwich", lambda i: 3, "one of 0, 1, 2"),
     ("rope", "inv_freq", lambda i: torch.ones(33), "rotates 66 elements of a head of 64"),
     ("rope", "positions", lambda i: i["positions"].int(), "int64"),
     ("geglu", "tanh", lambda i: 2, "one of 0, 1"),

@@ -25,6 +25,7 @@ WORKLOADS: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
     ("kv_append", "kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}),
     ("rmsnorm", "rmsnorm", {"M": 2, "d": 64}, {"offset": 1.0}),
     ("add_rmsnorm", "add_rmsnorm", {"M": 2, "d": 64}, {"sandwich": 1}),
+    ("add_rmsnorm", "add_rmsnorm", {"M": 2, "d": 64}, {"sandwich": 2}),
     ("rope", "rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}, {}),
     ("rope", "rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 32}, {"style": 1}),
     ("swiglu", "swiglu", {"M": 2, "I": 64}, {}),

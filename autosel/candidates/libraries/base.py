@@ -190,7 +190,10 @@ def either_norm(w: Workload, cc: tuple[int, int]) -> str:
 
 
 def sum_then_norm(w: Workload, _: tuple[int, int]) -> str:
-    """Accept only a norm after the residual's sum, which is the order of the fused functions."""
+    """Accept only a norm after the residual's sum, which is the order of the fused functions. Some normalise the
+    rounded sum."""
+    if w.trait("sandwich", 0) == 2:
+        return "it may normalise the rounded sum; the workload wants the norm of the unrounded one"
     return "it adds, then normalises; the workload normalises first" if w.trait("sandwich", 0) else ""
 
 
