@@ -149,7 +149,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     paged = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 32, "L": 33, "page": 16}
     windowed = ops.find("paged_attn").workload("fp32", paged, window=8)
     chosen = [*decided([*NORMS, ("paged_attn", PAGED, paged), ("paged_attn", PAGED, paged | {"L": 256})])]
-    chosen.append((windowed, PAGED))
+    unrounded = ops.find("add_rmsnorm").workload("fp32", {"M": 2, "d": 64}, sandwich=2)
+    chosen += [(windowed, PAGED), (unrounded, "cpp:add_rmsnorm")]
     tiles = "N=256,K=384,device_name=cpu,dtype=fp8_w8a8,block_shape=[128,128].json"
     return heard(folder, "vllm", SCRIPT, chosen, tiles=tiles, plug=plug, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="0")
 
