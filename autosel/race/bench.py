@@ -1,8 +1,8 @@
 """The measuring instrument: runs inside a race worker, holds the arms and the operands, takes pairs on request.
 
 It decides nothing. The parent flips the coins, supplies fresh operands, bounds the claimed times by its own clock and
-judges. Cache temperature is set by operand: streamed ones (weights, KV) rotate over enough private copies that each
-call finds them cold; resident ones are rewritten just before the samples and are warm.
+judges. Cache temperature is set by operand: streamed operands (weights, KV) rotate over enough private copies that each
+call finds them cold; resident operands are rewritten just before the samples and are warm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
-from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
+from time import (
+    perf_counter_ns as clock_ns,
+)  # bound before any candidate is loaded, so that patching `time` has no effect
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,7 +38,7 @@ from autosel.values import Prepared, Workload
 
 @dataclass(slots=True, kw_only=True)
 class LoadedArm:
-    """A candidate ready to be called; `runtime` says whose threads it leaves spinning."""
+    """A candidate ready to be called; `runtime` names the runtime whose threads it leaves spinning."""
 
     call: Callable[..., Any]
     writes_out: bool
@@ -51,50 +53,52 @@ class Seat:
     timed: Timed
     outputs: tuple[tuple[Tensor, ...], ...]
     resident: Mapping[str, Tensor]
-    prepared: Prepared | None  # the weights of one call, where the arm has a layout for them
+    prepared: Prepared | None  # cost of preparing one call's weights, if the arm has a layout
 
     def poison(self) -> None:
-        """What a call leaves unwritten shows."""
+        """Poison the outputs, so that elements that a call does not write show."""
         for output in (tensor for one in self.outputs for tensor in one):
             output.fill_(math.nan if output.is_floating_point() else -1)
 
     def written(self, slot: int, result: Any) -> tuple[Tensor, ...]:
-        """The results of a call that was given these outputs and returned this."""
+        """Return the results of a call that was given these outputs and returned this."""
         if self.arm.writes_out and self.outputs[0]:
             return self.outputs[slot]
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 class Look(Protocol):
-    """Whoever looks at the results of calls that were drawn."""
+    """Receives the results of calls that were drawn."""
 
     rng: Random
 
     def wants(self, arm: str) -> bool: ...
 
     def take(self, arm: str, number: int, results: Sequence[tuple[Tensor, ...]]) -> None:
-        """The drawn calls of the visit's sample of this number, the last call last."""
+        """Take the results of the drawn calls of the visit's sample of this number, the last call's at the end."""
 
 
 class Bench:
-    """All arms loaded in this process, and the seats of the workload at hand."""
+    """All arms loaded in this process, and the seats of the current workload."""
 
     def __init__(self, device: str = "cpu", *, owner: int = 0, realtime: bool = False) -> None:
-        """`owner` is the process that asks: what it computes does not make the machine busy. `realtime`: samples are
-        taken again at real-time priority."""
+        """Create the bench. `owner` is the process that asks: its work does not make the machine busy.
+
+        With `realtime`, samples are repeated at real-time priority.
+        """
         self.place = place(device)
         # A GPU is timed by its own clock.
         self.watch: Watch | None = watch(owner, realtime=realtime) if device == "cpu" else None
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
-        self.runtime = ""  # whose threads ran last
-        gc.freeze()  # what the imports made lives as long as we: not to be looked through at every release
+        self.runtime = ""  # the runtime whose threads ran last
+        gc.freeze()  # imported objects live as long as the process: do not scan them at every release
         gc.disable()
 
     def load(self, entrant: Entrant) -> None:
         call = load(find(entrant.op), entrant.recipe, entrant.digest, entrant.knobs)
-        pool = threads.use(wake=True)  # a decode loop is timed, in which no worker sleeps
+        pool = threads.use(wake=True)  # the race times a decode loop, in which no worker sleeps
         runtime = _runtime(entrant, shared=pool is not None and pool.openmp)
         self.arms[entrant.loaded_name] = LoadedArm(call=call, writes_out=entrant.writes_out, runtime=runtime)
 
@@ -106,7 +110,7 @@ class Bench:
         """Copy the operands privately and seat each arm: `arms` maps the race's arm name to a loaded one's; `slots` is
         the number of sets of outputs.
 
-        The baseline's clone gets operands of its own: placement is part of the luck that A/A sessions calibrate. An arm
+        The baseline's clone gets separate operands: placement is part of the luck that A/A sessions calibrate. An arm
         with a layout prepares each copy of its weights here, before anything is timed.
         """
         self.release()
@@ -135,7 +139,7 @@ class Bench:
 
     @property
     def prepared(self) -> dict[str, Prepared]:
-        """What the weights of one call took, by arm, of the arms that have a layout."""
+        """Return the cost of preparing one call's weights by arm, for the arms that have a layout."""
         return {name: seat.prepared for name, seat in self.seats.items() if seat.prepared is not None}
 
     def release(self) -> None:
@@ -145,7 +149,7 @@ class Bench:
     # --- measuring --------------------------------------------------------------------------------------------------
 
     def warm(self, limit_ns: int) -> dict[str, float]:
-        """Alternate the arms until their medians settle or the time is up; nanoseconds a call, by arm."""
+        """Alternate the arms until their medians settle or the time is up; return nanoseconds per call by arm."""
         seen: dict[str, list[float]] = {name: [] for name in self.seats}
         start = clock_ns()
         while True:
@@ -158,7 +162,7 @@ class Bench:
                 return {name: min(times[len(times) // 2 :]) for name, times in seen.items()}
 
     def refresh(self, resident: Mapping[str, Tensor]) -> None:
-        """New contents for the resident operands, at the same addresses."""
+        """Write new contents into the resident operands, at the same addresses."""
         for seat in self.seats.values():
             for name, value in resident.items():
                 seat.resident[name].copy_(value)
@@ -166,12 +170,12 @@ class Bench:
     def pair(
         self, order: Sequence[str], calls: int, samples: int, wake: bool = True, look: Look | None = None
     ) -> tuple[dict[str, list[float]], str]:
-        """One visit to each arm in this order; (nanoseconds a call by arm, why the pair must be dropped or "").
+        """Visit each arm once in this order; return (nanoseconds per call by arm, why the pair must be dropped or "").
 
-        `look` gets, after each sample and off the clock, the results of the calls that were drawn.
+        `look` gets, after each sample and while no clock runs, the results of the calls that were drawn.
 
-        `wake`: an untimed call comes first, which wakes the arm's own threads and loads its code. Samples during which
-        a thread waited for a core are taken again; if that happens too often, the pair is dropped as BUSY.
+        With `wake`, an untimed call comes first, which wakes the arm's own threads and loads its code. Samples during
+        which a thread waited for a core are repeated; if that happens too often, the pair is dropped as BUSY.
         """
         before = Disturbance.read()
         if self.watch is not None:
@@ -202,7 +206,7 @@ class Bench:
         return self.watch.samples(sample, samples, settle)
 
     def _looked_at(self, name: str, calls: int, number: int, look: Look) -> float:
-        """One sample, some of whose calls are drawn; `number` counts the visit's samples."""
+        """Take one sample, some of whose calls are drawn; `number` counts the visit's samples."""
         seat = self.seats[name]
         if not look.wants(name):
             return seat.timed.sample(calls)
@@ -215,20 +219,20 @@ class Bench:
 
     @property
     def again(self) -> int:
-        """Samples that were taken again so far, because a thread waited for a core."""
+        """Return the number of repeated samples so far; a sample is repeated if a thread waited for a core."""
         return self.watch.again if self.watch is not None else 0
 
     @property
     def watched(self) -> bool:
-        """True if waits for a core are seen, or do not matter."""
+        """Return True if waits for a core are detected or do not matter."""
         return self.watch is None or self.watch.waits.watched
 
     def surprise(self, name: str, calls: int, resident: Mapping[str, Tensor]) -> None:
-        """A burst of calls on other contents; then, at the same addresses and with no pause, one call on contents not
-        met before, into poisoned outputs.
+        """Run a burst of calls on other contents; then, at the same addresses and without a pause, one call on new
+        contents, into poisoned outputs.
 
-        Who does the work of a burst in one of its calls, or remembers what it was asked a moment ago, is right in every
-        timed burst: there nothing changes from call to call.
+        A kernel that does the work of a burst in only one of its calls, or that remembers earlier operands, is right in
+        every timed burst, because there nothing changes from call to call.
         """
         seat = self.seats[name]
         self._hush(seat.arm)
@@ -241,8 +245,10 @@ class Bench:
         seat.timed.sample(1)
 
     def deployed(self, situation: str, order: Sequence[str]) -> dict[str, float]:
-        """One call of each arm in this order and situation (`race.deployed`), in nanoseconds; without an arm whose
-        threads waited for a core each time."""
+        """Time one call of each arm in this order and situation (`race.deployed`), in nanoseconds.
+
+        An arm whose threads waited for a core each time is left out.
+        """
         ahead = SITUATIONS[situation].ahead
         times: dict[str, float] = {}
         if self.watch is not None:
@@ -269,17 +275,17 @@ class Bench:
         self.runtime = arm.runtime
 
     def read_bytes_per_s(self) -> float:
-        """The memory's read rate right now."""
+        """Return the memory's read rate right now."""
         return self.place.read_bytes_per_s()
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
-        """What the arm's last call left or returned."""
+        """Return the result of the arm's last call."""
         seat = self.seats[name]
         return seat.written(seat.timed.slot, seat.timed.result)
 
 
 class _Operands:
-    """Private operands of one seat: resident ones once, streamed and inout ones in `copies` copies."""
+    """Return private operands for one seat: resident ones once, streamed and inout ones in `copies` copies."""
 
     def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, place: Place) -> None:
         roles = {a.name: a.role for a in op.args}
@@ -295,9 +301,9 @@ class _Operands:
 
 
 def _runtime(entrant: Entrant, *, shared: bool) -> str:
-    """Return whose threads the candidate runs on. `shared`: C++ kernels run on PyTorch's.
+    """Return the name of the runtime that the candidate runs on. `shared`: C++ kernels run on PyTorch's.
 
-    A candidate of a third party may bring threads of its own, which must not be charged to the next arm.
+    A candidate of a third party may bring its own threads, which must not be charged to the next arm.
     """
     if entrant.recipe.kind == "native" and not shared:
         return "helpers"
@@ -307,7 +313,7 @@ def _runtime(entrant: Entrant, *, shared: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """What took the CPU away: cgroup throttling and steal. Such a pair is dropped whole, both arms, by cause."""
+    """Return the cause that took the CPU away: cgroup throttling or steal. Such a pair is dropped whole, both arms."""
 
     throttled: int
     steal_ticks: int

@@ -1,7 +1,7 @@
-"""Calls recorded in a CUDA graph; and a process that goes on as before where they cannot be.
+"""Record calls in a CUDA graph, and leave the process usable if they cannot be recorded.
 
-Where a call breaks its capture, PyTorch neither returns to the stream it came from nor ends the capture in its
-allocator, which then fails at every later capture: one that cannot be captured would spoil all that come after it.
+If a call breaks its capture, PyTorch neither returns to the stream it came from nor ends the capture in its allocator,
+which then fails at every later capture: one such call would spoil all later captures.
 
 Status: not yet run on silicon.
 """
@@ -15,18 +15,19 @@ import torch
 
 WARM_CALLS = 3  # before a capture: Triton compiles, libraries choose and allocate
 
-_BROKEN: list[Any] = []  # graphs whose capture failed: PyTorch's allocators may still ask them which stream is theirs
+_BROKEN: list[Any] = []  # graphs whose capture failed: PyTorch's allocators may still ask for their stream
 
 
 class UncapturableError(Exception):
-    """What was called does something that a capture forbids: it waits for the device, or allocates past PyTorch."""
+    """The called function does something that a capture forbids: it waits for the device, or allocates past PyTorch."""
 
 
 def captured(enqueue: Callable[[int], None], count: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    """The graph of what `enqueue(count)` puts on the current stream of `device`, whichever device is the current one.
+    """Return the graph of the work that `enqueue(count)` puts on the current stream of `device`, whichever device is
+    current.
 
-    It is warmed on the stream on which it is captured: what a kernel keeps a stream is then there, and no part of the
-    graph's own memory. Raises UncapturableError, or what a call raises by itself.
+    It is warmed on the stream on which it is captured, so the memory that a kernel keeps per stream already exists and
+    is not part of the graph's own memory. Raises UncapturableError, or the error of a call.
     """
     with torch.cuda.device(device):
         before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -37,24 +38,24 @@ def captured(enqueue: Callable[[int], None], count: int, device: torch.device) -
         torch.cuda.synchronize(device)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            # On a stream of this device: without one PyTorch captures on a stream of whichever was current when it
-            # captured first, and what another device is given meanwhile runs at once, and is missing from the graph.
+            # On a stream of this device: without one, PyTorch captures on a stream of the device that was current at
+            # its first capture; work for another device then runs at once and is missing from the graph.
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 enqueue(count)
         except RuntimeError as error:
             torch.cuda.set_stream(before)
             _abandon(graph, pool)
             torch.cuda.synchronize(device)
-            first = error.__context__  # what the call said, before its capture could not be ended either
+            first = error.__context__  # the error of the call, before its capture could not be ended either
             raise UncapturableError(str(first or error)) from error
         return graph
 
 
 def _abandon(graph: Any, pool: Any) -> None:
-    """End in PyTorch's allocator a capture that CUDA could not end."""
+    """End, in PyTorch's allocator, a capture that CUDA could not end."""
     _BROKEN.append(graph)
     try:
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
-    except (RuntimeError, AttributeError):  # it was ended: the call failed, its capture did not
+    except (RuntimeError, AttributeError):  # it was already ended: the call failed, its capture did not
         return

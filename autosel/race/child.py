@@ -16,8 +16,8 @@ from autosel.race.contest import Entrant
 from autosel.values import Workload, from_json, to_json
 from autosel.workers.arena import Arenas
 
-_BENCHES: dict[str, Bench] = {}  # the one of this process, under ""
-_FORETOLD = cycle((False, True))  # what is checked: a call that nothing foretold, or the last one timed
+_BENCHES: dict[str, Bench] = {}  # the process's only one, under ""
+_FORETOLD = cycle((False, True))  # the checked call is unexpected, or the last one timed
 
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _bench(request: Mapping[str, Any]) -> Bench:
-    """The instrument: made for the device of the first request, which names it and the process that asks."""
+    """Return the instrument: made for the device of the first request, which names it and the process that asks."""
     if not _BENCHES:
         owner, realtime = int(request.get("owner", 0)), bool(request.get("realtime"))
         _BENCHES[""] = Bench(request.get("device") or "cpu", owner=owner, realtime=realtime)
@@ -80,8 +80,10 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """Copies the results of drawn calls to where the parent compares them. `places`: by arm and number of a sample, one
-    set for each drawn call; `count`: how many calls were copied, by arm."""
+    """Copies the results of drawn calls to memory where the parent compares them.
+
+    `places`: by arm and number of a sample, one set for each drawn call; `count`: number of copied calls by arm.
+    """
 
     places: Mapping[str, Sequence[Sequence[Any]]]
     arenas: Arenas
@@ -99,7 +101,7 @@ class Kept:
 
 
 def _put(bench: Bench, places: Sequence[Mapping[str, Any]], name: str, arenas: Arenas) -> None:
-    """An arm's outputs, to where they are checked."""
+    """Copy an arm's outputs to the memory where they are checked."""
     _copy(bench.outputs(name), places, arenas)
 
 

@@ -1,4 +1,4 @@
-"""Who races at what: the values a race starts from and the shared operands they all use."""
+"""A race's contests: the values that a race starts from and the shared operands that all arms use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
 MAX_COPIES = 256
-KEPT_BYTES, MOST_ARMS = 32 << 20, 16  # of timed calls' results for each arm, and of how many arms
+KEPT_BYTES, MOST_ARMS = 32 << 20, 16  # of timed calls' results for each arm, and most arms
 SLACK_BYTES = 1 << 20
 
 
@@ -39,12 +39,12 @@ class Entrant:
 
     @property
     def loaded_name(self) -> str:
-        """Unique to the callable: one candidate may race with several knob settings in one process."""
+        """Return a name unique to the callable: one candidate may race with several knob settings in one process."""
         return f"{self.candidate}|{self.digest[:16]}|{sorted(self.knobs.items())}"
 
 
 def empty_entrant(empty: Empty) -> Entrant:
-    """A candidate that does nothing, compiled if it has to be. Raises BuildError."""
+    """Return a candidate that does nothing, compiled if necessary. Raises BuildError."""
     recipe = empty.loaded_as
     built = compile_source(recipe.source).digest if isinstance(recipe, NativeRecipe) else empty.name
     return Entrant(candidate=empty.name, op=empty.op, recipe=recipe, digest=built, knobs={}, writes_out=True)
@@ -52,15 +52,15 @@ def empty_entrant(empty: Empty) -> Entrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """One workload and who competes for it; `margins` gives delta by time class."""
+    """One workload and its competitors; `margins` gives delta by time class."""
 
     workload: Workload
     baseline: Entrant
     incumbent: Entrant
     challengers: tuple[Entrant, ...]
     margins: Mapping[TimeClass, Margin]
-    llc_bytes: int  # of the whole device: what streamed operands must exceed to come cold
-    read_bytes_per_s: float = 0.0  # the best ever read here: who beats it by far is not reading; 0: not known
+    llc_bytes: int  # of the whole device: streamed operands must exceed it to be cold
+    read_bytes_per_s: float = 0.0  # the highest rate ever read here: an arm far above it does not read; 0: not known
 
     @property
     def op(self) -> Op:
@@ -68,7 +68,7 @@ class Contest:
 
     @property
     def least_share(self) -> float:
-        """Of the bytes of a weight, those that the smallest layout among the entrants reads."""
+        """Return the bytes of a weight that the smallest layout among the entrants reads."""
         return min((e.recipe.layout.share for e in self.entrants.values() if e.recipe.layout), default=1.0)
 
     @property
@@ -80,13 +80,13 @@ class Operands:
     """A workload's operands in shared memory: drawn once, copied privately by each session's process."""
 
     def __init__(self, w: Workload, seed: int, llc_bytes: int, *, least_share: float = 1.0) -> None:
-        """`least_share`: of the bytes of the streamed operands, what an entrant reads at least."""
+        """Create the operands. `least_share`: share of the streamed operands' bytes that every entrant reads."""
         self.workload, self.op = w, find(w.op)
         self.inputs = self.op.inputs(w, seed)
         sizes = [tensor.nbytes for tensor in leaves(self.inputs).values()]
         outputs = sum(_bytes(s.shape, s.dtype) for s in self.op.outputs(w))
         inout = any(a.role == "inout" for a in self.op.args)
-        self.output_bytes = 0 if inout else outputs  # of what an arm writes beside its operands
+        self.output_bytes = 0 if inout else outputs  # bytes that an arm writes in addition to its operands
         kept = MOST_ARMS * KEPT_BYTES if self.output_bytes else 0
         self.arena = Arena(
             sum(sizes) + 8 * outputs + kept + SLACK_BYTES + 4096 * (len(sizes) + 64),
@@ -96,13 +96,13 @@ class Operands:
         for name, value in self.inputs.items():
             places = {leaf: self.arena.put(tensor) for leaf, tensor in leaves({name: value}).items()}
             self.refs[name] = to_json(sent(name, value, places))
-            self.inputs[name] = received(self.refs[name], self._tensor)  # the drawn copy is freed here
+            self.inputs[name] = received(self.refs[name], self._tensor)  # frees the drawn copy
         self._places: dict[str, tuple[Ref, ...]] = {}
         self._kept: dict[str, list[tuple[Ref, ...]]] = {}
-        self._judge: tuple[int, Rows, Expected] | None = None  # of the pair at hand: by its seed, for all its arms
+        self._judge: tuple[int, Rows, Expected] | None = None  # of the current pair: by its seed, for all its arms
         self.streamed_bytes = self._bytes_of("streamed")
         rotated = self.streamed_bytes + self._bytes_of("inout")
-        # More than three last-level caches of other data pass before a copy comes round again.
+        # More than three last-level caches of other data pass before the same copy is used again.
         passed = int(rotated * least_share)
         self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // passed) if passed else 1
 
@@ -113,17 +113,18 @@ class Operands:
         return sum(t.nbytes for a in self.op.args if a.role == role for t in tensors(self.inputs[a.name]))
 
     def least_saved(self, layout: Layout) -> int:
-        """What an arm with this layout reads less than the weights that it prepares, at most: by the smallest lossless
-        layout of their format."""
+        """Return the most bytes that an arm with this layout can save of the weights that it prepares: by the smallest
+        lossless layout of their format.
+        """
         share = self.workload.weight_format.least_share(self.workload.dtype)
         weights = [t.nbytes for name in layout.weights for t in tensors(self.inputs[name])]
         return int(sum(weights) * (1 - share))
 
     def refresh(self, seed: int) -> dict[str, Any]:
-        """New contents for the resident operands, in place; their references.
+        """Write new contents into the resident operands, in place; return their references.
 
-        Index-like ones (positions, lengths, tables) keep theirs: a cache written at ever new places would no longer be
-        the one the check knows.
+        Index-like ones (positions, lengths, tables) stay: a cache written at ever new places would no longer be the one
+        that the check knows.
         """
         fresh = self.op.refresh(self.workload, self.inputs, seed)
         changed: dict[str, Any] = {}
@@ -135,7 +136,7 @@ class Operands:
         return changed
 
     def places(self, arm: str) -> tuple[Ref, ...]:
-        """Where the worker is to put this arm's outputs for checking."""
+        """Return the memory in which the worker puts this arm's outputs for checking."""
         if arm not in self._places:
             self._places[arm] = self._outputs()
         return self._places[arm]
@@ -145,7 +146,7 @@ class Operands:
         return tuple(self.arena.empty(s.shape, torch.int64 if s.dtype == "int64" else DTYPE[s.dtype]) for s in specs)
 
     def kept(self, arm: str, count: int) -> list[tuple[Ref, ...]]:
-        """Where the worker is to put the results of `count` timed calls; fewer where there is no room."""
+        """Return the memory for the results of `count` timed calls; for fewer if there is no room."""
         if not self.output_bytes:
             return []
         places = self._kept.setdefault(arm, [])
@@ -159,14 +160,16 @@ class Operands:
         return tuple(self.arena.tensor(place) for place in places)
 
     def check(self, got: Sequence[Tensor], seed: int) -> Mismatch | None:
-        """Judge 16 sampled rows of a result in float64, here and not in its process."""
+        """Judge 16 sampled rows of a result in float64, in this process and not in the candidate's."""
         with one_thread():
             rows, expected = self._expected(seed)
             found = expected.judge(rows.pick(got))
             return found if isinstance(found, Mismatch) else None
 
     def largest_bounds(self, seed: int) -> tuple[float, ...]:
-        """The largest bound of each output's elements in 16 sampled rows; none of an op with a judgement of its own."""
+        """Return the largest bound of each output's elements in 16 sampled rows; empty for an op with a separate
+        judgement.
+        """
         with one_thread():
             _, expected = self._expected(seed)
             if expected.own:

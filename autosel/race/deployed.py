@@ -1,8 +1,8 @@
-"""Single calls as a program makes them: after an op of PyTorch that used all threads, and after rests.
+"""Time single calls as a program makes them: after an op of PyTorch that used all threads, and after rests.
 
 A loop of calls of one kernel keeps the pool's threads awake and its code in cache. A program calls other ops in
-between, and waits. Only short calls are timed in this way (`plan`): waking a pool takes some 100 us, which is little to
-a call of milliseconds.
+between, and waits. Only short calls are timed this way (`plan`): waking a pool takes about 100 us, which is little
+compared with a call of milliseconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-WIDTH = 2048  # of the square product that runs ahead: 8 MB of bf16, all threads for some 100 us
+WIDTH = 2048  # of the square product that runs first: 8 MB of bf16, all threads for about 100 us
 REST_SHORT_S, REST_LONG_S = 0.001, 0.02  # within and beyond the 8 ms for which OpenMP's threads spin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What happens ahead of a call, and in how many turns of a session each arm is called once."""
+    """The work before a call, and the number of turns of a session in which each arm is called once."""
 
     ahead: Callable[[], Any]
     turns: int

@@ -1,4 +1,4 @@
-"""Where operands lie and how a sample is taken: calls in a row on a CPU, the replay of a CUDA graph on a GPU.
+"""Placement of operands and timing of samples: consecutive calls on a CPU, the replay of a CUDA graph on a GPU.
 
 Status of `Gpu`: not yet run on silicon.
 """
@@ -9,7 +9,9 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from time import perf_counter_ns as clock_ns  # bound before any candidate is loaded: one that patches `time` is late
+from time import (
+    perf_counter_ns as clock_ns,
+)  # bound before any candidate is loaded, so that patching `time` has no effect
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +23,8 @@ from autosel.race.drawn import Drawn
 from autosel.race.idle import wait_until_idle
 from autosel.workers import pages
 
-Calls = Sequence[tuple[Any, ...]]  # the arguments of each of an arm's calls, one a copy of its operands
-Outputs = Sequence[tuple[Any, ...]]  # sets of outputs, each None where an arm allocates its own
+Calls = Sequence[tuple[Any, ...]]  # arguments of each of an arm's calls, one for each copy of its operands
+Outputs = Sequence[tuple[Any, ...]]  # sets of outputs, None for an arm that allocates its own
 NO_OUTPUTS: Outputs = ((),)
 PROBE_S = 0.02
 PERSISTING_L2_SIZE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE, cuda.h
@@ -30,44 +32,46 @@ HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host takes to enqueue two
 
 
 class Timed(Protocol):
-    """An arm's calls in the order they are taken, ready to be timed."""
+    """An arm's calls in order, ready to be timed."""
 
     def sample(self, calls: int, drawn: Drawn | None = None) -> float:
-        """Nanoseconds a call over at least `calls` consecutive ones. `drawn`: into which outputs each of them writes;
-        without it all write into the first."""
+        """Return nanoseconds per call over at least `calls` consecutive calls.
+
+        `drawn` gives the set of outputs of each call; without it all calls write into the first.
+        """
 
     call: Callable[..., Any]
-    result: Any  # what the last call returned
-    slot: int  # the outputs that it was given
-    kept: list[Any]  # what the calls returned that were drawn
+    result: Any  # of the last call
+    slot: int  # the set of outputs that it was given
+    kept: list[Any]  # results of the drawn calls
 
 
 class Place(Protocol):
     """One kind of device."""
 
-    timing: str  # how samples are taken, for tables
-    draws: bool  # calls of a sample can be given outputs of their own
+    timing: str  # the method of taking samples, for tables
+    draws: bool  # calls of a sample can have separate outputs
 
     def resident(self, value: Tensor) -> Tensor:
-        """A private copy of an operand that is warm."""
+        """Return a private copy of an operand that is warm."""
 
     def streamed(self, value: Tensor) -> Tensor:
-        """A private copy of an operand that must come cold: the same strides, the same distance from a boundary."""
+        """Return a private copy of an operand that must be cold: same strides, same distance from a boundary."""
 
     def output(self, value: Tensor) -> Tensor: ...
 
     def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
-        """`calls` without their outputs; `outputs`: the sets that there are to write into."""
+        """Return the calls, timed, without their outputs; `outputs`: the sets to write into."""
 
     def hush(self) -> None:
-        """Let the threads of another runtime go to sleep."""
+        """Prepare `calls` for timing. They lack their outputs; `outputs` are the sets to write into."""
 
     def read_bytes_per_s(self) -> float:
-        """The memory's read rate right now."""
+        """Return the memory's read rate right now."""
 
 
 def place(device: str) -> Place:
-    """`cpu`, `cuda` or `cuda:1`."""
+    """Return the device `cpu`, `cuda` or `cuda:1`."""
     return Host() if device == "cpu" else Gpu(torch.device(device))
 
 
@@ -87,7 +91,7 @@ class Host:
         return value.clone()
 
     def streamed(self, value: Tensor) -> Tensor:
-        """On large pages: a lookup that misses costs as much as the line itself."""
+        """Copy to large pages: a TLB miss costs as much as the line itself."""
         return pages.clone(value)
 
     def output(self, value: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ class Host:
 
 
 class Turn:
-    """Which copy is next, for all arms alike: one that began where another has just been would find its copies warm."""
+    """The next copy, the same for all arms: an arm that began at the last used copy would find it warm."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -117,7 +121,7 @@ class Turn:
 
 
 class InARow:
-    """Calls on consecutive copies, between two looks at the clock."""
+    """Calls on consecutive copies, between two readings of the clock."""
 
     def __init__(self, call: Callable[..., Any], calls: Calls, turn: Turn, outputs: Outputs = NO_OUTPUTS) -> None:
         self.call, self.turn = call, turn
@@ -170,7 +174,7 @@ class Gpu:
         return Replayed(call, [(*arguments, *outputs[0]) for arguments in calls], self.device)
 
     def hush(self) -> None:
-        """No thread of the host runs a kernel."""
+        """Return at once: no thread of the host runs a kernel."""
 
     def read_bytes_per_s(self) -> float:
         from autosel.fingerprint.gpu_probe import reader
@@ -183,9 +187,9 @@ class Gpu:
 class Replayed:
     """Graphs of calls on consecutive copies, timed by events around a replay.
 
-    A graph takes every copy equally often, so that a replay finds its first copy as cold as its last. The stream is
-    held while events and graph are enqueued: no delay of the host is counted. A call that cannot be captured (it
-    synchronises, or allocates outside PyTorch's pools) is timed as a queue of launches.
+    A graph uses every copy equally often, so that a replay finds its first copy as cold as its last. The stream is
+    blocked while events and graph are enqueued, so delays of the host are not counted. A call that cannot be captured
+    (it synchronises, or allocates outside PyTorch's pools) is timed as a queue of launches.
     """
 
     def __init__(self, call: Callable[..., Any], calls: Calls, device: torch.device) -> None:
@@ -193,7 +197,7 @@ class Replayed:
         self.slot = 0
         self.kept: list[Any] = []
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
-        self.results: dict[int, Any] = {}  # what each graph's last call returned: memory of its own, written anew by it
+        self.results: dict[int, Any] = {}  # results of each graph's last call, in memory that the graph overwrites
 
     def sample(self, calls: int, drawn: Drawn | None = None) -> float:
         count = len(self.calls) * math.ceil(calls / len(self.calls))
@@ -230,8 +234,11 @@ class Replayed:
 
 
 def unpin() -> None:
-    """Give back lines of L2 that a kernel has pinned, and take away the room for more: they would outlive all that
-    passes through the cache between two samples. A device that has no such lines refuses, which is as good."""
+    """Unpin the lines of L2 that a kernel has pinned, and remove the space for more: they would survive all data that
+    passes through the cache between two samples.
+
+    A device without such lines refuses, which has the same effect.
+    """
     driver = _driver()
     if driver is not None:
         driver.cuCtxResetPersistingL2Cache()
@@ -247,7 +254,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def same_layout(value: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on another device: the same strides, and as far from a boundary of 256 bytes as it was from one of 64."""
+    """Return a copy on another device: same strides, as far from a boundary of 256 bytes as it was from one of 64."""
     shift = value.data_ptr() % 64 // value.itemsize if value.numel() else 0
     span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
     flat = torch.empty(shift + span, dtype=value.dtype, device=device)

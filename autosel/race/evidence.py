@@ -1,12 +1,12 @@
-"""The two statistics a promotion rests on, in exact integers, and the intervals that are only reported.
+"""The two statistics that a promotion rests on, in exact integers, and the intervals that are only reported.
 
 E(n, k), for pairs. w_i = 1 if the rival's time is more than (1 + delta) times the candidate's; k wins in n pairs. The
 likelihood ratio against a win probability of 1/2, averaged uniformly over win probabilities in (1/2, 1]:
 
     E(n, k) = sum_{j<=k} C(n+1, j) / ((n+1) C(n, k))
 
-is a supermartingale whenever P(w_i = 1 | past) <= 1/2, so by Ville's inequality P(E ever reaches 1/alpha) <= alpha: one
-may look after every pair. The coin that orders each pair forces P(win) <= 1/2 for identical arms under any drift,
+is a supermartingale if P(w_i = 1 | past) <= 1/2, so by Ville's inequality P(E ever reaches 1/alpha) <= alpha: a test
+after every pair is allowed. The coin that orders each pair forces P(win) <= 1/2 for identical arms under any drift,
 autocorrelation, periodicity or position effect, with no noise model.
 
 E_tail(n, x), for slow samples. x of n samples beyond the threshold; likelihood ratio against a rate of p0 = 1/10,
@@ -31,36 +31,36 @@ def _pairs_fraction(n: int, k: int) -> tuple[int, int]:
 
 
 def e_pairs(n: int, k: int) -> float:
-    """E(n, k) as a float, for people; decisions compare integers with `crossed`."""
+    """Return E(n, k) as a float, for display; decisions compare integers with `crossed`."""
     assert 0 <= k <= n
     top, bottom = _pairs_fraction(n, k)
     return top / bottom
 
 
 def crossed(n: int, k: int, threshold: int = E_PAIRS) -> bool:
-    """E(n, k) >= threshold, in integers."""
+    """Return E(n, k) >= threshold, in integers."""
     top, bottom = _pairs_fraction(n, k)
     return top >= threshold * bottom
 
 
 def futile(n: int, k: int, threshold: int = E_PAIRS) -> bool:
-    """The same evidence for the opposite: the candidate wins by delta in less than half of the pairs."""
+    """Return the same evidence for the opposite: the candidate wins by delta in less than half of the pairs."""
     return crossed(n, n - k, threshold)
 
 
 def _tail_likelihood(n: int, x: int) -> int:
-    """(n+1) C(n,x) p0^x (1-p0)^(n-x), times 10^(n): integers, as p0 = 1/10."""
+    """Return (n+1) C(n,x) p0^x (1-p0)^(n-x), times 10^(n): an integer, because p0 = 1/10."""
     return int((n + 1) * comb(n, x) * 9 ** (n - x))
 
 
 @cache
 def _binomial_upper(n: int, x: int) -> int:
-    """P[Bin(n, 1/10) >= x] times 10^n, by the complement: few of many samples are slow."""
+    """Return P[Bin(n, 1/10) >= x] times 10^n, by the complement: few of many samples are slow."""
     return int(10**n - sum(comb(n, j) * 9 ** (n - j) for j in range(x)))
 
 
 def tail_crossed(n: int, x: int, threshold: int = E_TAIL) -> bool:
-    """E_tail(n, x) = P[Bin(n+1,p0) >= x+1] / ((n+1) C(n,x) p0^(x+1) (1-p0)^(n-x)) >= threshold, in integers."""
+    """Return E_tail(n, x) = P[Bin(n+1,p0) >= x+1] / ((n+1) C(n,x) p0^(x+1) (1-p0)^(n-x)) >= threshold, in integers."""
     return _binomial_upper(n + 1, x + 1) >= threshold * _tail_likelihood(n, x)
 
 
@@ -69,7 +69,7 @@ def e_tail(n: int, x: int) -> float:
 
 
 def tail_futile(n: int, x: int, threshold: int = E_PAIRS) -> bool:
-    """The same ratio averaged over rates in (p0, 1]: the tail is heavier than allowed, no use to go on."""
+    """Return the same ratio averaged over rates in (p0, 1]: the tail is too heavy, and more samples are useless."""
     lower = int(10 ** (n + 1)) - _binomial_upper(n + 1, x + 1)  # P[Bin(n+1, p0) <= x], times 10^(n+1)
     # over (1-p0) = 9/10 and (n+1) C p0^x (1-p0)^(n-x) at 10^n: the common 10^(n+1) cancels into the 9
     return lower >= threshold * 9 * _tail_likelihood(n, x)
@@ -85,7 +85,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear interpolation between order statistics (Hyndman-Fan type 7)."""
+    """Return the linear interpolation between order statistics (Hyndman-Fan type 7)."""
     ordered = sorted(values)
     at = q * (len(ordered) - 1)
     low = int(at)
@@ -94,8 +94,9 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def quantile_lower(values: Sequence[float], q: float, confidence: float = 0.95) -> float:
-    """A lower confidence limit of the q-quantile, distribution-free: the largest of the order statistics X_(k) with
-    P[Bin(n, q) >= k] >= confidence; the least value when n is too small for any."""
+    """Return a distribution-free lower confidence limit of the q-quantile: the largest of the order statistics X_(k)
+    with P[Bin(n, q) >= k] >= confidence; the least value if n is too small for any.
+    """
     ordered, n = sorted(values), len(values)
     k, exactly = n, q**n
     at_least = exactly  # P[Bin(n, q) >= k]
@@ -107,7 +108,7 @@ def quantile_lower(values: Sequence[float], q: float, confidence: float = 0.95) 
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Distribution-free interval for the median from order statistics (binomial); the range when n is too small."""
+    """Return a distribution-free interval for the median from order statistics; the range if n is too small."""
     ordered, n = sorted(values), len(values)
     tail = (1 - confidence) / 2 * 2**n
     below, rank = 0, 0
@@ -124,7 +125,7 @@ STUDENT_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantiles of S
 def ratio_interval(medians: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of Student's t for the mean of the logarithms; the value itself for a single one.
 
-    `medians`: up to five ratios, each of a process of its own.
+    `medians`: up to five ratios, each of a separate process.
     """
     logs = [log(value) for value in medians]
     mean, n = fsum(logs) / len(logs), len(logs)

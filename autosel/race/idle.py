@@ -1,9 +1,10 @@
-"""Has every other thread of this process gone to sleep?
+"""Wait until every other thread of this process sleeps.
 
-A parallel runtime leaves its threads spinning after a region, in wait for the next one: libgomp's for some
-milliseconds. On a machine whose every core is in use they take the next arm's core for a whole scheduler slice (seen:
-4 of 5 ms, in one sample of ten, always charged to the arm that follows PyTorch). A clock does not show them: the kernel
-adds up the CPU time of a thread that runs elsewhere only at its ticks, every 1 to 10 ms. Its state does.
+A parallel runtime leaves its threads spinning after a region, to be ready for the next one: libgomp's for some
+milliseconds. On a machine with all cores in use they take the next arm's core for a whole scheduler slice (measured: 4
+of 5 ms, in one sample of ten, always charged to the arm that follows PyTorch). The process's CPU clock does not show
+them: the kernel adds up the CPU time of a thread on another core only at its ticks, every 1 to 10 ms. The thread's
+state does.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import threading
 import time
 from pathlib import Path
 
-# An active wait policy never sleeps; then its neighbours race beside it, as they would in service.
+# With an active wait policy threads never sleep; they then disturb the next arm, as they would in service.
 LIMIT_NS = 30_000_000
-LOOK_NS = 50_000  # between two looks: a look reads a file a thread
+LOOK_NS = 50_000  # between two checks: each reads one file per thread
 _TASKS = Path("/proc/self/task")
 
 
 def wait_until_idle(limit_ns: int = LIMIT_NS) -> bool:
-    """Wait until no other thread of this process runs; False where one still did at the limit.
+    """Wait until no other thread of this process runs; return False if one still does at the limit.
 
-    Where the system has no /proc there is nothing to see: returns at once.
+    Without /proc it returns at once.
     """
     deadline = time.perf_counter_ns() + limit_ns
     while others_run():
@@ -34,7 +35,7 @@ def wait_until_idle(limit_ns: int = LIMIT_NS) -> bool:
 
 
 def others_run() -> bool:
-    """Does any other thread of this process run, or wait for a core?"""
+    """Return True if any other thread of this process runs or waits for a core."""
     own = str(threading.get_native_id())
     try:
         return any(_state(task) == "R" for task in _TASKS.iterdir() if task.name != own)
@@ -43,8 +44,8 @@ def others_run() -> bool:
 
 
 def _state(task: Path) -> str:
-    """One letter: R runs or waits for a core; its name, in parentheses, may hold anything."""
+    """Return a thread's state, one letter; R runs or waits for a core. Its name may contain any characters."""
     try:
         return chr((task / "stat").read_bytes().rpartition(b")")[2].split()[0][0])
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the thread has just ended
         return "X"

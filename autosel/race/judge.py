@@ -1,9 +1,9 @@
-"""What the samples of a race justify. Pure: the same Race always gives the same Verdict.
+"""The judgement of a race's samples. Pure: the same Race always gives the same Verdict.
 
 Promote iff, in each of the three confirming sessions, E >= 1/alpha against the baseline *and* against the incumbent,
-the session medians agree, the tail is no heavier than the baseline's, and neither rival is faster beyond doubt in a
-situation of a program. The effect is reported from the confirming
-sessions only, so that having been selected as the fastest cannot flatter it.
+the session medians agree, the tail is no heavier than the baseline's, and neither rival is significantly faster in a
+situation of a program. The effect is reported from the confirming sessions only, so that the selection of the fastest
+cannot inflate it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ ONE_STATE = 1.3  # read rates that differ by more are two states of the machine
 
 
 def pair_medians(session: Session, arm: str) -> list[float]:
-    """The arm's median in each pair it took part in (screening drops the hopeless early)."""
+    """Return the arm's median in each pair in which it ran (screening drops hopeless arms early)."""
     index = session.arms.index(arm)
     return [median(pair.samples_ns[index]) for pair in session.pairs if pair.samples_ns[index]]
 
 
 def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float, float]]:
-    """(candidate's median, rival's median) of each pair that both took part in."""
+    """Return (candidate's median, rival's median) of each pair in which both ran."""
     own, other = session.arms.index(candidate), session.arms.index(rival)
     for pair in session.pairs:
         if pair.samples_ns[own] and pair.samples_ns[other]:
@@ -52,14 +52,17 @@ def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float,
 
 
 def wins(session: Session, candidate: str, rival: str, delta: float) -> tuple[int, int]:
-    """(pairs the candidate won, pairs)."""
+    """Return (pairs that the candidate won, pairs)."""
     won = [beats(own, theirs, delta) for own, theirs in duels(session, candidate, rival)]
     return sum(won), len(won)
 
 
 def beats(own: float, theirs: float, delta: float) -> bool:
-    """Won by more than delta. A tie is a loss, at the margin too: the burden is the candidate's, and with ties as wins
-    a clock of few ticks would give equal arms more than half of the pairs."""
+    """Return True if won by more than delta. A tie is a loss, also at the margin.
+
+    The burden of proof is the candidate's, and if ties were wins, a clock of few ticks would give equal arms more than
+    half of the pairs.
+    """
     return theirs > (1 + delta) * own
 
 
@@ -75,32 +78,33 @@ def has_lost(session: Session, candidate: str, rivals: Sequence[str], delta: flo
 
 
 class Level:
-    """The rolling median of the last 15 baseline samples: what drifts, drifts in both."""
+    """The rolling median of the last 15 baseline samples, which removes the drift that both arms share."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=ROLLING)
 
     def relative(self, base: Sequence[float], own: Sequence[float]) -> list[float]:
-        """The own samples of a pair over the level, once the baseline's of that pair have been seen."""
+        """Return a pair's own samples over the level, after the baseline's of that pair were added."""
         self.recent.extend(base)
         level = median(list(self.recent))
         return [sample / level for sample in own]
 
 
 def relative_samples(session: Session, arm: str) -> list[float]:
-    """Each of the arm's samples over the baseline's level."""
+    """Return each of the arm's samples over the baseline's level."""
     base, index, level = 0, session.arms.index(arm), Level()
     return [r for pair in session.pairs for r in level.relative(pair.samples_ns[base], pair.samples_ns[index])]
 
 
 def tail_threshold(screening: Session) -> float:
-    """What counts as slow: 5 % beyond the 95th percentile of the baseline's own samples, of which the lower confidence
-    limit is taken. The plain estimate blinds the gate whenever a rare hiccup of the baseline happens to reach it."""
+    """Return the threshold of slow samples: 5 % above the 95th percentile of the baseline's own samples, at its lower
+    confidence limit. With the plain estimate, a rare hiccup of the baseline at the percentile would disable the gate.
+    """
     return TAIL_SLACK * quantile_lower(relative_samples(screening, screening.arms[0]), 0.95)
 
 
 def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -> tuple[int, int]:
-    """(samples beyond the threshold, samples)."""
+    """Return (samples beyond the threshold, samples)."""
     ratios = [r for session in sessions for r in relative_samples(session, candidate)]
     return sum(r > threshold for r in ratios), len(ratios)
 
@@ -109,9 +113,9 @@ def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -
 
 
 def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
-    """Candidates whose E crossed against the baseline and which lead the incumbent: fastest first.
+    """Return the candidates whose E crossed against the baseline and which lead the incumbent, fastest first.
 
-    Compared within pairs: medians of whole sessions are led astray by a clock that changes its speed.
+    Compared within pairs: a clock that changes its speed would distort medians of whole sessions.
     """
     base = screening.arms[0]
     crossed_arms = [
@@ -128,7 +132,7 @@ def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequenc
 
 
 def judge(race: Race) -> Verdict:
-    """The verdict of a finished attempt. `race.sessions` holds voided ones too: they count for nothing."""
+    """Return the verdict of a finished attempt. `race.sessions` also holds voided sessions, which are ignored."""
     valid = [s for s in race.sessions if not s.voided and s.pairs]
     screening = next((s for s in valid if s.kind == "screening"), None)
     confirming = [s for s in valid if s.kind == "confirming" and race.finalist in s.arms]
@@ -158,7 +162,7 @@ def _why_void(race: Race) -> str:
 
 
 def _unchallenged(race: Race, screening: Session) -> Verdict:
-    """No nominee: the incumbent stays, and we say how close the best rival came."""
+    """Return the verdict without a nominee: the incumbent stays, with the distance of the best rival."""
     told = _Told(screening=screening, confirming=[])
     rivals = [a for a in screening.arms if a not in (race.incumbent, CLONE)]
     if not rivals:
@@ -218,7 +222,7 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
 
 
 def _slower_deployed(sessions: Sequence[Session], candidate: str, rival: str, delta: float) -> str:
-    """Say in which situation of a program the rival is the faster one beyond doubt; "" if in none."""
+    """Return the situation of a program in which the rival is significantly faster; "" if there is none."""
     for situation, calls in _deployed(sessions, candidate, rival).items():
         lost = sum(beats(theirs, own, delta) for own, theirs in calls)
         if crossed(len(calls), lost):
@@ -229,7 +233,7 @@ def _slower_deployed(sessions: Sequence[Session], candidate: str, rival: str, de
 
 
 def _deployed(sessions: Sequence[Session], arm: str, rival: str) -> dict[str, list[tuple[float, float]]]:
-    """Return (the arm's time, the rival's) of each turn that both took, by situation."""
+    """Return (the arm's time, the rival's) of each turn in which both ran, by situation."""
     found: dict[str, list[tuple[float, float]]] = {}
     for session in sessions:
         if arm in session.arms and rival in session.arms:
@@ -258,11 +262,11 @@ def _pair_ratios(sessions: Sequence[Session], candidate: str, rival: str) -> Ite
 
 
 def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
-    """Return the median of the pair ratios with an interval for sessions to come.
+    """Return the median of the pair ratios with an interval for future sessions.
 
     Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
     sessions is widened to that of their medians, each taken as one observation. Sessions in which memory was read at
-    different rates have no common median: their range stands.
+    different rates have no common median: for them the range is reported.
     """
     seen = _seen(sessions, candidate, rival)
     if not _one_state(sessions):
@@ -272,7 +276,7 @@ def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
 
 
 def _one_state(sessions: Sequence[Session]) -> bool:
-    """Return True if memory was read at the same rate. A hypervisor that moves its guest's cores apart doubles it."""
+    """Return True if memory was read at the same rate. A hypervisor that separates its guest's cores doubles it."""
     rates = [s.read_bytes_per_s for s in sessions if s.read_bytes_per_s]
     return not rates or max(rates) <= ONE_STATE * min(rates)
 
@@ -313,7 +317,7 @@ def _timing(sessions: Sequence[Session], arm: str) -> Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    """The sessions a verdict may quote."""
+    """Return the sessions that a verdict may quote."""
 
     screening: Session | None
     confirming: Sequence[Session]
@@ -323,7 +327,9 @@ class _Told:
         return [*self.confirming, *([self.screening] if self.screening else [])]
 
     def of(self, *arms: str) -> list[Session]:
-        """The confirming sessions in which all these arms ran, else the screening one if they did."""
+        """Return the confirming sessions in which all these arms ran, otherwise the screening session if they ran
+        there.
+        """
         for source in (self.confirming, self.all):
             found = [s for s in source if set(arms) <= set(s.arms)]
             if found:
@@ -332,7 +338,7 @@ class _Told:
 
 
 def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told) -> Verdict:
-    """Fill in the figures: from the confirming sessions for who ran in them, from screening for the others."""
+    """Fill in the figures: from the confirming sessions for arms that ran in them, from screening for the others."""
     arms = sorted({arm for s in told.all for arm in s.arms if arm != CLONE})
     timings = {a: _timing(told.of(a), a) for a in arms}
     quoted, confirming, finalist = told.of(winner, race.baseline), told.confirming, race.finalist
@@ -356,13 +362,13 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
 
 
 def checked_of(sessions: Sequence[Session], arm: str) -> tuple[int, int] | None:
-    """Return (an arm's timed calls that were compared in full, its timed calls); None where nobody compared."""
+    """Return (an arm's timed calls that were compared in full, its timed calls); None if nothing was compared."""
     found = [s.checked[s.arms.index(arm)] for s in sessions if s.checked and arm in s.arms]
     return (sum(c for c, _ in found), sum(t for _, t in found)) if found else None
 
 
 def conditions_of(sessions: Sequence[Session]) -> Conditions | None:
-    """Return the conditions of all sessions together: the worst of each; None where nobody looked."""
+    """Return the conditions of all sessions together: the worst of each; None if none were recorded."""
     found = [s.conditions for s in sessions if s.conditions is not None]
     if not found:
         return None
@@ -386,8 +392,11 @@ def _e_value(session: Session, finalist: str, race: Race) -> float:
 
 
 def _next_best(winner: str, told: _Told) -> tuple[str, float] | None:
-    """The fastest other candidate and its time over the winner's: as for the effect, from the confirming sessions where
-    it ran in them, so that two candidates have one ratio."""
+    """Return the fastest other candidate and its time over the winner's, from the confirming sessions if it ran in
+    them.
+
+    The effect uses the same sessions, so that two candidates have one ratio.
+    """
     others = {arm for s in told.all for arm in s.arms} - {winner, CLONE}
     ratios = {a: _seen(sessions, winner, a).median for a in sorted(others) if (sessions := told.of(winner, a))}
     best = min(ratios, key=lambda a: ratios[a], default=None)

@@ -1,7 +1,7 @@
-"""Judge the results of timed calls that were drawn: in full against one another, and against the baseline's.
+"""Judge the results of drawn timed calls: in full against each other, and against the baseline's.
 
-All calls of a pair have the same contents, so that an arm's results are one result. Bits decide; where they differ
-(a sum in another order, another alignment), the largest bound of an element does.
+All calls of a pair have the same contents, so an arm's results must be equal. They are compared bit by bit; if they
+differ (a sum in another order, another alignment), the largest bound of an element decides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from autosel.ops.compare import bits
 from autosel.ops.contract import Mismatch
 
-SPREAD = 2.0  # of the largest bound: how far two right results of an arm may be apart
-APART = 16.0  # the same of two arms; the bound is that of some rows, and others may have larger ones
+SPREAD = 2.0  # of the largest bound: how far two correct results of an arm may differ
+APART = 16.0  # the same for two arms; the bound is from some rows, and others may have larger ones
 
 Results = Sequence[Tensor]
 
@@ -37,7 +37,7 @@ class Kept:
     counts: dict[str, Counts] = field(default_factory=dict)
 
     def odd(self, arm: str, results: Sequence[Results]) -> Mismatch | None:
-        """The first of an arm's results in a pair that is not the others'."""
+        """Return the first of an arm's results in a pair that differs from the others."""
         for number, other in enumerate(results[1:], 1):
             apart = _apart(results[0], other)
             if apart and not self._within(apart, SPREAD):
@@ -46,7 +46,7 @@ class Kept:
         return None
 
     def stray(self, results: Results, base: Results) -> bool:
-        """Is an arm's result further from the baseline's than both their bounds explain?"""
+        """Return True if an arm's result is further from the baseline's than both their bounds explain."""
         apart = _apart(results, base)
         return bool(apart) and not self._within(apart, APART)
 
@@ -59,13 +59,15 @@ class Kept:
         count.checked += checked
 
     def told(self) -> Mapping[str, tuple[int, int]]:
-        """(checked, timed) calls by arm."""
+        """Return (checked, timed) calls by arm."""
         return {arm: (c.checked, c.timed) for arm, c in self.counts.items()}
 
 
 def _apart(one: Results, other: Results) -> list[float]:
-    """The largest distance of each output's elements; empty where all bits are the same. NaN beside a number is
-    infinitely far."""
+    """Return the largest distance of each output's elements; empty if all bits are the same.
+
+    The distance of NaN from a number is infinite.
+    """
     if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
         return []
     return [_distance(a, b) for a, b in zip(one, other, strict=True)]

@@ -1,9 +1,9 @@
-"""How much to measure: fixed from the baseline's time alone, so that no candidate can shorten its own trial.
+"""The amount of measurement: fixed by the baseline's time alone, so that no candidate can shorten its own trial.
 
-Short form (a call up to 1 ms): pairs of 8 samples, each of at least 400 us of the baseline, 30 to 200 pairs.
-Long form (above): a sample is one call, pairs of 2 samples, 12 to 60 pairs. delta is the smallest effect that can be
-promoted: 2 % or four clock quanta once the A/A sessions of this device and time class show that they rarely cross at it
-(59 in a row do), 5 % until then.
+Short form (a call up to 1 ms): pairs of 8 samples, each of at least 400 us of the baseline, 30 to 200 pairs. Long form
+(above): a sample is one call, pairs of 2 samples, 12 to 60 pairs. delta is the smallest effect that can be promoted: 2
+% or four clock quanta after the A/A sessions of this device and time class show that they rarely cross at it (59 in a
+row do), 5 % before that.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Literal
 
 SAMPLE_NS = 400_000
 LONG_CALL_NS = 1_000_000
-WAKE_BELOW_NS = 10_000_000  # waking a team costs some 50 us: nothing to a call that takes longer than this
+WAKE_BELOW_NS = 10_000_000  # waking a team costs about 50 us: negligible for a longer call
 CLOCK_NS = 100  # perf_counter_ns and the call around it, measured both ways on Linux
 SESSIONS = 3
 AA_SESSIONS = 59  # none of 59 crossing gives pi <= .05 with 95 % confidence
 AA_CONFIDENCE = 20  # 1 / .05: evidence that pi <= alpha_s
-AA_ALL_QUIET = Fraction(97, 100)  # prior weight of "they never cross": as little as still lets 59 quiet ones suffice
+AA_ALL_QUIET = Fraction(97, 100)  # prior weight of "they never cross": the least for which 59 quiet ones suffice
 DELTA_CALIBRATED = 0.02
 DELTA_UNCALIBRATED = 0.05
-# Where one sample in twenty is slow in both arms, 720 samples leave 3 % of all attempts undecided, these .3 %.
+# If one sample in twenty is slow in both arms, 720 samples leave 3 % of all attempts undecided, these .3 %.
 MAX_TAIL_SAMPLES = 1080
 VOIDS_ALLOWED = 3
 
@@ -37,22 +37,22 @@ class Plan:
     """One workload's trial: the same for every arm."""
 
     time_class: TimeClass
-    calls: int  # a sample
-    samples: int  # a pair and arm
+    calls: int  # per sample
+    samples: int  # per pair and arm
     min_pairs: int
     max_pairs: int
     screening_pairs: int
-    tail_samples: int  # after which an unsettled tail stays unsettled
+    tail_samples: int  # after these an unsettled tail stays unsettled
     wakes: bool = True  # an untimed call precedes the samples
 
     @property
     def probe_every(self) -> int:
-        """Pairs between two read probes."""
+        """Return the number of pairs between two read probes."""
         return 10
 
 
 def plan(baseline_ns: float) -> Plan:
-    """The plan for a baseline that takes `baseline_ns` a call."""
+    """Return the plan for a baseline that takes `baseline_ns` per call."""
     if baseline_ns > LONG_CALL_NS:
         return Plan(
             time_class="long",
@@ -78,11 +78,11 @@ def plan(baseline_ns: float) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """The minimum effect and the error it buys."""
+    """The minimum effect and its error probability."""
 
     delta: float
     alpha_session: float
-    pi: float  # P(an A/A session crosses at delta), upper bound at 95 %; alpha_session where not yet calibrated
+    pi: float  # P(an A/A session crosses at delta), upper bound at 95 %; alpha_session until calibrated
     calibrated: bool
 
     @property
@@ -91,7 +91,7 @@ class Margin:
 
 
 def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session: float = 0.05) -> Margin:
-    """delta and pi from this device's A/A history in a time class."""
+    """Return delta and pi from this device's A/A history in a time class."""
     quantum = 4 * CLOCK_NS / max(sample_ns, 1.0)
     if calibrated(aa_sessions, aa_crossings, Fraction(alpha_session).limit_denominator(1000)):
         upper = clopper_pearson_upper(aa_sessions, aa_crossings)
@@ -103,11 +103,11 @@ def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session:
 
 @cache
 def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20)) -> bool:
-    """Do so many crossings show pi <= limit, with 95 % confidence, however often one has looked?
+    """Return True if this many crossings show pi <= limit with 95 % confidence, however often it is tested.
 
-    A history grows with every tune, and whoever waits for it looks after each session: an interval for a fixed number
-    of sessions would in the end clear one device in five whose pi is at the limit. Therefore a likelihood ratio against
-    pi >= limit, as for pairs: of "never", and of all rates in (0, limit) alike.
+    A history grows with every tune and is tested after each session: an interval for a fixed number of sessions would
+    finally clear one device in five whose pi is at the limit. Therefore a likelihood ratio against pi >= limit, as for
+    pairs: of "never", and of all rates in (0, limit) alike.
     """
     if crossings >= limit * sessions:
         return False
@@ -119,7 +119,7 @@ def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20))
 
 
 def _masses(n: int, most: int, a: int, b: int) -> list[int]:
-    """P[Bin(n, a/b) = k] for k up to `most`, times b^n: integers, each from the one before."""
+    """Return P[Bin(n, a/b) = k] for k up to `most`, times b^n: integers, each computed from the previous one."""
     masses = [(b - a) ** n]
     for k in range(most):
         masses.append(masses[-1] * (n - k) * a // ((k + 1) * (b - a)))
@@ -127,7 +127,7 @@ def _masses(n: int, most: int, a: int, b: int) -> list[int]:
 
 
 def quiet_sessions_needed(sessions: int, crossings: int) -> int:
-    """How many more A/A sessions, none of them crossing, would calibrate this device."""
+    """Return the number of further A/A sessions, none of them crossing, that would calibrate this device."""
     enough = 1
     while not calibrated(sessions + enough, crossings):
         enough *= 2
@@ -135,7 +135,7 @@ def quiet_sessions_needed(sessions: int, crossings: int) -> int:
 
 
 def clopper_pearson_upper(n: int, x: int, confidence: float = 0.95) -> float:
-    """Upper limit of a binomial rate: the p at which P[Bin(n, p) <= x] = 1 - confidence, by bisection."""
+    """Return the upper limit of a binomial rate: the p at which P[Bin(n, p) <= x] = 1 - confidence, by bisection."""
     if x >= n:
         return 1.0
     ways = [lgamma(n + 1) - lgamma(j + 1) - lgamma(n - j + 1) for j in range(x + 1)]  # logs: comb(n, j) passes 1e308

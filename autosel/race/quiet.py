@@ -15,7 +15,7 @@ LOOK_S = 1.0  # a look at the machine; one quiet look ends the wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiet:
-    """`tell` is called with who keeps the machine busy; the wait ends at `deadline` (on `clock`) at the latest."""
+    """Wait for a quiet machine, until `deadline` (on `clock`). `tell` gets the processes that keep it busy."""
 
     tell: Callable[[str], None]
     deadline: float = float("inf")

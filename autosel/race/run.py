@@ -1,9 +1,9 @@
-"""Races: one screening session, three confirming sessions of the finalist. The rules are these, whoever takes samples.
+"""Races: one screening session, three confirming sessions of the finalist, by the same rules for every instrument.
 
     for found in run(contests, terms, Workers(threads=8, rng=rng)):     # race.worker: each stage in a fresh process
         ...                                                             # Disqualified, or (contest, its Race)
 
-A `Venue` holds the sessions. One whose sessions fall says who is to blame, after its control worked.
+A `Venue` holds the sessions. If a session crashes, the venue names the arm at fault, after its control worked.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autosel.values import Conditions, Deployed, Prepared, Race, Session
 log = logging.getLogger(__name__)
 
 CEILING_SLACK = 1.1
-FAR_ABOVE_FLOOR = 2.0  # how much more than another an arm may be slowed; in 48 sessions beside other work: 1.4
-MAX_ATTEMPTS = 3  # nominees that may follow one another, each with its own debit
+FAR_ABOVE_FLOOR = 2.0  # most by which an arm may be slowed more than another; in 48 sessions with other work: 1.4
+MAX_ATTEMPTS = 3  # successive nominees, each with its own debit
 
 Progress = Callable[["Tick"], None]
 Debit = Callable[[Contest, str, Margin], bool]
@@ -43,50 +43,52 @@ Journal = Callable[[Contest, Sequence[str]], AbstractContextManager[Any]]
 class Seat(Instrument, Protocol):
     """Some arms of one contest, to be timed in one session."""
 
-    arms: list[str]  # the baseline first; the clone last, where the session carries the A/A comparison
-    plan: Plan | None  # known once the baseline was timed
-    failures: tuple[type[Exception], ...]  # by these a session ends; `blame` says whose they are
+    arms: list[str]  # the baseline first; the clone last, if the session carries the A/A comparison
+    plan: Plan | None  # None until the baseline was timed
+    failures: tuple[type[Exception], ...]  # errors that end a session; `blame` returns the arms at fault
 
     @property
     def again(self) -> int:
-        """Samples that were taken again, because a thread waited for a core."""
+        """Return the number of samples that were repeated because a thread waited for a core."""
 
     @property
     def watched(self) -> bool:
-        """True if the system tells when a thread waits for a core, or it does not matter."""
+        """Return True if the system reports when a thread waits for a core, or if it does not matter."""
 
     @property
     def prepared(self) -> Mapping[str, Prepared]:
-        """What the weights of one call took, by arm, of the arms that have a layout."""
+        """Return the cost of preparing one call's weights by arm, for the arms that have a layout."""
 
     @property
     def checked(self) -> Mapping[str, tuple[int, int]]:
-        """(calls whose results were compared in full, timed calls) by arm."""
+        """Return (calls whose results were compared in full, timed calls) by arm."""
 
     def sit(self) -> None:
         """Load the arms and time the baseline."""
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
-        """Time single calls of these arms in the situations of a program; none where that says nothing."""
+        """Time single calls of these arms in the situations of a program; empty if that would be meaningless."""
 
     def moved_bytes(self, arm: str) -> int:
-        """Bytes that one call must read from memory; 0 where it may find them in a cache."""
+        """Return the bytes that one call must read from memory; 0 if they may be in a cache."""
 
     def blame(self, error: Exception) -> Mapping[str, Mismatch]:
-        """Return the arms that ended the session with this error, if any. Raises EnvironmentFault if the control fails
-        too."""
+        """Return the arms that ended the session with this error, if any.
+
+        Raises EnvironmentFault if the control also fails.
+        """
 
     def release(self) -> None:
-        """Let go of the operands."""
+        """Release the operands."""
 
 
 class Room(Protocol):
-    """Where the sessions of one stage are held: a process."""
+    """A process that holds the sessions of one stage."""
 
     def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> Seat: ...
 
     def renew(self) -> None:
-        """Start afresh, after a session that was void."""
+        """Restart after a session that was void."""
 
     def close(self) -> None: ...
 
@@ -104,12 +106,12 @@ class Venue(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Where a race is: for the line that moves."""
+    """The progress of a race, for a status line."""
 
     contest: Contest
     stage: str  # "screening", "confirming 1" ...
     candidate: str
-    session: Session  # as far as it has come
+    session: Session  # so far
 
     @property
     def pairs(self) -> int:
@@ -119,7 +121,8 @@ class Tick:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disqualified:
     """A challenger that failed while racing: wrong output, crash (after which the control worked), or faster than
-    memory allows."""
+    memory allows.
+    """
 
     contest: Contest
     candidate: str
@@ -131,27 +134,27 @@ Finished = tuple[Contest, Race]
 
 
 def _always(*_: object) -> bool:
-    """No budget to debit: a race outside a ledger."""
+    """Debit nothing: a race outside a ledger."""
     return True
 
 
 def _silent(*_: object) -> None:
-    """Nobody watches."""
+    """Ignore progress: there is no watcher."""
 
 
 def _unkept(*_: object) -> AbstractContextManager[None]:
-    """No journal."""
+    """Write no journal."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What every race of a run shares. At `deadline` (on `clock`) no new work starts.
+    """The terms that all races of a run share. At `deadline` (on `clock`) no new work starts.
 
-    `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent.
-    `quiet` waits until the machine is; with it, a session that other work has voided is held again.
-    `journal` is entered while arms run for the first time in a process, with their names: should the machine not
-    survive it, they are known. Not while a race is paused or goes on: who pulls the plug then says nothing about them.
+    `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent. `quiet`
+    waits until the machine is quiet; with it, a session that other work has voided is repeated. `journal` is entered,
+    with the names of the arms, while they run for the first time in a process: if the machine crashes, they are known.
+    It is not entered while a race is paused or continues, when a power failure says nothing about them.
     """
 
     rng: Random
@@ -170,7 +173,7 @@ class Terms:
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """A contest on its way through the sessions."""
+    """A contest and its progress through the sessions."""
 
     contest: Contest
     debit: Debit
@@ -179,7 +182,7 @@ class _Attempt:
     finalist: str | None = None
     nominees: list[str] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
-    out: dict[str, str] = field(default_factory=dict)  # disqualified candidates and why
+    out: dict[str, str] = field(default_factory=dict)  # disqualified candidates, with the reasons
     notes: list[str] = field(default_factory=list)
     voids: int = 0
     attempts: int = 0
@@ -230,10 +233,10 @@ class _Attempt:
 
 
 def run(contests: Sequence[Contest], terms: Terms, venue: Venue) -> Iterator[Finished | Disqualified]:
-    """Race every contest; each one's Race is yielded as soon as it is complete.
+    """Race every contest; yield each one's Race as soon as it is complete.
 
-    What is unfinished at the deadline is yielded unfinished, and will be judged undecided. Raises EnvironmentFault if
-    the venue fails, or its control does.
+    Contests that are unfinished at the deadline are yielded unfinished, and are judged undecided. Raises
+    EnvironmentFault if the venue or its control fails.
     """
     attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
     try:
@@ -269,7 +272,7 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
 
 
 def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Iterator[Finished | Disqualified]:
-    """One confirming session of every pending contest, in one fresh room."""
+    """Hold one confirming session of every pending contest, in one fresh room."""
     room = venue.room()
     try:
         for attempt in pending:
@@ -312,15 +315,15 @@ def _trial(attempt: _Attempt, seat: Seat, terms: Terms, stage: str) -> Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """A session that was held, and who is to blame for its end."""
+    """A finished session, and the arms at fault for its end."""
 
     session: Session
     culprits: Mapping[str, Mismatch] = field(default_factory=dict)
-    too_fast: Mapping[str, Mismatch] = field(default_factory=dict)  # to blame if that goes on
+    too_fast: Mapping[str, Mismatch] = field(default_factory=dict)  # blamed if it is repeated
 
 
 def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms], Session], terms: Terms) -> _Held:
-    """Hold the session; one that fell is void, and says what ended it."""
+    """Hold the session; a crashed one is void, with its reason."""
     if terms.quiet is not None:
         terms.quiet()
     try:
@@ -340,7 +343,7 @@ def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms],
 
 
 def _with_conditions(session: Session, seat: Seat, before: Reading, after: Reading) -> Session:
-    """Say what else happened meanwhile; of a session that it has voided, as the reason."""
+    """Record what else happened during the session; if it voided the session, as the reason."""
     found = neighbours.between(before, after)
     conditions = Conditions(
         watched=seat.watched, again=seat.again, busy_cores=found.cores, stolen=found.stolen, by=found.by
@@ -357,10 +360,10 @@ def _void(kind: Kind, arms: Sequence[str], why: str) -> Session:
 
 
 def near_floor(earlier: Sequence[Session], session: Session) -> Session:
-    """Void a session in which one arm was slowed far more than another: its ratio would say what slowed that one.
+    """Void a session in which one arm was slowed far more than another, because its ratio would show the disturbance.
 
-    An arm's floor is the best pair of this session and of those before it. What slows all arms alike (a clock, memory
-    that others use) leaves their ratio as it is.
+    An arm's floor is the best pair of this session and of those before it. A disturbance that slows all arms equally (a
+    clock, memory that others use) does not change their ratio.
     """
     if session.voided:
         return session
@@ -381,9 +384,9 @@ def _slowed(sessions: Sequence[Session], arm: str) -> float | None:
 
 
 def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
-    """Void a session in which somebody streamed faster than the probe beside it: one of the two is not what it seems.
+    """Void a session in which an arm streamed faster than the probe: one of the two figures is wrong.
 
-    Blame falls only on who is also faster than this device has ever read: a disturbed probe is nobody's fault.
+    An arm is blamed only if it is also faster than this device has ever read: a disturbed probe is not the arm's fault.
     """
     probed = session.read_bytes_per_s
     if not probed or session.voided or not session.pairs:
@@ -393,7 +396,7 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
         rate = seat.moved_bytes(arm) / (median(times) * 1e-9) if times else 0.0
         if rate <= CEILING_SLACK * probed:
             continue
-        why = f"{arm} took its operands at {rate / 1e9:.1f} GB/s; memory read beside it at {probed / 1e9:.1f} GB/s"
+        why = f"{arm} took its operands at {rate / 1e9:.1f} GB/s; a probe read memory at {probed / 1e9:.1f} GB/s"
         impossible = rate > CEILING_SLACK * max(probed, attempt.contest.read_bytes_per_s)
         found = Mismatch(check="faster than memory", reason=why, evidence={})
         return _Held(session=replace(session, voided=why), too_fast={arm: found} if impossible else {})
@@ -404,7 +407,7 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
 
 
 def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: Terms) -> Iterator[Disqualified]:
-    """Keep the session; renew the room of a voided one; send off whoever is to blame."""
+    """Keep the session; renew the room of a voided one; disqualify the arms at fault."""
     session, culprits = held.session, dict(held.culprits)
     attempt.sessions.append(session)
     if session.voided:
@@ -423,7 +426,7 @@ def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: Terms) -> I
 
 
 def _nominate(attempt: _Attempt) -> None:
-    """Choose the next finalist, or find that there is none."""
+    """Choose the next finalist, or record that there is none."""
     if attempt.screening is None:
         attempt.done = True
         return

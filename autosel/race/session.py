@@ -1,7 +1,7 @@
-"""One session, pair by pair: whom to visit in which order, and when enough has been seen.
+"""One session, pair by pair: the arms to visit, their order, and the stopping rule.
 
 Works on any `Instrument`: a worker process that times real kernels, or a synthetic one with a known truth, on which the
-error rates of these very rules are tested.
+error rates of these rules are tested.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, Plan
 from autosel.values import Pair, Session
 
 Kind = Literal["screening", "confirming"]
-MAX_DROPPED_SHARE = 0.5  # a session of which more than half was disturbed measured the disturbance
-BUSY = "machine busy"  # why a pair is dropped: its samples were taken again so often that none was left
-MOST_BUSY = 4  # such pairs that are borne beyond the share, each of which costs many samples
+MAX_DROPPED_SHARE = 0.5  # if more than half of a session was disturbed, it measured the disturbance
+BUSY = "machine busy"  # why a pair is dropped: its samples were repeated too often
+MOST_BUSY = 4  # such pairs that are allowed beyond the share; each of them costs many samples
 
 
 class Instrument(Protocol):
-    """What takes the samples."""
+    """Takes the samples."""
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
-        """Visit the arms in this order; (nanoseconds a call by arm, why the pair must be dropped or "")."""
+        """Visit the arms in this order; return (nanoseconds per call by arm, why the pair must be dropped or "")."""
 
     def probe(self) -> float:
-        """The memory read rate right now, bytes/s; 0 where the workload streams nothing."""
+        """Return the memory read rate right now, bytes/s; 0 if the workload streams nothing."""
 
 
 def _unwatched(session: Session) -> None:
-    """Nobody looks on."""
+    """Ignore progress: there is no watcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """How a session is held: how much to measure, by how much to win, which coins, who looks on."""
+    """The rules of a session: how much to measure, by how much to win, the coins, the watcher."""
 
     plan: Plan
     delta: float
@@ -49,7 +49,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """The arms of a confirming session: the rivals (the baseline first, then the incumbent), the finalist, a clone."""
+    """Return the arms of a confirming session: the rivals (the baseline first, then the incumbent), the finalist, a
+    clone.
+    """
 
     arms: tuple[str, ...]
     finalist: str
@@ -57,10 +59,11 @@ class Duel:
 
 
 def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session:
-    """Every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes nothing.
+    """Race every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes
+    nothing.
 
-    The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the yardstick later. Who is still
-    undecided then gets as many pairs as a confirming session has; nobody is passed over for want of patience.
+    The baseline is always visited for `plan.screening_pairs` pairs: its own tail is the reference later. An arm that is
+    still undecided then gets as many pairs as a confirming session has; none is dropped too early.
     """
     plan, score = trial.plan, _Score([(arm, arms[0]) for arm in arms[1:] if arm != CLONE], trial.delta)
     recorder = _Recorder("screening", instrument, arms, trial, [score])
@@ -78,9 +81,9 @@ def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session
 def confirm(
     instrument: Instrument, duel: Duel, trial: Trial, screening: Session, earlier: Sequence[Session] = ()
 ) -> Session:
-    """Finalist against baseline and incumbent on fresh data: on until E crosses for both, or never will.
+    """Race the finalist against baseline and incumbent on fresh data, until E crosses for both or cannot.
 
-    The last of the three sessions goes on for the tail gate alone, until it clears, cannot clear, or
+    The last of the three sessions continues for the tail gate alone, until it passes, cannot pass, or reaches
     `plan.tail_samples`.
     """
     plan, finalist = trial.plan, duel.finalist
@@ -103,13 +106,13 @@ def confirm(
 
 
 class _Tally(Protocol):
-    """What is counted as pairs come in, so that a pair costs the same however long the session is."""
+    """Running counts of the pairs, so that the cost of a pair does not grow with the session."""
 
     def add(self, times: Mapping[str, Sequence[float]]) -> None: ...
 
 
 class _Score:
-    """Wins in some duels (arm, rival), as `judge.wins` counts them."""
+    """Count wins in some duels (arm, rival), as `judge.wins` does."""
 
     def __init__(self, duels: Iterable[tuple[str, str]], delta: float) -> None:
         self.counts = dict.fromkeys(duels, (0, 0))  # (pairs won, pairs)
@@ -129,7 +132,7 @@ class _Score:
 
 
 class _Tail:
-    """The finalist's slow samples, as `judge.tail_counts` counts them over all confirming sessions."""
+    """Count the finalist's slow samples, as `judge.tail_counts` does over all confirming sessions."""
 
     def __init__(self, duel: Duel, threshold: float, earlier: Sequence[Session]) -> None:
         self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, Level()
@@ -145,11 +148,10 @@ class _Tail:
 
 
 class _Twins:
-    """The baseline and its clone, either of which cannot be faster: would a confirming session have found it so?
+    """Test the baseline against its clone, with no true difference, by the rule of a confirming session.
 
-    Held to the very rule of a confirming session, patience included: a shorter look would find fewer crossings than a
-    lucky candidate will, and pi would come out too small. Judged at the calibrated delta: only A/A sessions quiet at
-    2 % may buy a margin of 2 %.
+    The stopping rule is the same: a shorter session would find fewer crossings than a lucky candidate has, and pi would
+    be too small. Judged at the calibrated delta: only A/A sessions quiet at 2 % may give a margin of 2 %.
     """
 
     def __init__(self, base: str, plan: Plan) -> None:
@@ -191,7 +193,7 @@ class _Recorder:
         return len(self.dropped) > 20 + share or self.dropped.count(BUSY) > MOST_BUSY + share
 
     def take(self, active: Sequence[str]) -> Session:
-        """One more pair (unless it had to be dropped); the session so far."""
+        """Take one more pair (unless it had to be dropped); return the session so far."""
         if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
             self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
         order = list(active)
@@ -211,7 +213,7 @@ class _Recorder:
         return self._session()
 
     def finish(self) -> Session:
-        """The session, once its A/A comparison is settled too."""
+        """Return the session after its A/A comparison is settled too."""
         while self.twins and not self.twins.settled and not self.exhausted:
             self.take((self.arms[0], CLONE))
         session = self._session(_main_reason(self.dropped) if self.exhausted else "")

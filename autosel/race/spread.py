@@ -1,8 +1,8 @@
-"""Threads on cores of their own for a while.
+"""Bind threads to separate cores for a while.
 
-Beside other work the scheduler often puts two threads of a pool on one core, where each waits for the other at the
-barrier, and leaves them there: with one competing process on two cores no sample of a parallel call was clean in four
-seconds, and 200 a second were with each thread on a core of its own, as on an idle machine.
+With other work on the machine, the scheduler often puts two threads of a pool on one core, where each waits for the
+other at the barrier, and leaves them there. With one competing process on two cores, no sample of a parallel call was
+clean in four seconds; with each thread on a separate core, as on an idle machine, 200 per second were.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 
 class Spread:
-    """Binds threads until `release`. Does nothing where there are fewer cores than threads."""
+    """Binds threads until `release`. Does nothing if there are fewer cores than threads."""
 
     def __init__(self, cpus: Sequence[int]) -> None:
-        """`cpus`: one of each core that may be used."""
+        """Create it for `cpus`: one CPU of each core that may be used."""
         self._cpus = tuple(cpus)
         self._before: dict[int, set[int]] = {}  # affinities of the threads that are bound
 
     def place(self, threads: Sequence[int]) -> None:
-        """Bind each thread to a core. One that is bound to one CPU already stays there."""
+        """Bind each thread to a core. A thread that is already bound to one CPU stays there."""
         if self._before or len(threads) > len(self._cpus) or len(threads) < 2:
             return
         found = {thread: _affinity(thread) for thread in threads}
@@ -33,7 +33,7 @@ class Spread:
                 self._before[thread] = cpus
 
     def release(self) -> None:
-        """Give the threads back the affinities that they had."""
+        """Restore the threads' earlier affinities."""
         for thread, cpus in self._before.items():
             _bind(thread, cpus)
         self._before.clear()
@@ -42,7 +42,7 @@ class Spread:
 def _affinity(thread: int) -> set[int]:
     try:
         return os.sched_getaffinity(thread)
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return set()
 
 

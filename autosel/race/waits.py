@@ -23,16 +23,16 @@ from autosel.race.realtime import RealTime
 from autosel.race.spread import Spread
 
 PROC = Path("/proc")
-TOLERATED = 0.01  # of a sample: a wait this long changes it by half of the smallest margin at most
-MOST_LOST_NS = 2_000_000_000  # that samples of one visit may take that are taken again
-RUNS = 0.2  # of the CPU time of the thread that runs most: a thread that runs less is not of the pool
-WINDOW_S = 0.5  # over which CPU time of others is looked at
+TOLERATED = 0.01  # of a sample: a wait this long changes it by at most half of the smallest margin
+MOST_LOST_NS = 2_000_000_000  # most time of repeated samples in one visit
+RUNS = 0.2  # of the CPU time of the thread that runs most: a thread that runs less is not in the pool
+WINDOW_S = 0.5  # over which CPU time of others is summed
 OTHERS_S = 0.02  # of CPU time in a window: two ticks of /proc/stat, its resolution
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Waits:
-    """The run-queue waits of this process's threads. `watched` is False where the system does not count them."""
+    """The run-queue waits of this process's threads. `watched` is False if the system does not count them."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._tasks = proc / "self" / "task"
@@ -41,7 +41,7 @@ class Waits:
         self.watched = bool(self._descriptors)
 
     def renew(self) -> None:
-        """Follow the threads that there are now."""
+        """Follow the present threads."""
         try:
             threads = [task.name for task in self._tasks.iterdir()]
         except OSError:
@@ -53,11 +53,11 @@ class Waits:
                 self._descriptors[thread] = opened
 
     def total_ns(self) -> int:
-        """The sum over all followed threads. About 1.3 us a thread."""
+        """Return the sum over all followed threads. Takes about 1.3 us per thread."""
         return sum(_counter(descriptor, 1) for descriptor in self._descriptors.values())
 
     def ran_ns(self) -> dict[int, int]:
-        """CPU time of each thread."""
+        """Return the CPU time of each thread."""
         return {int(thread): _counter(descriptor, 0) for thread, descriptor in self._descriptors.items()}
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def _counter(descriptor: int, column: int) -> int:
 
 
 class Others:
-    """CPU time that other processes use. `owner` is the process that asks for our samples: its time is ours too."""
+    """CPU time of other processes. `owner` is the process that requests our samples: its time counts as ours."""
 
     def __init__(self, owner: int = 0, proc: Path = PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._stat = proc / "stat"
@@ -89,7 +89,7 @@ class Others:
         self._seen: deque[tuple[float, float]] = deque()  # (when, CPU time of others until then)
 
     def look(self) -> float:
-        """CPU time of others since the beginning of the window, in seconds."""
+        """Return CPU time of others since the beginning of the window, in seconds."""
         now, used = self._clock(), self._used_s()
         self._seen.append((now, used))
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
@@ -101,12 +101,14 @@ class Others:
         return self.look() > OTHERS_S
 
     def _used_s(self) -> float:
-        """Idle time is exact and busy time is sampled: what is neither idle nor ours is of others."""
+        """Return CPU time of others: idle time is exact and busy time is sampled, so it is all that is neither idle nor
+        ours.
+        """
         try:
             fields = [int(f) for f in self._stat.read_text().split("\n", 1)[0].split()[1:9]]
         except (OSError, ValueError):
             return 0.0
-        idle_s = (fields[3] + fields[4] + sum(fields[7:8])) / TICKS_PER_S  # steal is the hypervisor's
+        idle_s = (fields[3] + fields[4] + sum(fields[7:8])) / TICKS_PER_S  # steal belongs to the hypervisor
         return self._clock() * (os.cpu_count() or 1) - idle_s - time.process_time() - self._owner_s()
 
     def _owner_s(self) -> float:
@@ -121,25 +123,28 @@ class Others:
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """Takes samples again during which a thread waited for a core. `again` counts them."""
+    """Repeats samples during which a thread waited for a core. `again` counts them."""
 
     waits: Waits
     others: Others
     spread: Spread
-    realtime: RealTime | None = None  # None: nobody asked for it
+    realtime: RealTime | None = None  # None: not requested
     clock: Callable[[], int] = time.perf_counter_ns
     again: int = 0
     _ran: dict[int, int] = field(default_factory=dict)  # CPU time of each thread before the visits
 
     def begin(self) -> None:
-        """Look at what there is, before the visits of a pair."""
+        """Record the present state, before the visits of a pair."""
         self.waits.renew()
         self._ran = self.waits.ran_ns()
         self.others.look()
 
     def samples(self, sample: Callable[[], float], count: int, settle: Callable[[], object]) -> list[float]:
-        """Take `count` samples; fewer if too much time was lost. `settle` is called before one is taken again: at once,
-        because the threads that have just run may go on for what is left of their time slices."""
+        """Take `count` samples; fewer if too much time was lost.
+
+        `settle` is called before a sample is repeated. The repetition starts at once, because the threads that have
+        just run may use the rest of their time slices.
+        """
         found: list[float] = []
         lost_ns = 0
         while len(found) < count and lost_ns < MOST_LOST_NS:
@@ -167,12 +172,12 @@ class Watch:
         self.spread.release()
 
     def _pool(self) -> list[int]:
-        """The threads that have run since the visits began."""
+        """Return the threads that have run since the visits began."""
         ran = {thread: ns - self._ran.get(thread, ns) for thread, ns in self.waits.ran_ns().items()}
         return [thread for thread, ns in ran.items() if ns > RUNS * max(ran.values())]
 
 
 def watch(owner: int = 0, *, realtime: bool = False) -> Watch:
-    """Return a watch over this process. `realtime`: samples are taken again at real-time priority."""
+    """Return a watch over this process. `realtime`: samples are repeated at real-time priority."""
     raised = RealTime() if realtime else None
     return Watch(waits=Waits(), others=Others(owner), spread=Spread(machine.usable_cpus()), realtime=raised)

@@ -1,7 +1,7 @@
-"""The worker instrument: arms are loaded, timed and checked in a process of their own, a fresh one for each stage.
+"""The worker instrument: arms are loaded, timed and checked in a separate process, a fresh one for each stage.
 
-All workloads of a stage share its process: four process starts whatever the number of workloads. A process that dies
-takes only its session with it; the culprit is found by running each challenger alone.
+All workloads of a stage share its process: four process starts whatever the number of workloads. If a process dies,
+only its session is lost; running each challenger alone finds the culprit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autosel.workers.process import Worker
 
 WARM_NS = 100_000_000
 # One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
-# must go on as long as a confirming session may, whatever the others need.
+# must continue as long as a confirming session may, whatever the others need.
 CLONE_LIMIT_NS = 3_000_000
-CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # a GPU's copies take longer to be cold than to be made
+CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # cooling a GPU's copies takes longer than making them
 CLONE_SHARE = 0.3
 LOAD_S, PREPARE_S = 60.0, 120.0
-SLOWER = 10  # than the baseline by its first time: what a call may take, on a machine that does other things too
-CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output may be the one that is checked
+SLOWER = 10  # most times slower than the baseline's first call, on a machine that also does other work
+CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output may be checked
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -44,23 +44,25 @@ CHECK_SHARE = 0.1  # of the pairs after the first, by coin: any sample's output 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seated:
-    """A worker's reply to `prepare`: what the weights of one call took, by arm, of the arms that have a layout."""
+    """A worker's reply to `prepare`: the cost of preparing one call's weights by arm, for arms with a layout."""
 
     prepared: Mapping[str, Prepared]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warmed:
-    """A worker's reply to `warm`: nanoseconds a call, by arm."""
+    """A worker's reply to `warm`: nanoseconds per call, by arm."""
 
     ns: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or "". `again`: samples that it has
-    taken again so far; `watched`: the system tells it when a thread waits for a core; `kept`: how many results of timed
-    calls it has copied, by arm."""
+    """A worker's reply to `pair`: the samples by arm, and why they must be dropped or "".
+
+    `again`: samples repeated so far; `watched`: the system reports when a thread waits for a core; `kept`: copied
+    results of timed calls by arm.
+    """
 
     ns: Mapping[str, tuple[float, ...]]
     disturbed: str
@@ -88,21 +90,23 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Opens a process for each stage of a race. `clone_share` is the chance that a contest carries the A/A comparison;
-    a calibration sets it to 1."""
+    """Opens a process for each stage of a race.
+
+    `clone_share` is the chance that a contest carries the A/A comparison; a calibration sets it to 1.
+    """
 
     threads: int
     rng: Random
     device: str = "cpu"
     clone_share: float = CLONE_SHARE
-    realtime: bool = False  # samples are taken again at real-time priority
-    shelf: dict[str, Operands] = field(default_factory=dict)  # by workload: drawn once
+    realtime: bool = False  # samples are repeated at real-time priority
+    shelf: dict[str, Operands] = field(default_factory=dict)  # by workload, drawn once
 
     def room(self) -> Process:
         return Process(self)
 
     def operands(self, contest: Contest) -> Operands:
-        """The contest's operands, kept until the race is over."""
+        """Return the contest's operands, kept until the race is over."""
         key = contest.workload.key
         if key not in self.shelf:
             seed, least = self.rng.getrandbits(31), contest.least_share
@@ -143,8 +147,11 @@ class Process:
         self.loaded.add(entrant.loaded_name)
 
     def find_culprit(self, seat: WorkerSeat) -> dict[str, Mismatch]:
-        """Run each challenger alone with the baseline: whoever brings its process down again is the culprit, if the
-        control does not. Raises EnvironmentFault if it does."""
+        """Run each challenger alone with the baseline; one that ends its process again is the culprit, if the control
+        works.
+
+        Raises EnvironmentFault if the control fails.
+        """
         self.renew()
         found: dict[str, Mismatch] = {}
         base = seat.arms[0]
@@ -158,7 +165,7 @@ class Process:
                 alone.release()
             except (WorkerError, _WrongOutputError) as again:
                 if isinstance(again, WorkerError) and again.retryable:
-                    self.renew()  # memory ran out: it may not have been this one's
+                    self.renew()  # memory ran out, perhaps because of another arm
                     continue
                 cause = again.cause if isinstance(again, WorkerError) else "wrong output"
                 found[arm] = Mismatch(check="crash", reason=f"{again} ({cause})", evidence={"cause": cause})
@@ -168,8 +175,10 @@ class Process:
         return found
 
     def _require_control(self, contest: Contest, fallen: Collection[str]) -> None:
-        """Call the baseline beside an empty candidate, loaded as the fallen ones are, in a new process. Raises
-        EnvironmentFault if it falls too."""
+        """Call the baseline and an empty candidate, loaded like the crashed arms, in a new process.
+
+        Raises EnvironmentFault if this process also crashes.
+        """
         base = contest.baseline.candidate
         for empty in empties(contest.workload.op, [contest.entrants[arm].recipe for arm in fallen]):
             try:
@@ -207,12 +216,12 @@ class WorkerSeat:
         self.arms, self.plan = list(arms), plan
         self.operands: Operands | None = None
         self.pairs = 0
-        self.base_ns = 0.0  # a call of the baseline
+        self.base_ns = 0.0  # of one call of the baseline
         self.again, self.watched = 0, False
         self.prepared: Mapping[str, Prepared] = {}
         self.kept = Kept()
         self.seed = 0  # of the last pair's contents
-        self.last: dict[str, Sequence[Tensor]] = {}  # the results of the last pair's last calls, by arm
+        self.last: dict[str, Sequence[Tensor]] = {}  # results of the last pair's last calls, by arm
 
     def sit(self) -> None:
         """Load, copy the operands, warm up; plan from the baseline's time."""
@@ -227,7 +236,7 @@ class WorkerSeat:
         base_ns = worker.told(Warmed, {"do": "warm", "limit_ns": WARM_NS}, PREPARE_S).ns.get(self.arms[0], 0.0)
         self.base_ns = base_ns
         if base_ns <= 0:
-            raise WorkerError(f"the baseline is said to take {base_ns:g} ns", cause="protocol")
+            raise WorkerError(f"the worker reports {base_ns:g} ns for the baseline", cause="protocol")
         self.plan = self.plan or plan(base_ns)
         if self._carries_clone(base_ns, self.plan.time_class):
             self.arms.append(CLONE)
@@ -257,7 +266,7 @@ class WorkerSeat:
         self.prepared = worker.told(Seated, request, PREPARE_S).prepared
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
-        """One pair on fresh resident operands; now and then its outputs are checked here. Raises _WrongOutputError."""
+        """Take one pair on fresh resident operands; sometimes check its outputs here. Raises _WrongOutputError."""
         operands, plan = self.operands, self.plan
         assert operands is not None and plan is not None
         seed = self.rng.getrandbits(31)
@@ -293,7 +302,7 @@ class WorkerSeat:
 
     @property
     def checked(self) -> Mapping[str, tuple[int, int]]:
-        """(calls whose results were compared in full, timed calls) by arm."""
+        """Return (calls whose results were compared in full, timed calls) by arm."""
         return self.kept.told()
 
     @property
@@ -302,7 +311,7 @@ class WorkerSeat:
         return slots_for(self.operands.output_bytes) if self.process.device == "cpu" else 1
 
     def _places(self, order: Sequence[str], calls: int, samples: int) -> dict[str, list[list[tuple[Ref, ...]]]]:
-        """For each arm and sample, where the results of its kept calls go."""
+        """Return, for each arm and sample, the memory for the results of its kept calls."""
         assert self.operands is not None
         found = {}
         for arm in (a for a in order if a != CLONE):
@@ -339,8 +348,10 @@ class WorkerSeat:
             raise _WrongOutputError(arm, mismatch)
 
     def _bound_claims(self, times: Mapping[str, Sequence[float]], calls: int, wall_ns: int) -> None:
-        """The claimed times cannot exceed the wall time we saw; a patched clock is caught from the other side by the
-        ceiling and by the share of the wall time that nobody accounts for."""
+        """Check the claimed times against the wall time that this process measured.
+
+        The ceiling, and the share of wall time that no arm accounts for, catch a clock patched in the other direction.
+        """
         claimed = sum(sum(ns) for ns in times.values()) * calls
         if claimed > wall_ns or any(t <= 0 for ns in times.values() for t in ns):
             raise WorkerError(f"samples of {claimed:.0f} ns in {wall_ns} ns of wall time", cause="clock")
@@ -355,13 +366,13 @@ class WorkerSeat:
             self.kept.bound = self.operands.largest_bounds(seed)
 
     def _check_last(self) -> None:
-        """Judge the last timed call of each arm that was kept, before its operands go."""
+        """Judge the last timed call of each kept arm, before its operands are released."""
         assert self.operands is not None
         for arm, last in self.last.items():
             self._check_rows(arm, last)
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
-        """Time single calls in the situations of a program; none of long calls or on a GPU."""
+        """Time single calls in the situations of a program; empty for long calls or on a GPU."""
         if self.process.device != "cpu" or self.plan is None or self.plan.time_class == "long":
             return ()
         asked = turns(arms, self.rng)
@@ -380,7 +391,7 @@ class WorkerSeat:
         return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
 
     def moved_bytes(self, arm: str) -> int:
-        """An arm that has a layout is held to the smallest one there is, not to what its own process says."""
+        """Return the bytes that a call must read with the smallest layout, whatever the arm's process reports."""
         if self.operands is None:
             return 0
         entrant = self.contest.entrants.get(self.arms[0] if arm == CLONE else arm)
@@ -388,7 +399,7 @@ class WorkerSeat:
         return self.operands.streamed_bytes - (self.operands.least_saved(layout) if layout else 0)
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
-        """Whoever gave a wrong result; of a fallen worker, who brings it down alone."""
+        """Return the arms that gave a wrong result, or the challengers that end a worker alone."""
         if isinstance(error, _WrongOutputError):
             return {error.arm: error.mismatch}
         return self.process.find_culprit(self)

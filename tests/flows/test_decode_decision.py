@@ -261,4 +261,4 @@ def test_a_team_faster_than_memory_is_not_believed(
         (decision,) = ledger.history("step")
         raced = ledger.evidence(decision.id).race
     assert decision.verdict is not None and decision.verdict.outcome == "undecided"
-    assert raced is not None and all("memory read beside it" in s.voided for s in raced.sessions)
+    assert raced is not None and all("a probe read memory at" in s.voided for s in raced.sessions)
