@@ -2,12 +2,17 @@
 
     python benchmarks/bench_transformers.py [--model llama-1b] [--layers 16] [--seq 2048] [--rounds 40] [--pinned]
                                             [--json] [--write]
+    python benchmarks/bench_transformers.py --generate [--batch 1 4] [--cache dynamic static] [--compile] [--tokens 24]
 
 Decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward, SDPA and
 DynamicCache (whose layers concatenate, or grow in place in the patched model; put back after each step, untimed). Both
 models hold the same tensors. The order of each pair is a coin's, every step waits for the other's threads to sleep,
 and the tokens they choose are compared. Timed are steps after the guard's first checks: of the first 32 calls of a
 shape in a process each runs the baseline too, which for the logits is every one of the first 32 tokens.
+
+--generate instead calls `generate` (greedy, a random prompt of --seq tokens), for each batch and kind of cache, and
+times the tokens after the first. --compile adds a third arm: the forward of the model as it comes through
+torch.compile, over a static cache.
 
 What serves is what this home has decided; `--pinned` instead serves autosel's C++ kernels wherever there is one,
 without a race, from a home of its own: what tuning can reach, not what it has proven. `autosel record` beside a run of
@@ -18,16 +23,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +47,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import autosel
-from autosel import dispatch, fingerprint, models, ops
+from autosel import dispatch, fingerprint, models
+from autosel.candidates import registry
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode.cache import make_cache
 from autosel.decode.run import Plan
-from autosel.decode.weights import load_weights
+from autosel.decode.weights import Weights, load_weights
+from autosel.dispatch.board import this_device
 from autosel.guard.rate import CANARY
 from autosel.race.idle import wait_until_idle
-from autosel.values import Workload
+from autosel.values import Accepted, Workload
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 GOAL = 1.5
@@ -61,28 +71,18 @@ def main() -> int:
     torch.set_num_threads(int(fp.identity["cpus"]))
     shape = models.load(options.model)
     layers = min(options.layers, shape.layers)
-    plan = Plan(model=shape, layers=layers, dtype=options.dtype, seq=options.seq, seed=options.seed)
+    source = options.model if Path(options.model).is_dir() else "random"
+    plan = Plan(model=shape, layers=layers, dtype=options.dtype, seq=options.seq, seed=options.seed, weights=source)
     weights = load_weights(plan)
     with torch.inference_mode():
         own = model_of(weights)
         ours = copy.deepcopy(own, {id(t): t for t in (*own.parameters(), *own.buffers())})
-        cache = make_cache(weights.shape, weights.dtype, rows=1, room=options.seq, device="cpu")
-        generator = torch.Generator().manual_seed(options.seed)
-        for tensor in (*cache.k, *cache.v):
-            tensor.normal_(generator=generator)
-        token = torch.randint(weights.shape.V, (1, 1), generator=generator)
-        with _serving(options, ours, filled_cache(ours, cache, options.seq - 1), token) as board:
-            with redirect_stdout(sys.stderr):
-                patched = autosel.patch(ours)
-            held = options.seq - 1 - RUN_UP
-            caches = {"own": filled_cache(own, cache, held), "patched": filled_cache(ours, cache, held)}
-            found = _compared({"own": own, "patched": ours}, caches, token, options)
-            used = sorted((u for u in board.uses() if u.calls), key=lambda u: -u.calls)
+        if options.generate:
+            found = _compared_generating(options, own, ours, weights.shape.V)
+        else:
+            found = _compared_steps(options, own, ours, weights)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}
-    found |= {"served": "pinned" if options.pinned else "as decided", "replaced": dict(patched.replaced)}
-    found["uses"] = [
-        {"bucket": u.bucket, "candidate": u.candidate, "decision": u.decision_id, "calls": u.calls} for u in used
-    ]
+    found |= {"served": "pinned" if options.pinned else "as decided"}
     found |= {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "goal": GOAL,
@@ -94,15 +94,59 @@ def main() -> int:
         json.dump(found, sys.stdout, indent=1)
         print()
     else:
-        _show(found)
+        (_show_cells if options.generate else _show)(found)
     if options.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"transformers-{shape.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"transformers-{'generate-' if options.generate else ''}{shape.name}.json").write_text(
+            json.dumps(found, indent=1) + "\n"
+        )
     return 0
 
 
+def _compared_steps(options: argparse.Namespace, own: Any, ours: Any, weights: Weights) -> dict[str, Any]:
+    cache = make_cache(weights.shape, weights.dtype, rows=1, room=options.seq, device="cpu")
+    generator = torch.Generator().manual_seed(options.seed)
+    for tensor in (*cache.k, *cache.v):
+        tensor.normal_(generator=generator)
+    token = torch.randint(weights.shape.V, (1, 1), generator=generator)
+    filled = filled_cache(ours, cache, options.seq - 1)
+    with _serving(options, ours, lambda: ours(token, past_key_values=filled, use_cache=True)) as board:
+        with redirect_stdout(sys.stderr):
+            patched = autosel.patch(ours)
+        held = options.seq - 1 - RUN_UP
+        caches = {"own": filled_cache(own, cache, held), "patched": filled_cache(ours, cache, held)}
+        found = _compared({"own": own, "patched": ours}, caches, token, options)
+        return found | {"replaced": dict(patched.replaced), "uses": _uses(board)}
+
+
+def _compared_generating(options: argparse.Namespace, own: Any, ours: Any, vocabulary: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(options.seed)
+    prompts = {b: torch.randint(5, vocabulary, (b, options.seq), generator=generator) for b in options.batch}
+
+    def ask() -> None:
+        """Reach every bucket of lengths that the measured tokens reach."""
+        for prompt, cache in itertools.product(prompts.values(), options.cache):
+            generated(ours, prompt, options.tokens, cache)
+
+    with _serving(options, ours, ask) as board:
+        with redirect_stdout(sys.stderr):
+            patched = autosel.patch(ours)
+        arms = {"own": own, "patched": ours}
+        if options.compile:
+            arms["compiled"] = copy.copy(own)
+            arms["compiled"].forward = torch.compile(own.forward)
+        cells = [dataclasses.asdict(cell) for cell in _generate(options, arms, prompts)]
+        return {"cells": cells, "replaced": dict(patched.replaced), "uses": _uses(board)}
+
+
+def _uses(board: dispatch.Board) -> list[dict[str, Any]]:
+    used = sorted((u for u in board.uses() if u.calls), key=lambda u: -u.calls)
+    return [{"bucket": u.bucket, "candidate": u.candidate, "decision": u.decision_id, "calls": u.calls} for u in used]
+
+
 @contextmanager
-def _serving(options: argparse.Namespace, model: Any, cache: Any, token: Tensor) -> Iterator[dispatch.Board]:
+def _serving(options: argparse.Namespace, model: Any, ask: Callable[[], Any]) -> Iterator[dispatch.Board]:
+    """Serve as decided, or our kernels for what the patched model asks for."""
     if not options.pinned:
         with dispatch.use(autosel.settings.home()) as board:
             yield board
@@ -112,10 +156,15 @@ def _serving(options: argparse.Namespace, model: Any, cache: Any, token: Tensor)
     with tempfile.TemporaryDirectory() as folder:
         with dispatch.use(Path(folder) / "empty") as board, redirect_stdout(sys.stderr):
             autosel.patch(model)
-            model(token, past_key_values=cache, use_cache=True)
+            ask()
             autosel.unpatch(model)
             asked: list[Workload] = list(board.asked())
-        wanted = [(w, KERNELS[w.op]) for w in asked if w.op in KERNELS and ops.find(w.op)]
+        device = this_device()
+
+        def ours(w: Workload) -> bool:
+            return w.op in KERNELS and isinstance(registry.find(w.op, KERNELS[w.op]).supports(w, device), Accepted)
+
+        wanted = [(w, KERNELS[w.op]) for w in asked if ours(w)]
         with dispatch.use(serve(Path(folder) / "pinned", wanted)) as board:
             yield board
 
@@ -158,6 +207,93 @@ def _compared(
     }
 
 
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Hold what one batch and one kind of cache gave. Times are ms between tokens."""
+
+    batch: int
+    cache: str
+    ms: dict[str, float]
+    speedup: float
+    interval: list[float]
+    tokens_equal: str
+
+
+class Ticks:
+    """A stopping criterion that never stops and notes when each token was chosen."""
+
+    def __init__(self) -> None:
+        self.ns: list[int] = []
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.ns.append(time.perf_counter_ns())
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+
+def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[float], Tensor]:
+    """Return the ms between the tokens of one greedy `generate`, and the tokens."""
+    from transformers import StoppingCriteriaList
+
+    ticks = Ticks()
+    more: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    tokens = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        min_new_tokens=count,
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([ticks]),
+        **more,
+    )
+    ends = ticks.ns
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(ends)], tokens[:, prompt.shape[1] :]
+
+
+def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[int, Tensor]) -> list[Cell]:
+    """Compare all cells; the arms of a round come in random order."""
+    rng, cells = random.Random(options.seed), []
+    for batch, cache in itertools.product(options.batch, options.cache):
+        prompt = prompts[batch]
+        for model in arms.values():  # the guard checks the first calls, which for the logits is each token
+            generated(model, prompt, options.warmup, cache)
+        times: dict[str, list[float]] = {name: [] for name in arms}
+        made: dict[str, Tensor] = {}
+        for _ in range(options.rounds):
+            for name in rng.sample(list(arms), len(arms)):
+                wait_until_idle()
+                took, made[name] = generated(arms[name], prompt, options.tokens, cache)
+                times[name] += took
+        interval = speedup_interval(times["own"], times["patched"])
+        same = int((made["own"] == made["patched"]).int().cumprod(-1).sum())
+        cells.append(
+            Cell(
+                batch=batch,
+                cache=cache,
+                ms={name: median(found) for name, found in times.items()},
+                speedup=median(times["own"]) / median(times["patched"]),
+                interval=[interval.lo, interval.hi],
+                tokens_equal=f"{same} of {made['own'].numel()} before the first that differs",
+            )
+        )
+    return cells
+
+
+def _show_cells(found: dict[str, Any]) -> None:
+    print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, prompt {found['seq']}")
+    names = list(found["cells"][0]["ms"])
+    print("  batch cache   " + "".join(f"{name + ' ms':>12}" for name in names) + "   patched against own")
+    for c in found["cells"]:
+        lo, hi = c["interval"]
+        times = "".join(f"{ms:12.2f}" for ms in c["ms"].values())
+        print(
+            f"  {c['batch']:5} {c['cache']:<8}{times}   {c['speedup']:.2f}x ({lo:.2f} .. {hi:.2f})  {c['tokens_equal']}"
+        )
+
+
 def _show(found: dict[str, Any]) -> None:
     lo, hi = found["interval"]
     print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, context {found['seq']}")
@@ -177,6 +313,11 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=int, default=CANARY + 2, help="steps before; the guard checks each of the first"
     )
+    parser.add_argument("--generate", action="store_true", help="compare `generate` instead of single steps")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows of generate")
+    parser.add_argument("--cache", nargs="+", default=["dynamic", "static"], choices=("dynamic", "static"))
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens of one generate")
+    parser.add_argument("--compile", action="store_true", help="add torch.compile of the model as it comes")
     parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
     return parser.parse_args()
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from autosel import dispatch, extras, ops
 from autosel.errors import BadArguments, UsageError
 from autosel.ops.arguments import FLOATS
-from autosel.ops.contract import Match
+from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Match
 from autosel.ops.stored import mapped
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ NEEDED = "transformers 5"
 CACHE_NAMES = ("cache", "past_key_values")  # names of the cache among attention's arguments: since 5.24, and before
 KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 STATIC_ROPE = ("default", "linear", "llama3")  # kinds whose frequencies do not change with the position
-FAMILIES = "Llama, Mistral, Qwen3 and Gemma3"
 CHECKED = 16  # rows of a projection that are checked in float64
 
 
@@ -100,7 +99,7 @@ def patch(model: Any) -> Patched:
         raise UsageError(
             f"nothing in {type(model).__name__} can be replaced",
             why=f"{_versions()}; {'; '.join(sorted({x.reason for x in left})) or 'no module of a kind autosel knows'}",
-            todo=f"autosel knows the modules of {FAMILIES}; the model is unchanged",
+            todo="docs/guides/transformers.md names the modules that can be; the model is unchanged",
         )
     try:
         device = next(model.parameters()).device
@@ -169,7 +168,7 @@ def _refuse(model: Any) -> None:
             why="patch proves every module on its device, which must be one CPU or one GPU for all",
             todo="model.to('cpu') or model.to('cuda:0') first; elsewhere autosel.best and torch.ops.autosel serve",
         )
-    dtypes = {p.dtype for p in model.parameters()}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if len(dtypes) > 1 or not dtypes <= set(FLOATS):
         raise UsageError(
             f"the model mixes or uses dtypes no op takes: {', '.join(sorted(map(str, dtypes)))}",
@@ -219,12 +218,20 @@ def _plan(model: Any) -> tuple[list[_Change], list[Left]]:
                 try:
                     changes.append(_Change(name=name, kind=kind, module=module, what=prove(module)))
                 except _NotThis as reason:
-                    left.append(Left(module=name, kind=kind, reason=str(reason)))
+                    if kind != "RMSNorm" or _is_called_norm(module):
+                        left.append(Left(module=name, kind=kind, reason=str(reason)))
                 except Exception as error:  # a class that only resembles a known one
                     log.info("%s cannot be tried", name, exc_info=True)
-                    why = f"{type(module).__name__} cannot be tried: {type(error).__name__}: {error}"
-                    left.append(Left(module=name, kind=kind, reason=why))
+                    left.append(Left(module=name, kind=kind, reason=_why(module, error)))
     return _rotary_or_nothing(changes, left)
+
+
+def _why(module: nn.Module, error: Exception) -> str:
+    """Return why a module whose trial raised an error is not replaced."""
+    name = type(module).__name__
+    if isinstance(error, AttributeError) and error.name is not None:
+        return f"{name}: {type(error.obj).__name__} has no {error.name}"
+    return f"{name} cannot be tried: {str(error).partition(chr(10))[0] or type(error).__name__}"
 
 
 def _rotary_or_nothing(changes: list[_Change], left: list[Left]) -> tuple[list[_Change], list[Left]]:
@@ -245,9 +252,9 @@ class _NotThis(Exception):
 def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | Names]]]:
     """Return the kinds that a module resembles, still to be proven."""
     kind = type(module).__name__
-    if type(module) is nn.Linear:
+    if isinstance(module, nn.Linear):
         yield "linear", _prove_linear
-    elif kind.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), Tensor):
+    elif _resembles_norm(module):
         yield "RMSNorm", _prove_norm
     elif all(isinstance(getattr(module, n, None), nn.Module) for n in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         yield "MLP", _prove_mlp
@@ -296,13 +303,22 @@ def _serves(op: str, inputs: Mapping[str, Any], *got: Tensor) -> None:
 def _dynamic(module: nn.Module, *tensors: Tensor) -> bool:
     """Return True if the call must run the module's own code: no op describes it, or the model was moved since. Without
     a proof the baseline would serve, which is slower than the module's own code."""
-    proven_on = getattr(module, PROVEN_ON, None)
-    return any(t.device != proven_on for t in tensors) or _undescribed(*tensors)
+    proven_on = module.__dict__.get(PROVEN_ON)
+    for t in tensors:
+        if t.device != proven_on:
+            return True
+    return _undescribed(*tensors)
 
 
 def _undescribed(*tensors: Tensor) -> bool:
     """Return True for an empty computation, or one that needs a gradient."""
     return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as [M, K], each row contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _ask(op: str) -> Callable[..., Any]:
@@ -319,59 +335,211 @@ def _ask(op: str) -> Callable[..., Any]:
 
 
 def _prove_linear(module: nn.Linear) -> Forward:
+    """Prove a linear layer. A subclass is one if its own forward computes the op."""
     _own(module)
     weight = module.weight
     if type(weight) not in (Tensor, nn.Parameter):
         raise _NotThis(f"its weight is a {type(weight).__name__}")
-    contract, served = ops.find("linear"), _ask("linear")
+    if weight.dtype not in FLOATS:
+        raise _NotThis(f"its weight is {weight.dtype}")
+    contract, served, original = ops.find("linear"), _ask("linear"), type(module).forward
     x = _drawn(1, module.in_features, dtype=weight.dtype)
     inputs = {"x": x, "w": weight, "bias": module.bias, "residual": None}
     rows = contract.rows(contract.workload_of(inputs), inputs, CHECKED, 1)
+    if original is not nn.Linear.forward:
+        _refuse_other_linear(module, rows, original)
     _serves("linear", rows.inputs, *rows.pick((served(x, weight, module.bias, None),)))
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if not _dynamic(self, input, weight):
-            with suppress(BadArguments):
-                made: Tensor = served(input.reshape(-1, input.shape[-1]), weight, bias, None)
-                return made.view(*input.shape[:-1], weight.shape[0])
-        return nn.Linear.forward(self, input)
+        parameters = self._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        if weight is not None and not _dynamic(self, input, weight):
+            shape = input.shape
+            try:
+                made: Tensor = served(_rows(input), weight, bias, None)
+                return made.view(*shape[:-1], weight.shape[0])
+            except BadArguments:
+                pass
+        found: Tensor = original(self, input)
+        return found
 
     return forward
+
+
+def _refuse_other_linear(module: nn.Linear, rows: Any, original: Forward) -> None:
+    """Check a subclass. It may not compute by anything else that it holds, which may change later."""
+    name, known = type(module).__name__, {"in_features", "out_features", "training"}
+    held = {*_tensors_of(module), *module._modules} - {"weight", "bias"}
+    read = set(inspect.unwrap(original).__code__.co_names) & set(vars(module)) - known
+    if held or read:
+        raise _NotThis(f"{name} computes by {', '.join(sorted(held | read))} too")
+    own = original(module, rows.inputs["x"])
+    if not isinstance(own, Tensor) or own.shape != (1, module.out_features):
+        raise _NotThis(f"{name} returns something else than its product")
+    wrong = _wrong("linear", rows.inputs, *rows.pick((own,)))
+    if wrong:
+        raise _NotThis(f"{name} computes something else than x @ weight^T + bias ({wrong})")
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
-def _prove_norm(module: Any) -> Forward:
-    """Prove a norm. Its class's name is not enough: Gemma's multiplies by 1 + weight and names its epsilon
-    differently."""
-    _own(module)
-    names = [n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)]
-    weight = module.weight
-    if not names or weight.dim() != 1:
-        raise _NotThis("it has no epsilon, or its weight is not a vector")
-    x = _drawn(3, weight.shape[0], dtype=weight.dtype)
-    own = type(module).forward(module, x)
-    inputs = {"x": x, "weight": weight, "eps": getattr(module, names[0])}
-    offsets = [o for o in (0.0, 1.0) if not _wrong("rmsnorm", {**inputs, "offset": o}, own)]
-    if not offsets:
-        raise _NotThis(f"{type(module).__name__} does not compute an RMSNorm by weight or 1 + weight")
-    epsilon, offset, served = names[0], offsets[0], _ask("rmsnorm")
-    _serves("rmsnorm", {**inputs, "offset": offset}, served(x, weight, inputs["eps"], offset))
-    original = type(module).forward
+SCALES = (1.0, 1.0, 1e-3, 30.0)  # of a probe's rows; at 1e-3 the epsilon decides
+WIDTH = 64  # of the probe of a norm without weights
+CONSTANTS = (1e-6, 1e-5, 1e-8, 1e-12)  # epsilons that a forward may have instead of an attribute
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": nn.functional.silu, "sigmoid": torch.sigmoid}
+GATE_ROUNDINGS = 8  # of a gate's exponential, quotient and products, fp32, relative to the result
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
-        if not _dynamic(self, hidden_states, weight):
-            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            with suppress(BadArguments):
-                made: Tensor = served(rows, weight, getattr(self, epsilon), offset)
-                return made.view(hidden_states.shape)
-        found: Tensor = original(self, hidden_states)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    """Say how a module normalises. `epsilon` is the attribute that holds it, else the number; None: the dtype's own."""
+
+    weighted: bool
+    epsilon: str | float | None
+    offset: float
+    gate: Callable[[Tensor], Tensor] | None = None  # of a second argument
+    gate_first: bool = False
+
+    def eps(self, module: Any, dtype: torch.dtype) -> float:
+        found = getattr(module, self.epsilon) if isinstance(self.epsilon, str) else self.epsilon
+        return torch.finfo(dtype).eps if found is None else float(found)
+
+    def weight(self, module: Any, like: Tensor) -> Tensor:
+        found: Tensor = module.weight if self.weighted else _ones(like.shape[-1], like.dtype, like.device)
+        return found
+
+
+def _is_called_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _resembles_norm(module: nn.Module) -> bool:
+    """Return True for a module without others in it that is called a norm, or has one vector and nothing else."""
+    if next(module.children(), None) is not None:
+        return False
+    held = _tensors_of(module)
+    return _is_called_norm(module) or [(t.dim(), t.is_floating_point()) for t in held.values()] == [(1, True)]
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _prove_norm(module: Any) -> Forward:
+    """Prove a norm by what it computes: its name says neither whether 1 is added to the weight, nor the epsilon."""
+    _own(module)
+    held = _tensors_of(module)
+    weight = held.pop("weight", None)
+    if held or (weight is not None and (weight.dim() != 1 or weight.dtype not in FLOATS)):
+        raise _NotThis(f"{type(module).__name__} has other tensors than one vector of floats")
+    how = _way_to_norm(module, weight)
+    served, original = _ask("rmsnorm"), type(module).forward
+    x = _drawn(3, WIDTH, dtype=torch.float32) if weight is None else _drawn(3, len(weight), dtype=weight.dtype)
+    inputs = {"x": x, "weight": how.weight(module, x), "eps": how.eps(module, x.dtype), "offset": how.offset}
+    _serves("rmsnorm", inputs, served(*inputs.values()))
+
+    return _plain_norm(how, served, original) if how.gate is None else _gated_norm(how, served, original)
+
+
+def _plain_norm(how: _Norm, served: Callable[..., Any], original: Forward) -> Forward:
+    weight_of, eps_of, offset = how.weight, how.eps, how.offset
+
+    def forward(self: Any, *states: Tensor, **named: Any) -> Tensor:
+        if len(states) == 1 and not named:
+            (x,) = states
+            weight = weight_of(self, x)
+            if not _dynamic(self, x, weight):
+                try:
+                    made: Tensor = served(_rows(x), weight, eps_of(self, x.dtype), offset)
+                    return made.view(x.shape)
+                except BadArguments:
+                    pass
+        found: Tensor = original(self, *states, **named)
         return found
 
     return forward
+
+
+def _gated_norm(how: _Norm, served: Callable[..., Any], original: Forward) -> Forward:
+    """Apply the gate in fp32, as the modules do. A gate in front makes the norm one of fp32."""
+    opening, first = how.gate, how.gate_first
+    assert opening is not None
+
+    def gated(module: Any, x: Tensor, gate: Tensor) -> Tensor:
+        weight, opened = how.weight(module, x), opening(gate.float())
+        rows = _rows(opened * x if first else x)
+        weight = weight.float() if first else weight
+        made: Tensor = served(rows, weight, how.eps(module, x.dtype), how.offset).view(x.shape)
+        return (made if first else made * opened).to(x.dtype)
+
+    def forward(self: Any, *states: Tensor, **named: Any) -> Tensor:
+        given = (*states, *named.values())
+        if len(given) == 2 and all(isinstance(t, Tensor) for t in given):
+            x, gate = given
+            if x.shape == gate.shape and not _dynamic(self, x, gate, how.weight(self, x)):
+                with suppress(BadArguments):
+                    return gated(self, x, gate)
+        found: Tensor = original(self, *states, **named)
+        return found
+
+    return forward
+
+
+def _way_to_norm(module: Any, weight: Tensor | None) -> _Norm:
+    """Return how the module's class computes the op, found in fp32 on a copy with another weight."""
+    name, width = type(module).__name__, WIDTH if weight is None else len(weight)
+    probe = copy.copy(module)
+    drawn = 1.0 + 0.3 * _drawn(width, dtype=torch.float32, seed=3)
+    for kind in ("_parameters", "_buffers"):
+        changed = {
+            n: nn.Parameter(drawn, requires_grad=False) if n == "weight" and t is not None else t
+            for n, t in getattr(module, kind).items()
+        }
+        probe.__dict__[kind] = changed
+    scales = torch.tensor(SCALES).to(torch.get_default_device())
+    x = _drawn(len(SCALES), width, dtype=torch.float32) * scales[:, None]
+    gate = _drawn(len(SCALES), width, dtype=torch.float32, seed=2)
+    taken = inspect.signature(type(module).forward).parameters.values()
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in taken) - 1  # without self
+    states = (x[None], gate[None])[: max(1, min(count, 2))]
+    own = type(module).forward(probe, *states)
+    if not isinstance(own, Tensor) or own.shape != x[None].shape:
+        raise _NotThis(f"{name} returns something else than one tensor of its input's shape")
+    for how in _ways_to_norm(module, weighted=weight is not None, gated=len(states) == 2):
+        vector = drawn if how.weighted else _ones(width, torch.float32, x.device)
+        inputs = {"x": x, "weight": vector, "eps": how.eps(module, torch.float32), "offset": how.offset}
+        if _is_norm(how, inputs, gate, own[0]):
+            return how
+    raise _NotThis(f"{name} does not compute an RMSNorm by weight or 1 + weight")
+
+
+def _ways_to_norm(module: Any, *, weighted: bool, gated: bool) -> Iterator[_Norm]:
+    """Yield what a module may compute, by its own attributes first."""
+    names = [name for name, value in vars(module).items() if isinstance(value, float) and 0.0 <= value < 1.0]
+    unset = [name for name in ("eps", "variance_epsilon") if getattr(module, name, 0.0) is None]
+    gates = [(g, first) for g in GATES.values() for first in (False, True)] if gated else [(None, False)]
+    for epsilon in (*names, *unset, None, *CONSTANTS):
+        for offset, used in ((0.0, True), (1.0, True), (0.0, False)) if weighted else ((0.0, False),):
+            for gate, first in gates:
+                yield _Norm(weighted=used, epsilon=epsilon, offset=offset, gate=gate, gate_first=first)
+
+
+def _is_norm(how: _Norm, inputs: dict[str, Any], gate: Tensor, own: Tensor) -> bool:
+    if how.gate is None:
+        return not _wrong("rmsnorm", inputs, own)
+    if how.gate_first:
+        return not _wrong("rmsnorm", {**inputs, "x": inputs["x"] * how.gate(gate)}, own)
+    contract, there = ops.find("rmsnorm"), {name: mapped(value, Tensor.cpu) for name, value in inputs.items()}
+    (y,), opened = contract.reference(there), how.gate(gate.cpu().double())
+    (bound,) = contract.bound(there, (y,))
+    allowed = bound * opened.abs() + GATE_ROUNDINGS * U32 * (y * opened).abs()
+    return bool(((own.cpu().double() - y * opened).abs() <= allowed).all())
+
+
+@functools.cache
+def _ones(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(width, dtype=dtype, device=device)
 
 
 # --- gated MLP -------------------------------------------------------------------------------------------------------
@@ -445,40 +613,47 @@ def _prove_frequencies(module: Any) -> Forward:
             usable[layer_type] = f"{prefix}inv_freq"
     if not usable:
         raise _NotThis(f"its frequencies change with the position, or its scores are scaled ({', '.join(kinds)})")
+    for layer_type, name in usable.items():
+        _refuse_other_tables(module, layer_type, getattr(module, name))
     original = type(module).forward
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         cos, sin = original(self, x, position_ids, *(() if layer_type is None else (layer_type,)))
         name = usable.get(layer_type or "")
-        if name is not None and not torch.compiler.is_compiling():
+        if name is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling():
             cos._autosel = (position_ids, getattr(self, name).float())  # half a model's buffers are halved too
         return cos, sin
 
     return forward
 
 
+def _refuse_other_tables(module: Any, layer_type: str, inv_freq: Tensor) -> None:
+    """Check that the module returns cos and sin of positions times frequencies, each twice in a row."""
+    positions = torch.tensor([[0, 1, 200]])
+    x = _drawn(1, 3, 8, dtype=torch.float32)
+    own = type(module).forward(module, x, positions, *((layer_type,) if layer_type else ()))
+    angle = torch.cat((inv_freq, inv_freq)).double() * positions[..., None]
+    # An angle in fp32 is off by a few roundings of itself; cos and sin by as much, and by one of their own.
+    allowed = 4 * U32 * angle.abs() + 2 * UNIT[DTYPE_NAME[x.dtype]]
+    alike = isinstance(own, tuple) and [getattr(t, "shape", None) for t in own] == [angle.shape] * 2
+    if not alike or any(((t - e).abs() > allowed).any() for t, e in zip(own, (angle.cos(), angle.sin()), strict=True)):
+        raise _NotThis(f"{type(module).__name__} returns something else than cos and sin, each for both halves")
+
+
 def _prove_rotation(module: Any) -> Names:
     _own(module)
     own = _names_used(module)["apply_rotary_pos_emb"]
-    config, dtype = module.config, next(module.parameters()).dtype
-    head = int(module.head_dim)
-    hq, hkv = int(config.num_attention_heads), int(config.num_key_value_heads)
-    q, k = _drawn(1, 3, hq, head, dtype=dtype), _drawn(1, 3, hkv, head, dtype=dtype, seed=2)
-    positions = torch.tensor([[0, 1, 1000]])
-    inv_freq = 10_000.0 ** -(torch.arange(0, head, 2, dtype=torch.float32) / head)
-    angle = positions[..., None].float() * inv_freq
-    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angle.cos(), angle.sin()))
-    inputs = {"q": q[0], "k": k[0], "positions": positions[0], "inv_freq": inv_freq, "style": 0}
-    theirs = [t.transpose(1, 2)[0].contiguous() for t in own(q.transpose(1, 2), k.transpose(1, 2), cos, sin)]
-    wrong = _wrong("rope", inputs, *theirs)
-    if wrong:
-        raise _NotThis(f"{type(module).__name__} does not rotate halves ({wrong})")
-    served = _ask("rope")
+    head, served = int(module.head_dim), _ask("rope")
+    inputs = _refuse_other_rotation(module, own, head, head)
+    partly = False  # rotating the first part of a head
+    with suppress(Exception):
+        _refuse_other_rotation(module, own, head, head // 2)
+        partly = True
     _serves("rope", inputs, *served(*inputs.values()))
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         mark = getattr(cos, "_autosel", None)
-        if mark is not None and not more and not named and not _undescribed(q, k):
+        if mark is not None and not more and not named and not _undescribed(q, k) and _fits(q, k, mark, partly):
             with suppress(BadArguments):
                 return _rotated(served, q, k, *mark)
         made: tuple[Tensor, Tensor] = own(q, k, cos, sin, *more, **named)
@@ -487,6 +662,32 @@ def _prove_rotation(module: Any) -> Names:
     names = {"apply_rotary_pos_emb": rotate}
     _with_globals(type(module).forward, names)  # or a decorator is in the way
     return names
+
+
+def _refuse_other_rotation(module: Any, own: Forward, head: int, turned: int) -> dict[str, Any]:
+    """Return inputs of the op, for heads of which the first `turned` elements are rotated."""
+    config, dtype = module.config, next(module.parameters()).dtype
+    hq, hkv = int(config.num_attention_heads), int(config.num_key_value_heads)
+    q, k = _drawn(1, 3, hq, head, dtype=dtype), _drawn(1, 3, hkv, head, dtype=dtype, seed=2)
+    positions = torch.tensor([[0, 1, 1000]])
+    inv_freq = 10_000.0 ** -(torch.arange(0, turned, 2, dtype=torch.float32) / turned)
+    angle = positions[..., None].float() * inv_freq
+    cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angle.cos(), angle.sin()))
+    inputs = {"q": q[0], "k": k[0], "positions": positions[0], "inv_freq": inv_freq, "style": 0}
+    theirs = [t.transpose(1, 2)[0].contiguous() for t in own(q.transpose(1, 2), k.transpose(1, 2), cos, sin)]
+    wrong = _wrong("rope", inputs, *theirs)
+    if wrong:
+        raise _NotThis(f"{type(module).__name__} does not rotate halves ({wrong})")
+    return inputs
+
+
+def _fits(q: Tensor, k: Tensor, mark: tuple[Tensor, Tensor], partly: bool) -> bool:
+    """Return True if the heads [B,H,S,D] are those of the positions, and are rotated as was proven."""
+    positions, inv_freq = mark
+    if q.dim() != 4 or k.dim() != 4 or positions.shape[0] not in (1, q.shape[0]) or positions.shape[1] != q.shape[2]:
+        return False
+    turned = 2 * inv_freq.shape[0]
+    return q.shape[2:] == k.shape[2:] and (turned == q.shape[3] or (partly and turned < q.shape[3]))
 
 
 def _rotated(
