@@ -1,8 +1,8 @@
-"""The parity worker's side: load a candidate, call it on shared memory, tell what it returned. It judges nothing.
+"""The parity worker's side: load a candidate, call it on shared memory, report its results. It judges nothing.
 
-`Worker("autosel.parity.child:serve")` starts it. The parent generates inputs, owns the guards around them and compares;
-what this process says is only believed about the form of a result (type, shape, dtype), which it also has to hold true
-for the copy into shared memory to succeed.
+`Worker("autosel.parity.child:serve")` starts it. The parent generates inputs, owns the guards around them and compares.
+It trusts this process only for the form of a result (type, shape, dtype), which must be true for the copy into shared
+memory to succeed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autosel.workers.arena import Arenas
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _HELD: dict[str, list[Any]] = {}
-_STATES: dict[str, State] = {}  # the one of this process, under ""
-_MIRRORS: dict[str, Mirror] = {}  # the one of this process, under ""; none where candidates run on shared memory itself
+_STATES: dict[str, State] = {}  # the process's only one, under ""
+_MIRRORS: dict[str, Mirror] = {}  # the process's only one, under ""; none if candidates run on shared memory itself
 
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
-    # Helpers spin for less long than OpenMP's threads: checks are thousands of tiny calls with pauses between.
+    # Helpers spin less long than OpenMP's threads: checks are thousands of tiny calls with pauses between.
     threads.use(openmp=False, wake=True)
     return {}
 
 
 def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """One call. Results go to `into` where their form allows; `hold` keeps the result objects for a later dump."""
+    """Call once. Results go to `into` if their form allows; `hold` keeps the result objects for a later dump."""
     way = request.get("way", ways.HERE)
     operands = _operands(request, arenas, apart=way != ways.ONE_STORAGE)
     function = _prepared(request["name"], operands[: len(request["arguments"])])
@@ -76,7 +76,7 @@ def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _at_once(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Two queues of calls, each from a thread of its own at the same time."""
+    """Run two queues of calls, each in a separate thread, at the same time."""
     queues = [
         [ways.Operands(arguments=_there(c["arguments"], arenas), outputs=_there(c["outputs"], arenas)) for c in queue]
         for queue in request["queues"]
@@ -100,7 +100,7 @@ def _threads(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
 
 
 def _operands(request: Mapping[str, Any], arenas: Arenas, *, apart: bool = True) -> list[Any]:
-    """Arguments and outputs. `apart`: each with a storage of its own, else views of one."""
+    """Return arguments and outputs. `apart`: each with separate storage, otherwise views of one."""
     values = [*request["arguments"], *request["outputs"]]
     if apart or _MIRRORS:
         return [*_there(request["arguments"], arenas), *_there(request["outputs"], arenas)]
@@ -110,13 +110,13 @@ def _operands(request: Mapping[str, Any], arenas: Arenas, *, apart: bool = True)
 def _taken(
     results: Sequence[Any], operands: Sequence[Any], request: Mapping[str, Any], arenas: Arenas
 ) -> list[dict[str, Any]]:
-    """Copy a call's results to where the parent looks for them; their forms."""
+    """Copy a call's results to the parent's memory; return their forms."""
     _copy(results, request["into"], arenas)
     return [_form(r, operands) for r in results]
 
 
 def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Many calls on the same operands; `into` holds each output of the first of them, as many as it has room for."""
+    """Call many times on the same operands; `into` holds each output of the first calls, as many as fit."""
     arguments, outputs = _there(request["arguments"], arenas), _there(request["outputs"], arenas)
     function = _prepared(request["name"], arguments)
     kept = [arenas.tensor(place) for place in request["into"]]
@@ -135,7 +135,7 @@ def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _prepared(name: str, arguments: Sequence[Any]) -> Callable[..., Any]:
-    """Return the candidate, after it has prepared the weights of its next call, whether that pays or not."""
+    """Return the candidate, after it has prepared the weights of its next call, even if that does not pay."""
     function = _FUNCTIONS[name]
     reader = reader_of(function)
     if reader is not None:
@@ -144,26 +144,26 @@ def _prepared(name: str, arguments: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _dump(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Copy held results once more, and let go of them."""
+    """Copy held results again, and release them."""
     _copy(_HELD.pop(request["hold"]), request["into"], arenas)
     return {}
 
 
 def _overwrite(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Fill held results with numbers, then copy them, and let go of them."""
+    """Fill held results with numbers, copy them, and release them."""
     ways.overwrite(_HELD[request["hold"]])
     return _dump(request, arenas)
 
 
 def _there(values: Sequence[Any], arenas: Arenas) -> list[Any]:
-    """The operands where the candidate runs."""
+    """Return the operands on the candidate's device."""
     if _MIRRORS:
         return _MIRRORS[""].push(values, arenas)
     return [received(v, arenas.tensor) for v in values]
 
 
 def _back(request: Mapping[str, Any], arenas: Arenas) -> None:
-    """Wait for what was enqueued; what it wrote, where the parent looks for it."""
+    """Wait for enqueued work; copy its results to the parent's memory."""
     if _MIRRORS:
         _MIRRORS[""].pull([*request["arguments"], *request["outputs"]], arenas)
 
@@ -178,7 +178,9 @@ def _copy(results: Sequence[Any], places: Sequence[Mapping[str, Any] | None], ar
 
 
 def _form(result: Any, passed: Sequence[Any]) -> dict[str, Any]:
-    """What a result is; `is_argument` is the position of the passed tensor whose memory it shares from the start."""
+    """Return the form of a result; `is_argument` is the position of the passed tensor whose memory it shares from the
+    start.
+    """
     kind = f"{type(result).__module__}.{type(result).__qualname__}"
     if not isinstance(result, torch.Tensor):
         return {"type": kind}
@@ -195,7 +197,7 @@ def _form(result: Any, passed: Sequence[Any]) -> dict[str, Any]:
 
 
 def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
-    """The process-wide state. The first request comes before a candidate is loaded."""
+    """Return the process-wide state. The first request comes before a candidate is loaded."""
     if not _STATES:
         _STATES[""] = State()
     return dict(_STATES[""].now())

@@ -42,8 +42,10 @@ def require_control(failed: Sequence[Proof], fp: Fingerprint | None, *, threads:
 
 
 def require_workers(fp: Fingerprint, *, native: bool) -> None:
-    """Call rmsnorm's baseline, then an empty candidate (`native`: a compiled one), in a new worker on the CPU. Raises
-    EnvironmentFault if one of them gives no answer."""
+    """Call rmsnorm's baseline, then an empty candidate (`native`: a compiled one), in a new worker on the CPU.
+
+    Raises EnvironmentFault if one of them gives no answer.
+    """
     like = NativeRecipe(source=EMPTY_CPP, entry="") if native else PythonRecipe(target="")
     with _session(1, "cpu") as session:
         _require(session, OPS["rmsnorm"].workload("fp32", {"M": 1, "d": 64}), [like], fp)
@@ -71,9 +73,9 @@ def _require(session: Session, w: Workload, recipes: Sequence[Recipe], fp: Finge
 
 
 def _call(session: Session, control: Candidate, case: Case, fp: Fingerprint) -> None:
-    """One call. A wrong result is an answer too."""
+    """Call once. A wrong result is an answer too."""
     proof = built(control, case.workload, fp)
-    name = session.load(replace(proof, digest=proof.digest or control.name))  # a session knows builds by their digest
+    name = session.load(replace(proof, digest=proof.digest or control.name))  # the session's key is the digest
     arena = session.scratch[0]
     arena.used_bytes = 0
     placed = place(arena, OPS[control.op], case.workload, case.make(0))

@@ -1,7 +1,7 @@
-"""Operands on another device, laid out there as they lie in shared memory: guards, gaps and odd alignments included.
+"""Operands on another device, laid out as in shared memory: guards, gaps and odd alignments included.
 
-A call finds every byte that its parent wrote around its operands, and the parent finds every byte it left.
-Status on CUDA: not yet run on silicon.
+A call finds every byte that its parent wrote around its operands, and the parent finds every byte it left. Status on
+CUDA: not yet run on silicon.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ Extent = tuple[Arena, int, int]  # bytes [start, end) of an arena
 
 
 class Mirror:
-    """A buffer on `device` for each arena, as large as that."""
+    """A buffer on `device` for each arena, of the same size."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.device.index or 0)  # PyTorch makes none current without its number
+            self.device = torch.device("cuda", self.device.index or 0)  # PyTorch needs the number to make it current
             torch.cuda.set_device(self.device)
 
     def push(self, values: Sequence[Any], arenas: Arenas) -> list[Any]:
-        """The same values with each reference as a tensor of the device, its bytes and those around it copied."""
+        """Return the same values with each reference as a tensor of the device; its bytes and those around it are
+        copied.
+        """
         self._forget(arenas)
         for arena, start, end in _extents(values, arenas):
             self._buffer(arena)[start:end].copy_(arena.bytes(start, end))
         return [received(v, lambda ref: self._tensor(ref, arenas)) for v in values]
 
     def pull(self, values: Sequence[Any], arenas: Arenas) -> None:
-        """Wait for the device, and copy back what lies there now. Raises what the device raised."""
+        """Wait for the device, and copy its memory back. Raises the device's error."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for arena, start, end in _extents(values, arenas):
@@ -52,9 +54,11 @@ class Mirror:
         return flat.view(dtype).as_strided(ref.shape, ref.strides)
 
     def _buffer(self, arena: Arena) -> torch.Tensor:
-        """Raises what CUDA raises where the device has not as much memory: rows far apart take some gigabytes."""
+        """Return the buffer. Raises CUDA's error if the device has too little memory: rows far apart take some
+        gigabytes.
+        """
         if arena.name not in self._buffers:
-            if self.device.type == "cpu":  # of which, as of the arena, only the pages that are touched exist
+            if self.device.type == "cpu":  # only touched pages exist, as in the arena
                 made = Arena(arena.size_bytes).bytes(0, arena.size_bytes)
             else:
                 made = torch.empty(arena.size_bytes, dtype=torch.uint8, device=self.device)
@@ -67,7 +71,7 @@ class Mirror:
 
 
 def _extents(values: Sequence[Any], arenas: Arenas) -> Iterator[Extent]:
-    """The bytes of each referenced tensor with the guards around it; row by row where gigabytes lie between."""
+    """Return the bytes of each referenced tensor with its guards; row by row if gigabytes are between rows."""
     for reference in (ref for value in values for ref in references(value)):
         ref: Ref = from_json(Ref, reference)
         arena, itemsize = arenas[ref.arena], getattr(torch, ref.dtype).itemsize

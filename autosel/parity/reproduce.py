@@ -1,4 +1,4 @@
-"""One named case alone: what an error message tells people to run."""
+"""Run one named case alone: the command that an error message recommends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autosel.values import Failed, Fingerprint, Workload
 
 
 def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu") -> str:
-    """Build the candidate and run one case on the inputs drawn from a text; a line that says how it passed.
+    """Build the candidate and run one case on the inputs drawn from a text; return a line that says how it passed.
 
-    Raises UnknownName with the names there are, BuildError, or ParityError with the values seen.
+    Raises UnknownName with the known names, BuildError, or ParityError with the values.
     """
     proof = built(candidate, w, fp)
     with Prover(fp, Terms(inputs=inputs, device=device), threads=torch_threads([proof])) as prover:
@@ -29,14 +29,14 @@ def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inp
 
 
 def _step_of(case: str, w: Workload) -> str:
-    """A failure names the very call that failed; it is reproduced by the step that makes it."""
+    """Return the step that reproduces a failure: a failure names the call that failed, and its step makes it."""
     if case.endswith(f" at {w.shape_text}"):
         return f"at {w.shape_text}"
     return FRESH if case.startswith(FRESH) else case
 
 
 def seen(failed: Failed) -> str:
-    """The values of a failure, in a line."""
+    """Return the values of a failure, in a line."""
     return ", ".join(
         f"{name} {value}" for name, value in failed.evidence.items() if name not in ("traceback", "stderr")
     )

@@ -1,4 +1,4 @@
-"""One worker with one build in it, and what every check needs of it: load, call, look at what came of it."""
+"""One worker with one build in it, and the operations of every check: load, call, inspect the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autosel.workers.registers import threads_of
 
 T = TypeVar("T")
 START_S, LOAD_S = 120.0, 120.0
-CALL_S = 60.0  # for a microsecond's work; a call that compiles first may need most of it
+CALL_S = 60.0  # ample for a microsecond's work; a call that compiles first may need most of it
 PROOF_S = 600.0  # a candidate this slow loses every race
 SCRATCH_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What is to be proven: this build with these knobs is right at this workload, and at every small one like it."""
+    """The claim of a proof: this build with these knobs is right at this workload, and at every small one like it."""
 
     candidate: Candidate
     recipe: Recipe
@@ -41,7 +41,7 @@ class Proof:
 
 
 def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:
-    """Return what is to be proven of a candidate at a workload, compiled if it has to be. Raises BuildError."""
+    """Return the proof of a candidate at a workload, compiled if necessary. Raises BuildError."""
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
     digest = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
@@ -50,7 +50,9 @@ def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a result is, as the worker says; `is_argument`: the position of the passed tensor whose memory it has."""
+    """The form of a result, as the worker reports it; `is_argument`: position of the passed tensor that it shares
+    memory with.
+    """
 
     type: str
     dtype: str = ""
@@ -76,7 +78,7 @@ class CalledAtOnce:
 
 
 class RefusedError(Exception):
-    """A check did not hold."""
+    """A check failed."""
 
     def __init__(self, check: str, case: str, reason: str, evidence: Mapping[str, Any]) -> None:
         super().__init__(reason)
@@ -87,12 +89,12 @@ class Session:
     """Starts its worker at once, so that the child imports while the parent draws inputs."""
 
     def __init__(self, call_deadline_s: float, threads: int = 0, device: str = "cpu") -> None:
-        """`threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
+        """Start the worker. `threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
         self.call_deadline_s, self.device = call_deadline_s, device
-        self.until = math.inf  # when the proof at hand must be done, on the monotonic clock
+        self.until = math.inf  # deadline of the current proof, on the monotonic clock
         self.worker = Worker("autosel.parity.child:serve", threads=threads, start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
-        self.case = "load"  # what the worker is at, for the record of a death
+        self.case = "load"  # the worker's current task, for the record of a crash
         self.state: Mapping[str, str] | None = None
         self.threads: Mapping[str, str] = {}
         self._loaded: dict[str, Op] = {}
@@ -101,21 +103,21 @@ class Session:
         self.last_call_ns = 0
 
     def begin(self, proof_deadline_s: float) -> None:
-        """Wait for the worker's imports; from here on the proof's time runs."""
+        """Wait for the worker's imports; the proof's time starts now."""
         self.case = "load"
         self.worker.wait_ready()
         self.until = time.monotonic() + proof_deadline_s
 
     def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        """A request within its own deadline and the proof's."""
+        """Send a request, with its own deadline and the proof's; return the reply."""
         return self.worker.request(request, min(deadline_s, self.until - time.monotonic()))
 
     def told(self, kind: type[T], request: Mapping[str, Any], deadline_s: float) -> T:
-        """The same, its reply as a value of `kind`."""
+        """Send a request; return its reply as a value of `kind`."""
         return self.worker.told(kind, request, min(deadline_s, self.until - time.monotonic()))
 
     def close(self) -> Exit:
-        """End the worker; how it ended."""
+        """End the worker; return how it ended."""
         ended = self.worker.close()
         for arena in self.scratch:
             arena.close()
@@ -124,7 +126,7 @@ class Session:
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, proof: Proof) -> str:
-        """The name under which the worker knows this build with these knobs."""
+        """Load the build; return the worker's name for this build with these knobs."""
         op = OPS[proof.candidate.op]
         name = f"{op.name} {proof.digest} {sorted(proof.knobs.values.items())}"
         if name not in self._loaded:
@@ -144,11 +146,11 @@ class Session:
         return name
 
     def look(self) -> Mapping[str, str]:
-        """The worker's process-wide state."""
+        """Return the worker's process-wide state."""
         return self.ask({"do": "state"}, self.call_deadline_s)
 
     def changed(self) -> dict[str, list[str]]:
-        """What of it is not as before the first load, with its values then and now."""
+        """Return the parts of the state that differ from before the first load, with both values."""
         if self.state is None:
             return {}
         before, after = self.state, self.look()
@@ -159,7 +161,7 @@ class Session:
         return found
 
     def _threads(self) -> Mapping[str, str]:
-        """What threads of a CPU's worker have set for themselves; a device's driver starts threads of its own kind."""
+        """Return the modes that threads of a CPU's worker have set; a device's driver starts other kinds of threads."""
         return threads_of(self.worker.pid) if self.device == "cpu" else {}
 
     def attach(self, arena: Arena) -> None:
@@ -185,8 +187,10 @@ class Session:
         skip: Sequence[str] = (),
         way: str = "",
     ) -> tuple[Tensor, ...]:
-        """One call on operands in place. Returns copies of the outputs; refuses wrong forms and any damage (to inputs
-        other than those in `skip`). `way`: one of ways.py."""
+        """Call on operands in place; return copies of the outputs. `way`: one of ways.py.
+
+        Refuses wrong forms and any damage (to inputs other than those in `skip`).
+        """
         self.case = case
         self.attach(placed.arena)
         request = self._request("call", name, proof, placed) | {"hold": hold, "way": way}
@@ -199,9 +203,9 @@ class Session:
     def call_at_once(
         self, name: str, proof: Proof, placed: Sequence[Placed], case: str, passes: int
     ) -> list[tuple[Tensor, ...]]:
-        """One call on each of these operands from two threads at the same time, several times over; like `call`.
+        """Call on each of these operands from two threads at the same time, several times; like `call`.
 
-        Each call of each pass writes outputs of its own; an odd one among its passes is what is returned.
+        Each call of each pass writes separate outputs; if one pass differs, its result is returned.
         """
         self.case = case
         calls = [self._request("call", name, proof, one) for one in placed]
@@ -222,32 +226,34 @@ class Session:
         return placed.results()
 
     def use_threads(self, count: int = 0, *, served: bool = False) -> None:
-        """The worker's number of threads, 0: as at first; `served`: C++ kernels run on PyTorch's."""
+        """Set the worker's number of threads, 0: the initial number; `served`: C++ kernels run on PyTorch's."""
         self.ask({"do": "threads", "count": count, "served": served}, self.call_deadline_s)
 
     def private_bytes(self) -> int:
-        """The worker's private memory, as the kernel counts it."""
+        """Return the worker's private memory, as the kernel counts it."""
         status = Path(f"/proc/{self.worker.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     def open_files(self) -> int:
-        """How many file descriptors the worker has open."""
+        """Return the number of file descriptors that the worker has open."""
         return sum(1 for _ in Path(f"/proc/{self.worker.pid}/fd").iterdir())
 
     def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float, kept: Sequence[Ref]) -> None:
-        """Many calls on the same operands. `kept`: for each output, room in scratch for its results, call by call."""
+        """Call many times on the same operands. `kept`: for each output, memory in scratch for its results, call by
+        call.
+        """
         self.attach(self.scratch[1])
         into = [to_json(ref) for ref in kept]
         self.ask(self._request("loop", name, proof, placed) | {"times": times, "into": into}, deadline_s)
 
     def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """Once more the result objects of an earlier call, as they are now."""
+        """Return the result objects of an earlier call again, as they are now."""
         into = self._into(proof, placed, placed.places())
         self.ask({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
 
     def overwritten(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """The result objects of an earlier call, after each was filled with its number."""
+        """Return the result objects of an earlier call, after each was filled with its number."""
         into = self._into(proof, placed, placed.places())
         self.ask({"do": "overwrite", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
@@ -259,8 +265,11 @@ class Session:
         return {"do": do, "name": name, "arguments": placed.arguments(), "outputs": outputs, "into": into}
 
     def _into(self, proof: Proof, placed: Placed, places: Sequence[Any], *, outputs: bool = False) -> list[Any]:
-        """Where the child copies results that the candidate allocated itself, in the op's order of outputs; `outputs`:
-        those too that it was given memory for."""
+        """Return the memory into which the child copies results that the candidate allocated, in the op's order of
+        outputs.
+
+        `outputs`: also for results that it was given memory for.
+        """
         inout = {a.name for a in placed.op.args if a.role == "inout"}
         left = list(places)
         if proof.candidate.writes_out and not outputs:
@@ -268,7 +277,7 @@ class Session:
         return [None if name in inout else left.pop(0) for name in placed.op.output_names]
 
     def _judge_forms(self, proof: Proof, placed: Placed, case: str, forms: Sequence[Form]) -> None:
-        """Type, dtype, shape and layout of what was returned; results written into outputs must be those outputs."""
+        """Check type, dtype, shape and layout of the results; results written into outputs must be those outputs."""
         specs = placed.op.outputs(placed.workload)
         if len(forms) != len(specs):
             reason = f"it returned {len(forms)} results; {placed.op.name} has {len(specs)}"
@@ -283,7 +292,7 @@ class Session:
                 "device": self.device.partition(":")[0],
             }
             if spec.name in inout:
-                # A cache's room is no dimension of the workload.
+                # The capacity of a cache is not a dimension of the workload.
                 expected["shape"] = tuple(placed.inputs[spec.name].shape)
                 expected["is_argument"] = inout[spec.name]
             elif proof.candidate.writes_out:

@@ -49,8 +49,9 @@ SWITCHES = (
     "_is_multithreading_enabled", "_is_torch_function_enabled", "_is_view_replay_enabled", "_is_xnnpack_enabled",
     "_len_torch_dispatch_stack", "_len_torch_function_stack", "is_anomaly_check_nan_enabled", "is_anomaly_enabled",
 )  # fmt: skip
-MATMUL = ("all", "matmul", "conv", "rnn")  # what torch.backends sets an fp32 precision for
-# Kernels that a Library("aten", "IMPL") could replace for everybody: those that baselines and candidates call most.
+MATMUL = ("all", "matmul", "conv", "rnn")  # operations for which torch.backends sets an fp32 precision
+# Kernels that a Library("aten", "IMPL") could replace for the whole process: those that baselines and candidates call
+# most.
 ATEN = (
     "add.Tensor", "add_.Tensor", "addmm", "argmax", "bmm", "clone", "copy_", "cos", "div.Tensor", "embedding", "empty",
     "empty.memory_format", "empty_strided", "equal", "exp", "fill_.Scalar", "gelu", "index.Tensor", "index_copy_",
@@ -60,18 +61,18 @@ ATEN = (
 )  # fmt: skip
 OWNERS = (torch, torch.nn.functional, torch.Tensor, torch.linalg, torch.special, time, builtins, os, math, random, gc,
           threading)  # fmt: skip
-# Whose variables an import may add.
+# Modules that may add variables when they are imported.
 COMPILERS = (b"TORCH", b"_TORCH", b"PYTORCH", b"TRITON", b"KMP_", b"CUDA_", b"NVIDIA_")
 NO_VALUE = object()
 
 
 class State:
-    """What was there at first: functions by owner and name, and the variables of the environment."""
+    """The initial state: functions by owner and name, and the variables of the environment."""
 
     def __init__(self) -> None:
         with suppress(ImportError):  # it loads compiled kernels, and installs a handler for crashes
             import_module("tvm_ffi")
-        if faulthandler.is_enabled():  # the handler that tells the Python frame stays the one
+        if faulthandler.is_enabled():  # the handler that prints the Python frame must stay
             faulthandler.disable()
             faulthandler.enable()
         self.recursion_limit = sys.getrecursionlimit()
@@ -80,13 +81,13 @@ class State:
         self.variables = set(_environment())
 
     def now(self) -> dict[str, str]:
-        """All of the state, as comparable text."""
+        """Return all of the state, as comparable text."""
         limit = min(sys.getrecursionlimit(), self.recursion_limit)  # torch.compile raises it
         found = _settings() | _modes() | _randomness() | _process() | _interpreter() | self._replaced()
         return found | {"recursion limit": str(limit)}
 
     def _replaced(self) -> dict[str, str]:
-        """Functions and kernels that are not those seen at first; "" for none. A library may add new ones."""
+        """Return functions and kernels that differ from the initial ones; "" for none. A library may add new ones."""
         replaced = [
             f"{owner_name}.{name}"
             for owner_name, owner in zip(self.functions, OWNERS, strict=True)
@@ -97,7 +98,7 @@ class State:
         return {"functions": ", ".join(replaced[:20]), "kernels": ", ".join(registered), "environment": self._changed()}
 
     def _changed(self) -> str:
-        """The environment as C code sees it, without what compilers add when they are imported."""
+        """Return the environment as C code sees it, without the variables that compilers add when they are imported."""
         now = _environment()
         kept = {n: v for n, v in now.items() if n in self.variables or not n.startswith(COMPILERS)}
         return f"{len(kept)} variables, {_digest(repr(sorted(kept.items())))}"
@@ -121,7 +122,7 @@ def _settings() -> dict[str, str]:
 
 
 def _get(name: str, *arguments: Any) -> str:
-    """A getter's value; "" for one that this PyTorch lacks, or that does not know these arguments."""
+    """Return a getter's value; "" for one that this PyTorch lacks, or that does not take these arguments."""
     try:
         return str(getattr(torch._C, name)(*arguments))
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -129,7 +130,7 @@ def _get(name: str, *arguments: Any) -> str:
 
 
 def _modes() -> dict[str, str]:
-    """Modes of the thread that calls candidates."""
+    """Return the modes of the thread that calls candidates."""
     kinds = ("cpu", "cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
@@ -182,7 +183,7 @@ def _status(name: str) -> str:
 
 
 def _handlers() -> Iterator[tuple[int, int, int]]:
-    """(signal, address of its handler, its flags) as the C library knows them: Python's own list misses C code's."""
+    """Yield (signal, address of its handler, its flags) from the C library: Python's own list lacks those of C code."""
     libc = ctypes.CDLL(None)
     for number in signal.valid_signals():
         action = ctypes.create_string_buffer(256)
@@ -199,7 +200,7 @@ def _file(fd: int) -> str:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """The variables in the C library's own table: os.environ does not see setenv."""
+    """Return the variables in the C library's own table: os.environ does not see setenv."""
     table = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     found, at = {}, 0
     while table and table[at] is not None:
@@ -222,7 +223,7 @@ def _interpreter() -> dict[str, str]:
 
 
 def _functions(owner: Any, only: str = "") -> dict[str, Any]:
-    """The callables of a module, or of a class and its bases, by name."""
+    """Return the callables of a module, or of a class and its bases, by name."""
     owners = [owner] if isinstance(owner, ModuleType) else reversed(owner.__mro__[:-1])
     found: dict[str, Any] = {}
     for one in owners:
@@ -234,13 +235,13 @@ def _functions(owner: Any, only: str = "") -> dict[str, Any]:
 
 
 def _by_torch(value: Any) -> bool:
-    """Is it a function of PyTorch's own? Importing torch.compile's modules puts wrappers around some."""
+    """Return True for one of PyTorch's own functions. Importing torch.compile's modules wraps some."""
     code = getattr(value, "__code__", None)
     return code is not None and str(code.co_filename).startswith(f"{Path(torch.__file__).parent}/")
 
 
 def _kernels(only: str = "") -> dict[str, str]:
-    """Who implements PyTorch's operators, as its dispatcher tells."""
+    """Return the implementations of PyTorch's operators, from its dispatcher."""
     dump: Callable[[str], str] = torch._C._dispatch_dump
     return {name: _digest(dump(f"aten::{name}")) for name in ([only] if only else ATEN)}
 

@@ -1,6 +1,6 @@
-"""What is right, for one set of inputs: computed in this process, only after a candidate has answered, and kept.
+"""The correct results for one set of inputs: computed in this process, only after a candidate has answered, and kept.
 
-Candidates proven one after the other meet the same cases; the float64 reference of each is computed once.
+Candidates proven one after the other get the same cases; the float64 reference of each is computed once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Truth:
         self._lock = threading.Lock()
 
     def judge(self, got: Sequence[Tensor]) -> Match | Mismatch:
-        """Is `got` a right result? A baseline that is wrong itself is no measure of how large errors may be."""
+        """Judge `got`. A baseline that is wrong itself does not limit how large errors may be."""
         with self._lock:
             if self._known is None:
                 expected = Expected(self.op, self.inputs)
@@ -46,7 +46,7 @@ class Truth:
 
 
 class Truths:
-    """Truths of cases by name; the least recently used go when they hold more than KEPT_BYTES of inputs."""
+    """Truths of cases by name; the least recently used go if they hold more than KEPT_BYTES of inputs."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str, int], Truth] = OrderedDict()
@@ -55,7 +55,7 @@ class Truths:
         self._baselines: OrderedDict[tuple[str, int], Sequence[Tensor] | None] = OrderedDict()
 
     def baseline(self, op: Op, inputs: Inputs, key: tuple[str, int]) -> Sequence[Tensor] | None:
-        """The eager result on large inputs, by what names them; kept for the candidates that meet them next."""
+        """Return the eager result on large inputs, by their name; kept for the next candidates with the same inputs."""
         with self._lock:
             if key not in self._baselines:
                 self._baselines[key] = run_baseline(op, inputs)
@@ -74,7 +74,7 @@ class Truths:
         return found
 
     def _keep(self, key: tuple[str, str, int], truth: Truth) -> None:
-        before = self._kept.pop(key, None)  # it, or what another thread made meanwhile
+        before = self._kept.pop(key, None)  # it, or one that another thread made meanwhile
         self._kept[key] = truth
         self._kept_bytes += truth.size_bytes - (before.size_bytes if before else 0)
         while self._kept_bytes > KEPT_BYTES:
@@ -82,12 +82,12 @@ class Truths:
             self._kept_bytes -= gone.size_bytes
 
     def fresh(self, op: Op, inputs: Inputs) -> Truth:
-        """For inputs that only one candidate will see."""
+        """Return a truth for inputs that only one candidate gets."""
         return Truth(op, inputs)
 
 
 def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:
-    """The eager composition's outputs, on copies of what it may write; None where there is no eager composition."""
+    """Return the eager composition's outputs, on copies of what it may write; None if there is no eager composition."""
     module = "autosel.ops.eager_stored" if any(isinstance(v, Stored) for v in inputs.values()) else "autosel.ops.eager"
     baseline: Baseline = getattr(import_module(module), op.name, None)
     if baseline is None:

@@ -1,9 +1,9 @@
 """The whole of a large result: compared with the baseline's, and judged in float64 where the two differ most.
 
-A float64 reference of all of it would take seconds. The baseline's result is cheap, and differs from a right result by
-no more than both bounds; an element that is further off ranks before all that are right, and the reference decides.
-What differs most is relative to the element and to the result's root mean square: small elements have small bounds,
-and those that cancel do not.
+A float64 reference of all of it would take seconds. The baseline's result is cheap, and differs from a correct result
+by no more than both bounds; an element that is further off ranks before all correct ones, and the reference decides.
+The difference is relative to the element and to the result's root mean square: small elements have small bounds, unless
+they result from cancellation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autosel.ops.contract import Inputs, Op, Rows
 from autosel.values import Workload
 
 JUDGED = 8  # elements that differ most
-MOST_FLOPS = 1 << 36  # of a baseline that runs here on one thread: about two seconds
+MOST_FLOPS = 1 << 36  # limit for a baseline that runs here on one thread: about two seconds
 
 
 def affordable(op: Op, w: Workload) -> bool:
@@ -23,7 +23,7 @@ def affordable(op: Op, w: Workload) -> bool:
 
 
 def worst(op: Op, w: Workload, inputs: Inputs, got: Tensor, base: Tensor) -> Rows | None:
-    """The part of the inputs that decides the elements which differ most; None if none does."""
+    """Return the part of the inputs that decides the elements which differ most; None if none does."""
     apart = _apart(got, base)
     values, order = apart.flatten().topk(min(JUDGED, apart.numel()))
     order = order[values > 0]
@@ -33,8 +33,10 @@ def worst(op: Op, w: Workload, inputs: Inputs, got: Tensor, base: Tensor) -> Row
 
 
 def _apart(got: Tensor, base: Tensor) -> Tensor:
-    """How far each element is off, relative to its own size plus the root mean square; infinite where only one of the
-    two is a number."""
+    """Return each element's difference, relative to its own size plus the root mean square.
+
+    It is infinite if only one of the two is a number.
+    """
     one, other = got.float(), base.float()
     size = other.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
     apart = (one - other).abs() / (other.abs() + size)

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Suite:
-    """Of one pytest run: the subject, made when the first item is collected and closed at the end."""
+    """State of one pytest run: the subject, made when the first item is collected and closed at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -79,7 +79,7 @@ class Suite:
         return found
 
     def pytest_sessionstart(self) -> None:
-        """A mistake in the command is told as one, before anything is collected."""
+        """Report a mistake in the command before anything is collected."""
         _ = self.checks
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -89,7 +89,7 @@ class Suite:
                 metafunc.parametrize(kind, chosen, ids=[c.id for c in chosen])
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """What it computes before how it behaves; with --case, that case alone and not the empty rest of a kind."""
+        """Order results before behaviour; with --case, only that case and not the empty rest of a kind."""
         items.sort(key=lambda item: "test_containment" in item.nodeid)
         if not config.getoption("case"):
             return

@@ -1,4 +1,4 @@
-"""The candidate under test: what there is to check of it, and one worker that is kept from check to check."""
+"""The candidate under test: its checks, and one worker that is kept from check to check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDLE_WINDOW_S, IDLE_LIMIT_S = 0.1, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What the command line asked for. `inputs`: text that all inputs are drawn from."""
+    """The options of the command line. `inputs`: text that all inputs are drawn from."""
 
     candidate: str
     op: str
@@ -38,7 +38,7 @@ class Order:
 
     @property
     def command(self) -> str:
-        """The command, as far as it differs from the default."""
+        """Return the command, as far as it differs from the default."""
         words = ["pytest -p autosel.testing.plugin --pyargs autosel.testing"]
         words += [f"--candidate {self.candidate}", f"--op {self.op}", *(f"--dtype {d}" for d in self.dtypes)]
         for name, value, default in (
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def kind(self) -> str:
-        """`hostile`, `habit` (many calls), `size` (the workload itself) or `left` (what it leaves behind)."""
+        """Return `hostile`, `habit` (many calls), `size` (the workload itself) or `left` (the state that it leaves)."""
         if self.step.name in (MANY, STATE):
             return "left"
         if self.step.name in HABITS:
@@ -80,10 +80,10 @@ class Check:
 
 
 class Subject:
-    """One candidate at the workloads of a model's decode step that it takes."""
+    """One candidate at those workloads of a model's decode step that it accepts."""
 
     def __init__(self, order: Order) -> None:
-        """Raises what naming, building or rejecting it raises; nothing of it runs here."""
+        """Create the subject; nothing of it runs here. Raises the error of naming, building or rejecting it."""
         self.order = order
         self.fp = fingerprint.take(order.device)
         self.candidate: Candidate = registry.named(order.op, order.candidate)
@@ -118,7 +118,7 @@ class Subject:
         return self._prover
 
     def checks(self) -> list[Check]:
-        """Everything that parity checks, each once: workloads share most of it."""
+        """Return everything that parity checks, each once: workloads share most of it."""
         found: dict[str, Check] = {}
         for proof in self.proofs:
             for step in self.prover.steps(proof):
@@ -127,7 +127,7 @@ class Subject:
         return list(found.values())
 
     def run(self, check: Check) -> str:
-        """What is wrong, in words for its author; "" if nothing is."""
+        """Return the fault, in words for its author; "" if there is none."""
         found = self.prover.take(check.proof, [check.step])
         return self.told(found, check.step) if isinstance(found, Failed) else ""
 
@@ -149,16 +149,16 @@ class Subject:
     # --- containment --------------------------------------------------------------------------------------------------
 
     def load(self) -> str:
-        """Load it in a fresh worker and do nothing else; what went wrong, if anything."""
+        """Load it in a fresh worker and do nothing else; return the fault, if any."""
         self.close()
         nothing = Step(name="load", covers="the import", workload=self.proofs[0].workload, run=lambda *_: None)
         found = self.prover.take(self.proofs[0], [nothing])
         return self.told(found, nothing) if isinstance(found, Failed) else ""
 
     def restless(self) -> str:
-        """Call it, then watch its process: who still burns the cores long after a call is billed to others."""
+        """Call it, then watch its process: threads that use the cores long after a call are charged to others."""
         plain = next(c for c in self.checks() if c.proof is self.proofs[0])
-        wrong = self.run(plain)  # what it computes is another item's affair
+        wrong = self.run(plain)  # other items check its results
         session = self.prover.session
         if session is None:
             return wrong
@@ -172,7 +172,7 @@ class Subject:
         return f"{self.candidate.name} keeps {share:.1f} cores busy {IDLE_LIMIT_S:.0f} s after a call has returned"
 
     def close(self) -> Exit | None:
-        """End its worker; how that ended, if one ran."""
+        """End its worker; return how that ended, if one ran."""
         prover, self._prover = self._prover, None
         return prover.close() if prover is not None else None
 
@@ -182,7 +182,7 @@ def _short(value: object) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of a process so far; the kernel counts it in hundredths of a second."""
+    """Return the processor time of a process so far; the kernel counts it in hundredths of a second."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,5 +191,5 @@ def _cpu_s(pid: int) -> float:
 
 
 def of_kind(checks: Sequence[Check], kinds: Sequence[str], case: str) -> list[Check]:
-    """Those of some kinds; with `case`, the one of that name."""
+    """Return the items of some kinds; with `case`, the one with that name."""
     return [c for c in checks if c.kind in kinds and case in ("", c.step.name)]

@@ -1,4 +1,4 @@
-"""Does it behave? It loads in time, leaves its process as it found it, rests between calls, and nothing outlives it."""
+"""Containment: it loads in time, leaves its process as it found it, rests between calls, and nothing outlives it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Is it right? Every element within the op's bound, on every hostile input, call after call, and at full size."""
+"""Parity: every element within the op's bound, on every hostile input, call after call, and at full size."""
 
 import pytest
 

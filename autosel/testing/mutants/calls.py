@@ -1,4 +1,4 @@
-"""Try mutants with a memory: each is proven in a worker, by the checks of a proof that any candidate meets."""
+"""Try mutants with a memory: each is proven in a worker, by the same checks as any candidate."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class Habit(Candidate):
 
 
 def killers(op: Op, seed: int, *, late: bool = False, some: Sequence[str] = ()) -> Mapping[str, str]:
-    """Return, for each fault (by default all), the check that refuses it; "" if none does. `late`: also faults in the
-    thousands-th call, and as many calls as show them."""
+    """Return, for each fault (by default all), the check that refuses it; "" if none does.
+
+    `late`: also faults in the thousands-th call, and as many calls as show them.
+    """
     w = plain_workload(op, "bf16", seed)
     terms = Terms(inputs=f"habits {seed}", pairs=range(40), calls=10 if late else 1)
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Faults in one tensor: what a kernel reads wrongly of an operand, or leaves wrong in a result."""
+"""Faults in one tensor: wrong reads of an operand, or wrong elements in a result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 CAPACITIES = (4, 32, 256, 4096, 65536)
 TILE = 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # what a fault needs
+SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # value that a fault needs
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def _without_inf(x: Tensor) -> Tensor:
 
 
 def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: bool) -> Mapping[str, Edit]:
-    """Faults in the values of a float operand, whose magnitudes are from `least` to `largest` and zero."""
+    """Return faults in the values of a float operand, whose magnitudes are from `least` to `largest` and zero."""
     edits: dict[str, Edit] = {
         f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype and dtype.itemsize > 1
     }
@@ -75,7 +75,7 @@ def _clipped(most: int, x: Tensor) -> Tensor:
 
 
 def of_integers(largest: float) -> Mapping[str, Edit]:
-    """Faults in indices and counts up to `largest`."""
+    """Return faults in indices and counts up to `largest`."""
     powers = [n for n in (16, 256, 4096, 65536) if n <= largest]
     return {
         "taken for 0": torch.zeros_like,
@@ -89,7 +89,7 @@ def of_integers(largest: float) -> Mapping[str, Edit]:
 
 
 def of_results(dtype: torch.dtype) -> Mapping[str, Edit]:
-    """Faults in the values of a result."""
+    """Return faults in the values of a result."""
     if not dtype.is_floating_point:
         return {"off by +1": lambda y: y + 1, "taken for 0": torch.zeros_like}
     narrow = {name: to for name, to in NARROW.items() if to != dtype}
@@ -107,13 +107,13 @@ def of_results(dtype: torch.dtype) -> Mapping[str, Edit]:
 
 
 def _truncated(y: Tensor) -> Tensor:
-    """One step towards zero, of every element: rounding is not known, so each may lose one."""
+    """Move every element one step towards zero: rounding is not known, so each may lose one."""
     integers = y.contiguous().view(torch.int16 if y.itemsize == 2 else torch.int32)
     return torch.where((y.abs() > 1e-3) & y.isfinite(), integers - 1, integers).view(y.dtype)
 
 
 def _one_in(n: int) -> Edit:
-    """By content: an element whose bits are 0 modulo n."""
+    """Choose by content: an element whose bits are 0 modulo n."""
 
     def edit(y: Tensor) -> Tensor:
         integers = y.contiguous().view(torch.int16 if y.itemsize == 2 else torch.int32)
@@ -126,7 +126,7 @@ def _one_in(n: int) -> Edit:
 
 
 def along(axis: int, longest: int) -> Mapping[str, Edit]:
-    """Faults along an axis, which is up to `longest` long."""
+    """Return faults along an axis, which is up to `longest` long."""
 
     def picked(choose: object, least: int = 2) -> Edit:
         def edit(x: Tensor) -> Tensor | None:
@@ -168,7 +168,7 @@ def along(axis: int, longest: int) -> Mapping[str, Edit]:
 
 
 def of_layouts(rank: int) -> Mapping[str, Edit]:
-    """Faults in where an operand is read."""
+    """Return faults in the addresses that an operand is read from."""
     edits: dict[str, Edit] = {"read from an aligned address": _aligned}
     return {**edits, "read as contiguous": _contiguous} if rank > 1 else edits
 
@@ -189,7 +189,7 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _aligned(x: Tensor) -> Tensor | None:
-    """16-byte loads that drop the low bits of the address."""
+    """Read by 16-byte loads that drop the low bits of the address."""
     off = x.storage_offset() * x.itemsize % 16
     if not off:
         return None
@@ -200,7 +200,7 @@ def _aligned(x: Tensor) -> Tensor | None:
 
 
 def of_rows() -> Mapping[str, Edit]:
-    """A row taken for an earlier one that looks like it."""
+    """Take a row for an earlier one that looks like it."""
     return {
         "rows of one prefix taken for one": lambda x: _as_first(x, lambda rows: rows[:, : -(-rows.shape[1] // 2)]),
         "rows of one sum taken for one": lambda x: _as_first(x, lambda rows: rows.abs().sum(-1, keepdim=True)),

@@ -21,9 +21,9 @@ Edit = Callable[[Tensor], Tensor | None]  # None: this fault cannot show in such
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """`before` returns changed operands, `after` changed results; None where the fault makes no difference to a call.
+    """`before` returns changed operands, `after` changed results; None if the fault makes no difference to a call.
 
-    `subject`: the argument or output that the fault is about.
+    `subject`: the argument or output with the fault.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Mutant:
     after: Callable[[Results], Results | None] | None = None
 
     def run(self, op: Op, w: Workload, inputs: Operands, right: Results) -> Results | None:
-        """The mutant's results; `right` are the reference's."""
+        """Return the mutant's results; `right` are the reference's."""
         if self.after is not None:
             return self.after(right)
         assert self.before is not None
@@ -41,7 +41,7 @@ class Mutant:
 
 
 def exact(op: Op, w: Workload, inputs: Operands) -> Results:
-    """The reference's results, rounded once to the outputs' dtypes; of an op that copies, the copy."""
+    """Return the reference's results, rounded once to the outputs' dtypes; for an op that copies, the copy."""
     if any(a.role == "inout" for a in op.args):
         copied = run_baseline(op, inputs)
         assert copied is not None
@@ -51,5 +51,5 @@ def exact(op: Op, w: Workload, inputs: Operands) -> Results:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """The same bits."""
+    """Return True if the bits are the same."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))

@@ -1,7 +1,7 @@
-"""Is each domain needed? Without it, some mutant that an op's array kills must survive.
+"""Test that each domain is needed: without it, some mutant that an op's array kills must survive.
 
 A domain is removed by giving every row of the array its ordinary value. Of the hand-made cases, those are needed that
-alone kill some mutant; the others are there because they run first, and name a fault in words.
+alone kill some mutant; the others exist because they run first and describe a fault in words.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.trial import Point, Trial
 from autosel.values import DTypeName
 
-DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # in which a survivor is looked for, one after the other
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # searched for a survivor, one after the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverse:
-    """`survivors`: for each domain a mutant that survives without it, with its dtype; "" if none does, and then
-    `redundant` says why the domain stays. `hand_made`: each case that alone kills some mutant, and the mutant."""
+    """`survivors`: for each domain a mutant that survives without it, with its dtype; "" if none does.
+
+    `redundant` then says why the domain stays. `hand_made`: each case that alone kills some mutant, and the mutant.
+    """
 
     op: str
     survivors: Mapping[str, str]
@@ -54,7 +56,7 @@ def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
 
 
 def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
-    """Names of mutants that the array kills, and does not kill without a domain."""
+    """Return names of mutants that the array kills, and does not kill without a domain."""
     without = Battery(_points_without(trial, domain, seed))
     rows = Battery(trial.rows)
     factor = next(f for f in trial.array.factors if f.name == domain)
@@ -73,7 +75,7 @@ def _points_without(trial: Trial, domain: str, seed: int) -> list[Point]:
 
 
 def _is_about(mutant: Mutant, factor: Factor) -> bool:
-    """Most domains are an argument's; its own mutants are tried first."""
+    """Order the mutants: most domains are an argument's, so its own mutants are tried first."""
     return mutant.subject in (factor.name, factor.name.partition(".")[0]) or (
         factor.domain.kind == "layout" and ("contiguous" in mutant.name or "aligned" in mutant.name)
     )
@@ -91,7 +93,7 @@ def _needed_cases(trial: Trial) -> dict[str, str]:
 
 
 class Battery:
-    """Points, those that killed most tried first."""
+    """Order the points: those that killed most are tried first."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.points, self.kills_of = points, [0] * len(points)

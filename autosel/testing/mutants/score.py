@@ -1,4 +1,4 @@
-"""The mutation score of an op: how many of its mutants the checks kill, and which they do not."""
+"""The mutation score of an op: how many of its mutants the checks kill, and which survive."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ POINTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """`killed`: how many mutants each check killed. `equivalent`: those that are right kernels, and why. `points`: on
-    how many points of the domains each of these agrees with the reference. `survived`: gaps in the checks."""
+    """`killed`: number of mutants that each check killed. `equivalent`: mutants that are right kernels, and why.
+
+    `points`: number of points of the domains on which each of these agrees with the reference. `survived`: gaps in the
+    checks.
+    """
 
     op: str
     mutants: int
@@ -35,8 +38,10 @@ class Score:
 def score(
     op: Op, seed: int, *, share: float = 1.0, points: int = POINTS, calls: bool = True, late: bool = False
 ) -> Score:
-    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed. `calls`: also
-    those with a memory; `late`: also those that are wrong in the thousands-th call."""
+    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed.
+
+    `calls`: also those with a memory; `late`: also those that are wrong in the thousands-th call.
+    """
     killed: dict[str, Killed] = {}
     left: dict[str, Mutant] = {}
     with one_thread():
@@ -59,7 +64,7 @@ def score(
 
 
 def with_calls(found: Score, by: Mapping[str, str]) -> Score:
-    """The score with mutants that have a memory: the check that killed each, or ""."""
+    """Return the score with mutants that have a memory: the check that killed each, or ""."""
     more = Counter(check for check in by.values() if check)
     return replace(
         found,
@@ -75,7 +80,7 @@ def _chosen(trial: Trial, seed: int, share: float) -> Sequence[Mutant]:
 
 
 def _left(trial: Trial, left: Mapping[str, Mutant]) -> Sequence[Mutant]:
-    """The survivors as mutants of another dtype; those that this dtype does not have stay survivors."""
+    """Return the survivors as mutants of another dtype; those that this dtype does not have stay survivors."""
     return [m for m in trial.mutants if m.name in left]
 
 

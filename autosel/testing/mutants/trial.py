@@ -17,7 +17,7 @@ from autosel.testing.mutants.mutant import Mutant, Results, exact
 from autosel.values import DTypeName, Workload
 
 REFUSED = (RuntimeError, IndexError, ValueError, ArithmeticError)
-MOST_RESULTS = 60  # looked at to know an output's shape
+MOST_RESULTS = 60  # examined to learn an output's shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Killed:
 
 
 class Point:
-    """One call: inputs, what is right of them, and the exact results that mutants start from."""
+    """One call: inputs, the correct results, and the exact results that mutants start from."""
 
     def __init__(self, op: Op, case: Case, seed: int) -> None:
         self.op, self.case, self.seed = op, case, seed
@@ -43,7 +43,7 @@ class Point:
         return exact(self.op, self.case.workload, dict(self.truth.inputs))
 
     def results(self, mutant: Mutant) -> Results | None:
-        """The mutant's results; None if its fault does not show here, or leads to operands that the op refuses."""
+        """Return the mutant's results; None if its fault does not show here, or makes operands that the op refuses."""
         try:
             return mutant.run(self.op, self.case.workload, dict(self.truth.inputs), self.right)
         except REFUSED:
@@ -58,7 +58,7 @@ class Point:
         return False
 
     def try_on(self, mutant: Mutant) -> Killed | None:
-        """What refuses the mutant here; None if it is right here."""
+        """Return the check that refuses the mutant here; None if it is right here."""
         got = self.results(mutant)
         if got is None:
             return None
@@ -69,7 +69,7 @@ class Point:
 
 
 class Trial:
-    """The battery of an op at a dtype, with every trait, and the mutants derived from what it reaches."""
+    """The battery of an op at a dtype, with every trait, and the mutants derived from its inputs."""
 
     def __init__(self, op: Op, dtype: DTypeName, seed: int) -> None:
         self.op, self.dtype, self.seed = op, dtype, seed
@@ -81,7 +81,7 @@ class Trial:
         self.kills = [0] * len(self.points)
 
     def _workloads(self) -> Iterator[Workload]:
-        """The plain one, and one with each other value of each trait: a kernel that takes it meets its cases."""
+        """Return the plain one, and one with each other value of each trait: a kernel that takes it gets its cases."""
         yield self.plain
         for f in self.array.factors:
             values = [level.value for level in f.levels] if f.domain.kind == "trait" else [False, True]
@@ -90,12 +90,12 @@ class Trial:
 
     @cached_property
     def mutants(self) -> Sequence[Mutant]:
-        """Derived from what the points reach."""
+        """Return the mutants derived from the points' inputs."""
         some = self.points[:: max(1, len(self.points) // MOST_RESULTS)]
         return derive(self.op, self.dtype, reach_of(dict(p.truth.inputs) for p in self.points), [p.right for p in some])
 
     def killer(self, mutant: Mutant) -> Killed | None:
-        """The first check that refuses the mutant; points that refused most so far are tried first."""
+        """Return the first check that refuses the mutant; points that refused most so far are tried first."""
         for at in sorted(range(len(self.points)), key=lambda at: -self.kills[at]):
             found = self.points[at].try_on(mutant)
             if found is not None:
@@ -112,13 +112,14 @@ class Trial:
         return all(p.try_on(mutant) is None for p in islice(self.random_points(seed), points))
 
     def refuses_the_reference(self) -> Sequence[str]:
-        """The cases that refuse the reference itself: none, or kills mean nothing."""
+        """Return the cases that refuse the reference itself: if there are any, kills mean nothing."""
         itself = Mutant(name="itself", subject="", after=lambda results: results)
         return [p.case.name for p in self.points if p.try_on(itself) is not None]
 
     def random_points(self, seed: int) -> Iterator[Point]:
-        """Points of the domains that have a contracted result: of each domain a value by chance, of a size one of its
-        smaller half."""
+        """Yield points of the domains that have a contracted result: a random value of each domain; of a size, one of
+        its smaller half.
+        """
         rng, choices = Random(seed), [self._choices(f) for f in self.array.factors]
         admits: Callable[[Sequence[int | None]], bool] = self.array.admits
         while True:
@@ -136,7 +137,7 @@ class Trial:
 
 
 def plain_workload(op: Op, dtype: DTypeName, seed: int) -> Workload:
-    """The ordinary size of each dimension, traits at their defaults."""
+    """Return the ordinary size of each dimension, traits at their defaults."""
     dims: dict[str, int] = {}
     for names, domain in op.domains.items():
         if domain.kind == "count":
