@@ -5,9 +5,9 @@
     python benchmarks/bench_engine.py [--model llama-1b] [--batch 1 --batch 8] [--rounds 5] [--keep FILE] [--json]
 
 A round starts vLLM once with the plug-in and once without (AUTOSEL_DISABLE), in an order drawn anew, each in a process
-of its own that has the machine to itself. Weights are vLLM's dummies, prompts have 32 tokens, each sequence gets 48.
+of its own that has the machine to itself. Weights are vLLM's dummies, prompts have 32 tokens, each sequence gets 32.
 What a process does first is not timed: it compiles, prepares weights, and the plug-in compares its kernels with vLLM's
-own. Then every batch is generated three times. The ratio of a round is that of the medians; the interval is the whole
+own. Then every batch is generated twice. The ratio of a round is that of the medians; the interval is the whole
 range of rounds where they are fewer than eight. --keep adds each round to a file and counts those that are in it.
 
 Needs `python tests/engines.py` (vLLM's wheel), and the decisions of AUTOSEL_HOME for the threads that vLLM leaves its
@@ -31,7 +31,7 @@ from typing import Any
 import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPT, TOKENS, TIMES = 32, 48, 3
+PROMPT, TOKENS, TIMES = 32, 32, 2
 WARM_TOKENS = 88  # the output head's kernels are compared once a token
 ARMS = ("off", "on")
 RESULT = "result.json"
