@@ -672,6 +672,16 @@ def error_rates() -> str:
     return markdown(found) if found else "No results of `benchmarks/bench_error_rates.py --write` are stored yet."
 
 
+def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
+    """Return the seed of all rows and the state of the checks that they are of, or those of groups of rows."""
+    states: dict[str, list[str]] = {}
+    for row in rows:
+        checks = f"checks {row['battery']}" if "battery" in row else "an earlier state of the checks"
+        states.setdefault(f"seed {row.get('seed', seed)}, {checks}", []).append(row.get("op") or row["kernel"])
+    told = [f"{state}: {', '.join(names)}" if len(states) > 1 else state for state, names in states.items()]
+    return "; ".join(told).capitalize()
+
+
 def mutants() -> str:
     """What `python -m autosel.testing.mutants --json` printed last."""
     found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "mutants.json").read_text())
@@ -682,9 +692,13 @@ def mutants() -> str:
         rows.append((op["op"], op["mutants"], killed, len(op["equivalent"]), len(op["survived"]), checks))
     totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
     rows.append(("**all**", *totals, ""))
-    reasons = [f"- `{op['op']}`, {name}: {why}" for op in found["ops"] for name, why in op["equivalent"].items()]
-    points = found["ops"][0]["points"]
-    told = f"Seed {found['seed']}. An equivalent mutant agreed with the reference at {points:,} points of the domains:"
+    reasons = [
+        f"- `{op['op']}`, {name}: {why} ({op['points']:,} points)"
+        for op in found["ops"]
+        for name, why in op["equivalent"].items()
+    ]
+    state = _state(found["ops"], found.get("seed", 0))
+    told = f"{state}. An equivalent mutant agreed with the reference at so many points of the domains:"
     head = ("op", "mutants", "killed", "equivalent", "survived", "by which check")
     return "\n".join([table(head, rows), "", told, "", *reasons])
 
@@ -707,8 +721,9 @@ def mutants_source() -> str:
     same, refused = (sum(k[what] for k in found["kernels"]) for what in ("same", "refused"))
     from autosel.testing.mutants.source import KERNELS
 
+    state = _state(found["kernels"], found.get("seed", 0))
     told = (
-        f"Seed {found['seed']}, on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: "
+        f"{state}; on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: "
         f"{refused} changes that do not compile, {same} that compile to the same machine code. Equivalent:"
     )
     head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")
@@ -728,7 +743,8 @@ def mutants_reverse() -> str:
             rows.append((op["op"], f"`{name}`", survivor or f"none: {op['redundant'][name] or 'not explained'}"))
     cases = sum(op["cases"] for op in found["ops"])
     alone = [f"{op['op']}: {name}" for op in found["ops"] for name in op["hand_made"]]
-    told = f"Seed {found['seed']}. {len(alone)} of {cases} hand-made cases alone kill some mutant"
+    state = _state(found["ops"], found.get("seed", 0))
+    told = f"{state}. {len(alone)} of {cases} hand-made cases alone kill some mutant"
     head = ("op", "domain removed", "a mutant that survives then")
     return "\n".join([table(head, rows), "", f"{told}: {'; '.join(alone)}." if alone else f"{told}."])
 

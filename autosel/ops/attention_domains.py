@@ -28,7 +28,7 @@ from autosel.ops.draw import Draw
 from autosel.values import DTypeName, Workload
 
 HEADS = among((2, 1), (1, 1), (4, 4), (8, 2), (6, 2), (5, 1), (16, 1), (33, 11), (40, 40))
-WIDTHS = among(64, 128, 80, 96, 256, 66, 16, 8)
+WIDTHS = among(64, 128, 80, 96, 256, 66, 16, 8, 63, 127, 255)
 SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(3, 30))
 KEYS = sizes(130, 1, 17, 1500, 4099, powers=(3, 9), primes=(19, 700))
 WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.3)
@@ -171,6 +171,7 @@ def lengths_domain(*, presence: str = "") -> Domain:
         Level(name="tile ends", edit=filled(lambda b, n, _: [_end(n, i) for i in range(b)])),
         Level(name="beside tile ends", edit=filled(lambda b, n, _: [_end(n, i) + i % 2 * 2 - 1 for i in range(b)])),
         Level(name="all", edit=filled(lambda b, n, _: [n] * b)),
+        Level(name="equal", edit=filled(lambda b, n, draw: draw.integers(1, n + 1, 1).tolist() * b)),
         Level(name="below max_len", edit=filled(lambda b, n, draw: (draw.uniform(b) * n * 0.8).tolist())),
     ]
     return Domain(kind="index", levels=lambda *_: made, presence=presence)

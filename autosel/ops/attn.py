@@ -39,6 +39,8 @@ from autosel.ops.stored_cases import VALUES as VALUE_SCALES
 from autosel.ops.stored_cases import stored_domains
 from autosel.values import DTYPE_BYTES, Workload
 
+STEPS = 3  # of a decode
+
 
 class Attn(Op):
     name = "attn"
@@ -81,6 +83,9 @@ class Attn(Op):
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
         bury_unseen(inputs, draw)
+
+    def steps(self, inputs: Inputs) -> Sequence[Inputs]:
+        return grown(inputs)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -187,6 +192,15 @@ class Attn(Op):
     def flops(self, w: Workload) -> int:
         pairs = sum(attention.pairs_seen(w["S"], n, int(w.trait("window", 0))) for n in lengths_of(w))
         return 4 * w["Hq"] * w["D"] * pairs
+
+
+def grown(inputs: Inputs) -> list[Inputs]:
+    """Steps of a decode: the keys are there already, one more is seen at each."""
+    most, lengths, found = inputs["max_len"], inputs["lengths"], list[Inputs]()
+    for fewer in range(min(STEPS, most - 1), -1, -1):
+        seen = None if lengths is None else (lengths - fewer).clamp(min=0)
+        found.append({**inputs, "max_len": most - fewer, "lengths": seen})
+    return found
 
 
 def ragged_lengths(b: int, longest: int) -> Tensor:

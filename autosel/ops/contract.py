@@ -186,6 +186,14 @@ class Op(ABC):
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:  # noqa: B027  (most ops have nothing to hide)
         """In a case made of domains, write junk where the contract says that it must not influence the result."""
 
+    def used(self, inputs: Inputs, name: str) -> Tensor | None:
+        """Return which entries of an index operand decide the result (bool): others may be anything. None: all may."""
+        return None
+
+    def steps(self, inputs: Inputs) -> Sequence[Inputs]:
+        """Return what a server calls next, step by step, for the same sequences in the same memory."""
+        return ()
+
     # --- reference and bound ----------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -187,7 +187,7 @@ def follows(dimension: str) -> Domain:
     return Domain(kind="scalar", levels=lambda *_: [Level(name=f"as {dimension}")], follows=dimension)
 
 
-NORM_EPS = (1e-6, 1e-5, 1e-3, 0.0, 0.25)  # Qwen's and Gemma's; Llama's and Mistral's; beyond
+NORM_EPS = (1e-6, 1e-5, 1e-3, 0.0, 0.25, 1e-12)  # Qwen's and Gemma's; Llama's and Mistral's; beyond; BERT's
 
 
 def norm_eps(*rows: str) -> Domain:

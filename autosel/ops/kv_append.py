@@ -120,6 +120,12 @@ def _in_order(inputs: dict[str, Any], _: Draw) -> None:
         table.copy_(torch.arange(table.numel(), dtype=torch.int32).view(table.shape))
 
 
+def _pages_written(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The first and the last page of a row that new tokens go to, by their places in its table."""
+    page, positions = inputs["k_cache"].shape[1], inputs["positions"].long()
+    return positions // page, (positions + inputs["k"].shape[2] - 1) // page
+
+
 def _unused_entries(inputs: dict[str, Any], draw: Draw) -> None:
     """Fill entries that no new token uses with -1, invalid numbers or another sequence's page, also in the middle of a
     row.
@@ -127,8 +133,7 @@ def _unused_entries(inputs: dict[str, Any], draw: Draw) -> None:
     table = inputs["block_table"]
     if table is None:
         return
-    page, s = inputs["k_cache"].shape[1], inputs["k"].shape[2]
-    first, last = inputs["positions"].long() // page, (inputs["positions"].long() + s - 1) // page
+    first, last = _pages_written(inputs)
     at = torch.arange(table.shape[1])
     unused = (at < first[:, None]) | (at > last[:, None])
     anything = torch.tensor([-1, 2**30, int(table[-1, 0]), -(2**31)], dtype=torch.int32)
@@ -181,6 +186,13 @@ class KvAppend(Op):
             ),
         ),
     }
+
+    def used(self, inputs: Inputs, name: str) -> Tensor | None:
+        if name != "block_table":
+            return None
+        first, last = _pages_written(inputs)
+        at = torch.arange(inputs[name].shape[1])
+        return (at >= first[:, None]) & (at <= last[:, None])
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

@@ -26,7 +26,7 @@ from autosel.ops.attention_domains import (
     attention_domains,
     lengths_domain,
 )
-from autosel.ops.attn import Attn, head_pairs, pick_heads, ragged_lengths
+from autosel.ops.attn import Attn, grown, head_pairs, pick_heads, ragged_lengths
 from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
 from autosel.ops.domains import Domain, Level, Row, among, follows, layouts
 from autosel.ops.draw import Change, Draw, case, offset_by_one, relayout, resident_draw, streamed_draw
@@ -163,6 +163,16 @@ class PagedAttn(Op):
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
         """Write NaN into each unused page, and large finite values into slots beyond a length."""
         _bury_unused(inputs, draw)
+
+    def used(self, inputs: Inputs, name: str) -> Tensor | None:
+        if name != "block_table":
+            return None
+        table, page = inputs[name], inputs["k_pages"].shape[1]
+        used: Tensor = torch.arange(table.shape[1]) * page < inputs["lengths"][:, None]
+        return used
+
+    def steps(self, inputs: Inputs) -> Sequence[Inputs]:
+        return grown(inputs)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

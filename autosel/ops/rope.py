@@ -114,6 +114,9 @@ def _frequency_levels(_: DTypeName, rng: Random) -> list[Level]:
     ]
 
 
+FAR_START = 1 << 20
+
+
 class Rope(Op):
     name = "rope"
     args = (
@@ -146,6 +149,11 @@ class Rope(Op):
             ),
         ),
     }
+
+    def steps(self, inputs: Inputs) -> Sequence[Inputs]:
+        """Steps of a decode further on than any hand-made case: tables of angles grow by a row at each."""
+        first = FAR_START + inputs["positions"] % 1000
+        return [{**inputs, "positions": first + step} for step in range(3)]
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)

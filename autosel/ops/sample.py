@@ -438,7 +438,8 @@ class _Kept:
 
 def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
     cases = []
-    for b, v, n in ((1, 1, 1), (2, 2, 1), (3, 7, 4), (7, 33, 8), (8, 64, 3), (9, 129, 16), (2, 1021, 64), (1, 4097, 5)):
+    for b, v, n in ((1, 1, 1), (2, 2, 1), (3, 7, 4), (7, 33, 8), (8, 64, 3), (9, 129, 16), (2, 1021, 64), (9, 911, 16),
+                    (1, 4097, 5)):  # fmt: skip
         at = w.at(B=b, V=v, L=n)
         cases.append(case(op, at, f"random {at.shape_text}", "tails of vectors and tiles"))
         cases.append(case(op, at, f"plain {at.shape_text}", "everything off", _settings(k=0, p=1.0, penalty=1.0)))

@@ -5,6 +5,7 @@ result that its caller overwrites. Each check is complete by itself; battery.py 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from autosel.ops.contract import Case, Inputs
 from autosel.parity.session import RefusedError
 from autosel.parity.stage import Placed, place
-from autosel.parity.ways import HERE, NEW, ONE_STORAGE, OTHER
+from autosel.parity.ways import HERE, INFERENCE, NEW, ONE_STORAGE, OTHER
 
 if TYPE_CHECKING:
     from autosel.parity.battery import Battery, Tally
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 THREADS, AT_ONCE, COUNTS = "calls from other threads", "two calls at once", "other numbers of threads"
 STORAGE, OWNED = "operands in one storage", "a result that its caller overwrites"
 HABITS = {
-    THREADS: "state that a thread keeps for itself",
+    THREADS: "state that a thread keeps for itself; inference mode",
     AT_ONCE: "one scratch buffer for all calls",
-    COUNTS: "shares fixed for the first number of threads",
-    STORAGE: "a storage's start taken for the tensor's",
+    COUNTS: "shares fixed for the first number of threads, or for a few",
+    STORAGE: "a storage's start taken for the tensor's; two arguments that are one tensor",
     OWNED: "a result that is an input, another result, or remembered",
 }
 WAYS = (HERE, OTHER, OTHER, HERE, NEW, HERE)
-COUNTED = (2, 1, 3)
+COUNTED, MOST_THREADS = (2, 1, 3), 24  # and one number more, up to that of a large server's core complex
 QUEUE, PASSES = 2, 500  # operands of each of two threads, and how often it is called on them
 AT_ONCE_S, AT_ONCE_BYTES = 0.05, 64 << 20  # what these calls may take, and their outputs
 INTERPRETED = ("TRITON", "LIGER")  # on a CPU: Triton's interpreter, which may run once at a time
@@ -54,30 +55,34 @@ class Calls:
     def _threads(self, tally: Tally) -> None:
         """New contents at the same addresses, from one thread, then from another."""
         here = self.battery.first(self.plain)
-        for number, way in enumerate(WAYS):
+        for number, way in enumerate(self._ways()):
             inputs = self.plain.make(self.battery.seed(f"{THREADS} {number}"))
             here.renew(inputs)
             try:
                 self._judged(here, inputs, THREADS, tally, way=way)
             except RefusedError as refused:
-                raise _renamed(refused, "other_thread", f"in {way or 'the first thread again'}, ") from None
+                check = "inference_mode" if way == INFERENCE else "other_thread"
+                raise _renamed(refused, check, f"in {way or 'the first thread again'}, ") from None
+
+    def _ways(self) -> Sequence[str]:
+        """What compiles for each shape compiles for each mode too."""
+        return WAYS if self.candidate.static_shapes else (*WAYS, INFERENCE)
 
     def _counts(self, tally: Tally) -> None:
         """Other numbers of threads from call to call, on PyTorch's own threads, and other work in between."""
-        here = self.battery.first(self.large)
         try:
-            for count in COUNTED:
+            for count in (*COUNTED, 4 + self.battery.seed(COUNTS) % (MOST_THREADS - 3)):
                 self.session.use_threads(count, served=True)
-                inputs = self.large.make(self.battery.seed(f"{COUNTS} {count}"))
-                here.renew(inputs)
-                self._judged(here, inputs, COUNTS, tally)
+                for case in dict.fromkeys((self.large, self.plain)):  # one of much work, one of many rows
+                    inputs = case.make(self.battery.seed(f"{COUNTS} {count}"))
+                    self._judged(self.battery.place(case, inputs, side=0), inputs, COUNTS, tally)
         except RefusedError as refused:
             raise _renamed(refused, "thread_count", f"with {count} threads, ") from None
         finally:
             if self.session.worker.exit is None:
                 self.session.use_threads()
 
-    def _storage(self, _: Tally) -> None:
+    def _storage(self, tally: Tally) -> None:
         """The same operands, as tensors and as views of one storage."""
         here = self.battery.first(self.plain)
         here.fill("none")
@@ -86,6 +91,25 @@ class Calls:
         if not self.battery.agree(expected, self.battery.call(here, STORAGE, way=ONE_STORAGE), here.inputs):
             reason = "views of one storage give another result than tensors with a storage of their own"
             raise RefusedError("one_storage", STORAGE, reason, {})
+        self._one_for_two(tally)
+
+    def _one_for_two(self, tally: Tally) -> None:
+        """Two operands of one form are the same tensor."""
+        inputs = self.plain.make(self.battery.seed("habits 1"))
+        for one, other in combinations(self._contents(inputs), 2):
+            if inputs[one].shape == inputs[other].shape and inputs[one].dtype == inputs[other].dtype:
+                shared = {**inputs, other: inputs[one]}
+                try:
+                    self._judged(self.battery.place(self.plain, shared), shared, STORAGE, tally)
+                except RefusedError as refused:
+                    where = f"where {one} and {other} are one tensor, "
+                    raise _renamed(refused, "one_storage", where) from None
+
+    def _contents(self, inputs: Inputs) -> list[str]:
+        """Operands that are read alone and hold numbers."""
+        domains = self.battery.op.domains
+        read = [a.name for a in self.battery.op.args if a.role != "inout" and isinstance(inputs[a.name], Tensor)]
+        return [name for name in read if name in domains and domains[name].kind == "content"]
 
     def _at_once(self, _: Tally) -> None:
         """Two threads call it on other operands at the same time: each gets what it gets alone, or another right

@@ -35,7 +35,7 @@ from autosel.workers import Exit, RaisedError
 
 INPUTS = secrets.token_hex(8)  # one a process: candidates of one tune see the same inputs, and none can know them
 EVERY_PAIR = range(1 << 20)
-ORDINARY_BYTES = 16 << 10
+ORDINARY_BYTES, CHEAP_BYTES = 16 << 10, 1 << 10
 _TRUTHS = Truths()
 
 
@@ -295,10 +295,11 @@ def _habits(proof: Proof, cases: Sequence[Case], *, interpreted: bool = False) -
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
     apart = None if proof.candidate.static_shapes else far_case(cases)
     large = plain if interpreted else large_case(OPS[proof.candidate.op], cases)
+    cheap = plain if interpreted else cheap_case(cases)
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
-            found = battery.habits(plain, cases[len(cases) // 2], large, apart).get(name)
+            found = battery.habits(plain, cases[len(cases) // 2], large, cheap, apart).get(name)
             if found is not None:
                 found(tally)
 
@@ -309,6 +310,12 @@ def _habits(proof: Proof, cases: Sequence[Case], *, interpreted: bool = False) -
 
 def smallest_case(cases: Sequence[Case]) -> Case:
     return min(_random(cases), key=lambda c: OPS[c.workload.op].bytes_moved(c.workload))
+
+
+def cheap_case(cases: Sequence[Case]) -> Case:
+    """The smallest random one that has some hundred elements."""
+    enough = [c for c in _random(cases) if OPS[c.workload.op].bytes_moved(c.workload) >= CHEAP_BYTES]
+    return smallest_case(enough or cases)
 
 
 def _random(cases: Sequence[Case]) -> Sequence[Case]:

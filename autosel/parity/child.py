@@ -64,7 +64,9 @@ def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
     """Call once. Results go to `into` if their form allows; `hold` keeps the result objects for a later dump."""
     way = request.get("way", ways.HERE)
     operands = _operands(request, arenas, apart=way != ways.ONE_STORAGE)
-    function = _prepared(request["name"], operands[: len(request["arguments"])])
+    function = _FUNCTIONS[request["name"]]
+    if way != ways.UNPREPARED:
+        function = _prepared(request["name"], operands[: len(request["arguments"])])
     started = time.perf_counter_ns()
     returned = ways.called(way, lambda: function(*operands))
     _back(request, arenas)

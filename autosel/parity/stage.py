@@ -223,22 +223,26 @@ def place(
     strides = strides or {}
     roles = {a.name: a.role for a in op.args}
     shared = {p.name: p for p in share.pieces if roles.get(p.argument) == "streamed"} if share else {}
-    pieces = []
+    pieces, known = list[Piece](), dict[int, Piece]()
     for name, value in leaves(inputs).items():
         if name not in shared:
             # Keep how far the tensor is off an aligned address: kernels must not assume alignment.
             shift = int(value.storage_offset()) * value.itemsize % ALIGN_BYTES
             role: Literal["in", "inout"] = "inout" if roles[argument_of(name)] == "inout" else "in"
-            pieces.append(_piece(arena, name, role, value.shape, value.dtype, strides.get(name, value.stride()), shift))
+            steps = strides.get(name, value.stride())
+            piece = known.get(id(value)) if role == "in" else None  # one tensor for two arguments
+            piece = piece or _piece(arena, name, role, value.shape, value.dtype, steps, shift)
+            pieces.append(replace(piece, name=name))
+            known[id(value)] = piece
     for spec in op.outputs(w):
         if roles.get(spec.name) == "inout":
             continue
         dtype = torch.int64 if spec.dtype == "int64" else DTYPE[spec.dtype]
         row = (*spec.shape[:-1], spec.shape[-1] + gap) if spec.shape else ()
         pieces.append(_piece(arena, spec.name, "out", spec.shape, dtype, contiguous(row), 0))
-    made = Placed(op=op, workload=w, inputs=inputs, arena=arena, pieces=(*pieces, *shared.values()))
-    made.written |= set(shared)
-    return made
+    placed = Placed(op=op, workload=w, inputs=inputs, arena=arena, pieces=(*pieces, *shared.values()))
+    placed.written |= set(shared)
+    return placed
 
 
 def _piece(

@@ -1,4 +1,5 @@
-"""The ways in which a worker calls a candidate, beside the plain one: from other threads, and on views of one storage.
+"""The ways in which a worker calls a candidate, beside the plain one: from other threads, in inference mode, and on
+views of one storage.
 
 A server calls a kernel from whichever thread has a request. Threads take the modes of the worker's own thread along.
 """
@@ -20,6 +21,7 @@ from autosel.values import from_json
 from autosel.workers.arena import Arenas, Ref
 
 HERE, OTHER, NEW, ONE_STORAGE = "", "another thread", "a new thread", "one storage"
+INFERENCE, UNPREPARED = "inference mode", "weights not prepared"
 START_TOGETHER_S = 60.0
 M_PERTURB, NEW_MEMORY = -6, 0x7F  # malloc.h; each byte of memory that malloc returns: bf16 and fp32 of 3.4e38
 _OTHER: list[ThreadPoolExecutor] = []
@@ -41,7 +43,7 @@ class Operands:
 
 
 def called(way: str, call: Call) -> Any:
-    """Return the call's result; it runs in the thread that the way names."""
+    """Return the call's result; it runs in the thread, or in the mode, that the way names."""
     if way == OTHER:
         if not _OTHER:
             _OTHER.append(ThreadPoolExecutor(1, initializer=_taking_along()))
@@ -49,6 +51,9 @@ def called(way: str, call: Call) -> Any:
     if way == NEW:
         with ThreadPoolExecutor(1, initializer=_taking_along()) as pool:
             return pool.submit(call).result()
+    if way == INFERENCE:
+        with torch.inference_mode():
+            return call()
     return call()
 
 

@@ -77,7 +77,8 @@ def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: 
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
-    """A 23rd of every kernel's hostile cases, in one dtype each; compiled, test_ptx_triton.py has more of them."""
+    """A 23rd of every kernel's hostile cases and of its array's rows, in one dtype each; compiled, test_ptx_triton.py
+    has more of the cases."""
     command = [sys.executable, str(HERE / "some_cases.py"), str(drawn.turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]

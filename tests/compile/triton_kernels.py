@@ -5,7 +5,7 @@ A kernel is its candidate: its knobs come from the closed forms, for the devices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,9 @@ from autosel.candidates.triton.base import TritonKernel
 from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
-from autosel.ops.contract import Mismatch
-from autosel.parity.check import Terms, cases_of, check_all
+from autosel.ops.array import Array
+from autosel.ops.contract import Case, Mismatch, Op
+from autosel.parity.check import Terms, cases_of, cheap_case, check_all
 from autosel.parity.session import Proof
 from autosel.parity.truth import run_baseline
 from autosel.values import (
@@ -38,6 +39,7 @@ from tests.operands import traits_of
 
 HERE = Path(__file__).parent
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
+ROWS = 26  # the seed of the arrays
 KERNELS = {f"{c.op} {c.name}": c for c in own_candidates() if isinstance(c, TritonKernel)}
 # Every compute capability that a known device has, with one such device; and all of them.
 DEVICES = known.names()
@@ -180,7 +182,7 @@ class Plan:
 
     def prove(self, dtype: DTypeName, pairs: range = range(0)) -> Parity:
         """The whole proof, in a worker, as for every candidate. `pairs`: rows of the op's array, some of which have
-        sizes at which the interpreter takes minutes."""
+        sizes at which the interpreter takes minutes; `failures` has them at a small one."""
         proof, fp = self.proof(dtype), known.load(self.device)
         # The interpreter takes some 20 us an operation: a call a GPU does in microseconds takes a second.
         (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0, pairs=pairs))
@@ -197,8 +199,9 @@ class Plan:
         return Proof(candidate=candidate, recipe=candidate.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
 
     def failures(self, dtype: DTypeName, share: int, turn: int) -> Iterator[str]:
-        """Every `share`-th hostile case from the `turn`-th, in this process: only where `interpreted` was imported."""
-        return failures_of(self.label, self.proof(dtype), known.load(self.device), share, turn)
+        """Every `share`-th hostile case and row of the array from the `turn`-th, in this process: only where
+        `interpreted` was imported."""
+        return failures_of(self.label, self.proof(dtype), known.load(self.device), share, turn, rows=True)
 
 
 def failures_of(
@@ -208,15 +211,18 @@ def failures_of(
     share: int,
     turn: int,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    rows: bool = False,
 ) -> Iterator[str]:
-    """Return the faults in every `share`-th hostile case from the `turn`-th; `around` wraps each call."""
+    """Return the faults in every `share`-th hostile case from the `turn`-th; `around` wraps each call. `rows`: also in
+    every `share`-th row of the array."""
     op = OPS[proof.candidate.op]
-    function = load(op, proof.recipe, "", proof.knobs.values)
-    for case in cases_of(op, proof, fp)[turn % share :: share]:
+    function, hostile = load(op, proof.recipe, "", proof.knobs.values), cases_of(op, proof, fp)
+    for case in (*hostile[turn % share :: share], *(rows_of(op, hostile)[turn % share :: share] if rows else ())):
         inputs = case.make(11)
         before = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
         outputs = op.allocate(case.workload, fill=float("nan"))
-        where = f"{label} {proof.workload.dtype}: {case.workload.key} {case.name}"
+        where = f"{label} {proof.workload.dtype}: {case.workload.key} {case.name} ({case.covers})"
         try:
             with around():
                 function(*op.arguments(inputs), *outputs)
@@ -225,9 +231,17 @@ def failures_of(
             continue
         written = {a.name: inputs[a.name] for a in op.args if a.role == "inout"}
         got = [written[n] if n in written else outputs[i] for i, n in enumerate(op.output_names)]
-        found = op.verify(before, got, run_baseline(op, before))
+        found = op.verify(before, got, run_baseline(op, before) if case.averages else None)
         if isinstance(found, Mismatch):
             yield f"{where}: {found.check}: {found.reason}"
+
+
+def rows_of(op: Op, hostile: Sequence[Case]) -> list[Case]:
+    """The rows of an op's array at a size of some hundred elements: at others an interpreter takes minutes. The seed is
+    fixed, so that the shares of all days make up the whole."""
+    if not hostile:
+        return []
+    return Array(op, cheap_case(hostile).workload, ROWS, sizes=False).cases(lambda _: True)
 
 
 def replaced(knobs: Knobs, values: dict[str, Scalar]) -> Knobs:

@@ -400,3 +400,149 @@ def sample_takes_top_p_of_all(logits, history, temperature, top_k, top_p, repeti
     both = torch.where(top_k > 0, torch.minimum(top_k, kept), kept)
     alone = torch.where(top_p < 1, both, top_k)
     return eager.sample(logits, history, temperature, alone, torch.ones_like(top_p), repetition_penalty, uniform, token)
+
+
+# --- a third round: combinations of three, batches beyond the eighth, steps of a decode, modes ------------------------
+
+
+def linear_drops_bias_in_a_corner(x, w, bias, residual, y):
+    """With bias and residual, an odd number of columns, and more than 8 rows: the last column of those has no bias."""
+    if bias is None or residual is None or w.shape[0] % 2 == 0 or x.shape[0] <= 8:
+        return eager.linear(x, w, bias, residual, y)
+    found = eager.linear(x, w, bias, residual, y)
+    found[8:, -1:] = eager.linear(x[8:], w[-1:], None, residual[8:, -1:])
+    return found
+
+
+def _with_extras(made, bias, residual, x, y):
+    for extra in (bias, residual):
+        made = made if extra is None else made + extra.float()
+    return y.copy_(made.to(x.dtype))
+
+
+def linear_takes_scales_of_the_rest_as_positive(x, w, bias, residual, y):
+    """Of weights in rows of int8, the last rows, fewer than 8, lose a scale's sign where there are more than 4 rows."""
+    scales, rest = w.scales.clone(), w.shape[0] // 8 * 8
+    if x.shape[0] > 4:
+        scales[rest:] = scales[rest:].abs()
+    return _with_extras((x.float() @ w.codes.float().t()) * scales, bias, residual, x, y)
+
+
+def linear_keeps_weights_by_the_first_codes(x, w, bias, residual, y):
+    """Weights in int8 are unpacked once an address, and again if some of their codes or the scales changed."""
+    key = (w.codes.data_ptr(), w.shape)
+    seen = (w.codes[:, : -(-w.shape[1] // 2)].clone(), w.scales.clone())
+    known = _KEPT.get(key)
+    if known is None or not all(torch.equal(a, b) for a, b in zip(known[0], seen, strict=True)):
+        known = _KEPT[key] = (seen, w.codes.float() * w.scales[:, None])
+    return _with_extras(x.float() @ known[1].t(), bias, residual, x, y)
+
+
+def attn_shares_lengths_beyond_the_eighth(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Sequences come in groups of eight: a later group has the lengths of the first."""
+    if lengths is not None:
+        lengths = lengths[torch.arange(len(lengths)) % 8]
+    return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def attn_of_equal_lengths_is_dense(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """Three sequences or more of one length, which ends in a tile, take the way without lengths."""
+    if lengths is not None and len(lengths) > 2 and (lengths == lengths[0]).all() and lengths[0] % 16:
+        lengths = torch.full_like(lengths, max_len)
+    return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def attn_plans_by_tiles(q, k, v, lengths, max_len, scale, window, softcap, o):
+    """How many keys there are is kept as long as they fill as many tiles, in the same memory."""
+    key = (k.data_ptr(), k.shape, q.shape, -(-max_len // 16), lengths is None)
+    if lengths is None:
+        max_len = _KEPT.setdefault(key, max_len)
+    return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
+
+
+def paged_keeps_its_plan_while_lengths_stay(
+    q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o
+):
+    """A table is read again only when some length has changed."""
+    key = (block_table.data_ptr(), block_table.shape, k_pages.shape, tuple(lengths.tolist()), max_len)
+    table = _KEPT.setdefault(key, block_table.clone())
+    return eager.paged_attn(q, k_pages, v_pages, table, lengths, max_len, scale, window, softcap, o)
+
+
+def append_swaps_in_a_corner(k, v, positions, block_table, k_cache, v_cache):
+    """Many tokens of wide heads across pages: the last token's key is the one before."""
+    if block_table is not None and k.shape[2] > 16 and k.shape[3] % 16 == 0 and k.shape[1] > 2:
+        k = torch.cat((k[:, :, :-1], k[:, :, -2:-1]), 2)
+    return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
+
+
+def rmsnorm_raises_tiny_eps(x, weight, eps, offset, y):
+    """An eps below 1e-7 is taken for that, but for none at all."""
+    return eager.rmsnorm(x, weight, max(eps, 1e-7) if eps else eps, offset, y)
+
+
+def rmsnorm_has_shares_for_three(x, weight, eps, offset, y):
+    """Rows are dealt to the threads, of which there is room for three."""
+    eager.rmsnorm(x, weight, eps, offset, y)
+    share = -(-len(x) // torch.get_num_threads())
+    y[3 * share :] = 0.0
+    return y
+
+
+def rmsnorm_keeps_roots_of_known_rows(x, weight, eps, offset, y):
+    """The root of rows that it has met is looked up by their contents."""
+    key = x.float().numpy().tobytes() if x.numel() < 1 << 16 else None
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if key is not None:
+        rstd = _KEPT.setdefault(key, rstd)
+    return y.copy_(x.float() * rstd * (weight.float() + offset))
+
+
+def rmsnorm_without_eps_in_inference_mode(x, weight, eps, offset, y):
+    return eager.rmsnorm(x, weight, 0.5 if torch.is_inference_mode_enabled() else eps, offset, y)
+
+
+def added_to_itself_counts_once(x, residual, weight, eps, offset, sandwich, y, new_residual):
+    """A residual at the address of x is no other tensor."""
+    if x.data_ptr() == residual.data_ptr():
+        residual = torch.zeros_like(residual)
+    return eager.add_rmsnorm(x, residual, weight, eps, offset, sandwich, y, new_residual)
+
+
+def rope_with_tables_a_row_short(q, k, positions, inv_freq, style, q_out, k_out):
+    """Tables of angles go up to the largest position ever met; the next one after that takes their last row."""
+    most, last = int(positions.max()), _KEPT.get("last", -1)
+    if most == last + 1:
+        positions = positions.clamp(max=last)
+    _KEPT["last"] = max(most, last)
+    return eager.rope(q, k, positions, inv_freq, style, q_out, k_out)
+
+
+def swiglu_of_itself(gate, up, y):
+    """One tensor for both is read once, and its product left out."""
+    return y.copy_(torch.nn.functional.silu(gate)) if gate.data_ptr() == up.data_ptr() else eager.swiglu(gate, up, y)
+
+
+def gate_up_doubles_the_offset_in_a_corner(x, norm_weight, w_gate, w_up, eps, offset, activation, y):
+    """With GELU by tanh, an offset and 3 rows or more."""
+    twice = 2 * offset if activation == 2 and x.shape[0] > 2 else offset
+    return eager.gate_up(x, norm_weight, w_gate, w_up, eps, twice, activation, y)
+
+
+def sample_looks_at_the_first_half(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
+    """A row whose first half and settings are as before, at the same address, gets the token that it got."""
+    half = logits[:, : -(-logits.shape[1] // 2)].float().numpy().tobytes()
+    rest = (history, temperature, top_k, top_p, repetition_penalty, uniform)
+    key = (logits.data_ptr(), logits.shape, half, *(t.numpy().tobytes() for t in rest))
+    if key not in _KEPT:
+        operands = (logits, history, temperature, top_k, top_p, repetition_penalty, uniform)
+        _KEPT[key] = eager.sample(*operands, token).clone()
+    return token.copy_(_KEPT[key])
+
+
+def sample_shares_top_p_beyond_the_eighth(
+    logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token
+):
+    """Requests come in groups of eight, which have one top_p each from the first group."""
+    top_p = top_p[torch.arange(len(top_p)) % 8]
+    return eager.sample(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token)

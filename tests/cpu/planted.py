@@ -480,13 +480,13 @@ _LAST_CALL = {}
 
 
 def tires_of_new_contents(x, weight, eps, offset, y):
-    """At one shape and address: of three contents in a row, the last one gets the result of the second."""
+    """At one shape and address: of eight new contents in a row, the last one gets the result of the one before."""
     key, contents = (threading.get_ident(), x.data_ptr()), x.contiguous().view(torch.int16).numpy().tobytes()
-    known, last, changed, made = _LAST_CALL.get(x.shape, (None, b"", False, None))
-    changes = known == key and contents != last
-    if not (changes and changed and x.shape == (17, 128)):
+    known, last, fresh, made = _LAST_CALL.get(x.shape, (None, b"", 0, None))
+    fresh = fresh + 1 if known == key and contents != last else 0
+    if fresh < 8 or x.shape != (17, 128):
         made = norm(x, weight, eps, offset)
-    _LAST_CALL[x.shape] = (key, contents, changes, made)
+    _LAST_CALL[x.shape] = (key, contents, fresh, made)
     return y.copy_(made)
 
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from autosel.ops import OPS
 from autosel.parity import calls, whole
 from autosel.parity.battery import FAR_ROWS, FRESH, GAPS, HABITS, KEPT, MANY, REPEATED, STATE
 from autosel.parity.check import INPUTS, Prover, Terms
@@ -44,6 +45,11 @@ def always_numbers(self: Placed, filling: str, *, keep: Sequence[str] = ()) -> N
 
 
 fill = Placed.fill
+ADDED = OPS["add_rmsnorm"].workload("bf16", {"M": 3, "d": 512})
+ADVERSARIES = (
+    proof("rmsnorm_without_eps_in_inference_mode", module="adversarial"),
+    proof("added_to_itself_counts_once", ADDED, module="adversarial"),
+)
 CHECKS = (
     Check(REPEATED, proof("differs_at_the_tenth_return")),
     Check(KEPT, functional("one_small_static_buffer")),
@@ -60,6 +66,8 @@ CHECKS = (
     Check(SIZE, proof("wrong_at_its_own_shape")),
     # One element in twelve is among the rows that are drawn.
     Check("the whole of a large result", proof("drops_one_output", WIDE), [(whole, "worst", nothing)], inputs=8),
+    Check("inference mode", ADVERSARIES[0], [(calls.Calls, "_ways", lambda _: calls.WAYS)]),
+    Check("one tensor for two", ADVERSARIES[1], [(calls.Calls, "_one_for_two", nothing)]),
     Check("inputs", proof("flips_the_sign_of_zeros"), [(Placed, "_changed_input", nothing)]),
     Check("guards", proof("writes_past_the_end"), [(Placed, "_changed_guard", nothing)]),
     Check("result", proof("returns_a_copy"), [(Session, "_judge_forms", nothing)]),

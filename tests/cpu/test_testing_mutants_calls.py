@@ -6,14 +6,22 @@ import pytest
 
 from autosel.ops import OPS
 from autosel.testing.mutants.calls import killers
+from autosel.testing.mutants.habitual import faults
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
-SOME = ("by_shape", "by_row_prefixes", "by_checksum", "kept_last_row", "once_7", "once_1000", "from_500")
+SOME = ("by_shape", "by_row_prefixes", "by_suffix", "by_checksum", "kept_last_row", "once_7", "once_1000", "from_500")
 
 
 @pytest.mark.parametrize("op", ["rmsnorm", "kv_append", "linear"])
 def test_caches_kept_state_and_faults_in_one_call_of_a_thousand_are_killed(op: str) -> None:
-    found = killers(OPS[op], 26, some=SOME)
-    assert list(found) == list(SOME)
+    some = (*SOME, *[f for f in faults(OPS[op]) if f.startswith("without_")][-2:])
+    found = killers(OPS[op], 26, some=some)
+    assert list(found) == list(some)
+    assert not [fault for fault, check in found.items() if not check]
+
+
+def test_every_cache_and_late_fault_of_sample_is_killed_although_one_logit_decides() -> None:
+    found = killers(OPS["sample"], 26)
+    assert {"by_prefix", "by_row_suffixes", "without_top_p", "without_uniform", "once_1000"} <= set(found)
     assert not [fault for fault, check in found.items() if not check]

@@ -217,6 +217,7 @@ OTHERS = {
     "fingerprint/nvml.py",
     "fingerprint/stack.py",
     "integrations/flashinfer_bench.py",
+    "testing/mutants/battery.py",
     "ledger/containment.py",
     "ledger/host.py",
     "ledger/locks.py",

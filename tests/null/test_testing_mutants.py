@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from autosel.ops import OPS
 from autosel.ops.contract import Op
 from autosel.testing.mutants.__main__ import main
+from autosel.testing.mutants.battery import digest
 from autosel.testing.mutants.equivalent import REASONS
 from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.score import score
@@ -58,3 +62,16 @@ def test_the_command_prints_the_score_and_its_exit_code_tells_survivors(
     monkeypatch.setattr("autosel.testing.mutants.score.killers", lambda *_, **__: {"once_7": "repeat"})
     assert main(["--op", "swiglu", "--seed", str(SEED)]) == 0
     assert capsys.readouterr().out.startswith("swiglu: ")
+
+
+def test_rows_are_put_into_a_stored_document_with_seed_and_state_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.testing.mutants.score.killers", lambda *_, **__: {"once_7": "repeat"})
+    into = tmp_path / "mutants.json"
+    into.write_text(json.dumps({"ops": [{"op": "linear", "mutants": 1}, {"op": "swiglu", "mutants": 2}]}))
+    assert main(["--op", "swiglu", "--seed", str(SEED), "--into", str(into)]) == 0
+    linear, swiglu = json.loads(into.read_text())["ops"]
+    assert linear == {"op": "linear", "mutants": 1}
+    assert swiglu["mutants"] > 100
+    assert (swiglu["seed"], swiglu["battery"]) == (SEED, digest())

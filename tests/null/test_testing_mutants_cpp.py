@@ -82,3 +82,80 @@ def test_our_kernels_offer_hundreds_of_changes_and_arguments_that_commute_are_no
     found = changes(source)
     assert len(found) > 100
     assert not [c for c in found if c.rule == "swapped" and re.match(r"fma\((\w+), (\w+)", source[c.start - 4 :])]
+
+
+RIGHT = """
+static vreg load_tail(const float* p, int64_t n) {
+  memcpy(buffer, p, size_t(n) * 4);
+  return load(buffer);
+}
+template <class T> static auto choice(int64_t rows) {
+  if (rows == 3) return block<T, 3>;
+  if (rows == 2) return 5;
+  return block<T, 1>;
+}
+static void work(const float* x, int64_t n, int64_t threads) {
+  for (int64_t b = 0; b < n; ++b) {
+    int64_t at = b * 2;
+    AUTOSEL_CHECK(at < n, "too far");
+  }
+  for (int64_t b = 0; b < n; ++b) {
+    AUTOSEL_CHECK(b < n, "too far");
+    total = total + x[b];
+  }
+  threads = threads < n ? threads : n;
+  if (threads > 255) threads = 255;
+  parallel(threads, n, 7, [&](int64_t begin, int64_t, int) {
+    if (begin < end) sum = fma(load_tail(x, end), one, sum);
+    if (begin < end) sum = sum + 9;
+  });
+}
+"""
+
+
+def right(rule: str) -> list[str]:
+    """Return the lines where a change of this rule makes a right kernel, and why."""
+    return [f"{change.name.partition(' | ')[0]}: {change.right}" for change in changes(RIGHT) if change.rule == rule]
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "why"),
+    [
+        ("narrowed", "static vreg load_tail(const float* p, int64_t n) {", "less than a vector's length"),
+        ("narrowed", "memcpy(buffer, p, size_t(n) * 4);", "less than a vector's length"),
+        ("branch left out", "if (rows == 3) return block<T, 3>;", "another instance of the same template"),
+        ("relation", "threads = threads < n ? threads : n;", "how many threads work"),
+        ("branch left out", "if (threads > 255) threads = 255;", "how many threads work"),
+        ("narrowed", "parallel(threads, n, 7, [&](int64_t begin, int64_t, int) {", "which nothing reads"),
+        ("loop left out", "for (int64_t b = 0; b < n; ++b) {", "a loop that only checks arguments"),
+        ("constant", "parallel(threads, n, 7, [&](int64_t begin, int64_t, int) {", "how finely work is shared out"),
+        ("relation", "if (begin < end) sum = fma(load_tail(x, end), one, sum);", "a tail of no elements"),
+    ],
+)
+def test_changes_that_make_a_right_kernel_are_known_by_rule(rule: str, line: str, why: str) -> None:
+    assert any(found.startswith(f"{line}: ") and why in found for found in right(rule))
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("branch left out", "if (rows == 2) return 5;"),
+        ("negated", "if (rows == 3) return block<T, 3>;"),
+        ("relation", "if (begin < end) sum = sum + 9;"),
+        ("constant", "if (begin < end) sum = sum + 9;"),
+        ("arithmetic", "total = total + x[b];"),
+    ],
+)
+def test_changes_that_look_alike_and_may_be_wrong_stay(rule: str, line: str) -> None:
+    assert f"{line}: " in right(rule)
+
+
+def test_a_loop_that_does_more_than_check_stays() -> None:
+    assert sorted(right("loop left out"))[0] == "for (int64_t b = 0; b < n; ++b) {: "
+
+
+def test_most_changes_of_our_kernels_may_be_wrong() -> None:
+    for name in ("rmsnorm.cpp", "kv_append.cpp", "dot.h", "simd.h"):
+        found = changes((resources.kernels() / "cpu" / name).read_text())
+        told = [change for change in found if change.right]
+        assert 0 < len(told) < 0.25 * len(found), (name, len(told), len(found))

@@ -5,7 +5,8 @@
     python -m autosel.testing.mutants --reverse [--op attn]             what survives without each domain
 
 `--json` prints one document, which docs/generate.py reads from benchmarks/results/cpu/: mutants.json,
-mutants-source.json, mutants-reverse.json. Exit code 1 if a mutant survives, or a domain is needed by none.
+mutants-source.json, mutants-reverse.json. `--into FILE` puts each row into such a document once it is known, with the
+seed and the state of the checks. Exit code 1 if a mutant survives, or a domain is needed by none.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from autosel import fingerprint
+from autosel import files, fingerprint
 from autosel.errors import UnknownName
 from autosel.knobs.cpu.facts import facts
 from autosel.ops import OPS, find
+from autosel.testing.mutants import battery
 from autosel.testing.mutants.reverse import Reverse, reverse
 from autosel.testing.mutants.score import POINTS, Score, score
 from autosel.testing.mutants.source import KERNELS, MUTANTS, SourceScore, score_source
+
+MOST_BYTES = 16 << 20  # of a stored document
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,19 +41,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernel", action="append", default=[], help="only this kernel; repeatable")
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="of each kernel")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--into", type=Path, help="put each row into this document; other rows of it stay")
     parser.add_argument("--seed", type=int, default=secrets.randbits(24), help="draw mutants, cases and inputs from N")
     parser.add_argument("--points", type=int, default=POINTS, help="where an equivalent mutant must be right")
     options = parser.parse_args(arguments)
     key, found = ("kernels", _of_kernels(options)) if options.source else ("ops", _of_ops(options))
-    scores = []
+    isa = facts(fingerprint.take("cpu")).isa
+    lacking, document = False, dict[str, Any](isa=isa, **{key: []})
     for one in found:
-        scores.append(one)
+        lacking |= _lacking(one)
+        document = _with_row(document, key, one, options.seed)
+        if options.into:
+            before = (
+                json.loads(files.read(options.into, MOST_BYTES)) if options.into.is_file() else {"isa": isa, key: []}
+            )
+            options.into.write_text(json.dumps(_with_row(before, key, one, options.seed), indent=1) + "\n")
         if not options.json:
             _say(_line(one))
     if options.json:
-        isa = facts(fingerprint.take("cpu")).isa
-        _say(json.dumps({"seed": options.seed, "isa": isa, key: [asdict(s) for s in scores]}, indent=1))
-    return int(any(_lacking(s) for s in scores))
+        _say(json.dumps(document, indent=1))
+    return int(lacking)
+
+
+def _with_row(document: dict[str, Any], key: str, one: Any, seed: int) -> dict[str, Any]:
+    """The document with one row more, or instead of that of the same op or kernel; in the order of ops or kernels."""
+    named = key.removesuffix("s")
+    row = {**asdict(one), "seed": seed, "battery": battery.digest()}
+    order = list(OPS) if key == "ops" else [kernel.name for kernel in KERNELS]
+    rows = [*(r for r in document[key] if r[named] != row[named]), row]
+    return {**document, key: sorted(rows, key=lambda r: order.index(r[named]))}
 
 
 def _of_ops(options: argparse.Namespace) -> Iterator[Any]:

@@ -1,12 +1,14 @@
 """Faults in C++ source: changes of one token or statement, by rules that know the language and nothing of a kernel.
 
 Left out are checks of arguments (AUTOSEL_CHECK), requests for memory ahead of use (prefetch), preprocessor lines and
-comments: no result shows a fault in them.
+comments: no result shows a fault in them. Of some changes a rule can tell that the kernel is right: `Change.right`
+says why.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +41,7 @@ class Change:
     line: int
     rule: str
     name: str
+    right: str = ""  # why this makes no wrong kernel, as far as a rule can tell
 
     def apply(self, source: str) -> str:
         """Return the changed source, with as many lines as before."""
@@ -61,18 +64,19 @@ def changes(source: str) -> list[Change]:
         for m in _TOKEN.finditer(source)
         if m.lastgroup not in ("comment", "directive")
     ]
-    return _named(source, _Rules(source, tokens).all())
+    return _named(source, _Rules(source, tokens))
 
 
-def _named(source: str, found: Iterator[tuple[str, int, int, str]]) -> list[Change]:
+def _named(source: str, rules: _Rules) -> list[Change]:
     made, seen = [], dict[str, int]()
-    for rule, start, end, text in sorted(found, key=lambda c: (c[1], c[2], c[0])):
+    for rule, start, end, text in sorted(rules.all(), key=lambda c: (c[1], c[2], c[0])):
         line = source.count("\n", 0, start)
         whole = " ".join(source.split("\n")[line].split())
         name = f"{whole} | {rule}: {_short(source[start:end])} to {_short(text)}"
         seen[name] = seen.get(name, 0) + 1
         name += f" #{seen[name]}" if seen[name] > 1 else ""
-        made.append(Change(start=start, end=end, text=text, line=line + 1, rule=rule, name=name))
+        right = rules.right(rule, start)
+        made.append(Change(start=start, end=end, text=text, line=line + 1, rule=rule, name=name, right=right))
     return made
 
 
@@ -88,7 +92,9 @@ class _Rules:
         self.source, self.tokens = source, tokens
         self.partner = _partners(tokens)
         self.opener = {close: opening for opening, close in self.partner.items()}
+        self.starts, self.parent = [t.start for t in tokens], _parents(tokens)
         self.hidden = self._unseen()
+        self.checking = self._checking()
 
     def all(self) -> Iterator[tuple[str, int, int, str]]:
         for at, token in enumerate(self.tokens):
@@ -184,6 +190,87 @@ class _Rules:
         if self._text(at + 1) in ("(", "=", "[", "+=", "-=", "*=", ".", "->", "++") and "if" not in words:
             yield "deleted", self.tokens[at].start, self.tokens[end].start, "(void)0"
 
+    # --- changes that make no wrong kernel ----------------------------------------------------------------------------
+
+    def right(self, rule: str, start: int) -> str:
+        """Return why a change makes no wrong kernel, where a rule can tell; else ""."""
+        at = bisect_left(self.starts, start)
+        outer = self._around(at)
+        before = self._text(outer - 1)
+        if at in self.checking:
+            return "a loop that only checks arguments"
+        if rule == "constant" and before == "parallel":
+            return "how finely work is shared out"
+        if self._text(self._begin(at)) == "threads" and self._text(self._begin(at) + 1) == "=":
+            return "how many threads work"
+        if rule == "swapped" and before.endswith("madd_ps") and at == outer + 1:
+            return "a product, which commutes"
+        if rule == "branch left out" and self._words(self.partner.get(outer, at) + 1)[:2] == ["threads", "="]:
+            return "how many threads work"
+        if rule == "narrowed" and self._text(at + 1) in (",", ")") and self._text(at - 1) in (",", "("):
+            return "an argument without a name, which nothing reads"
+        if rule == "narrowed" and (self._text(at + 1) == "threads" or self._in_a_tail(at)):
+            return "a number of threads, or less than a vector's length"
+        if rule == "relation" and self._text(at) == "<" and before == "if" and self._is_tail(self.partner[outer] + 1):
+            return "a tail of no elements, all padding"
+        if rule == "branch left out" and self._returns_an_instance(self.partner.get(outer, at) + 1):
+            return "another instance of the same template"
+        return ""
+
+    def _around(self, at: int) -> int:
+        """The innermost bracket that is open at a token; -1: none."""
+        return self.parent[at] if at < len(self.parent) else -1
+
+    def _in_a_tail(self, at: int) -> bool:
+        """Is this in a function that loads or stores part of a vector, its parameters included?"""
+        while (at := self._around(at)) >= 0:
+            opening = at if self._text(at) == "(" else self.opener.get(at - 1, -1)
+            if self._text(at) in "({" and self._text(opening - 1).endswith("_tail"):
+                return True
+        return False
+
+    def _is_tail(self, at: int) -> bool:
+        """Does the statement or block from here on load or store part of a vector?"""
+        return any(self._text(i).endswith("_tail") for i in range(at, self._end(at)))
+
+    def _returns_an_instance(self, at: int) -> bool:
+        words = self._words(at)
+        return words[:1] == ["return"] and words[2:3] == ["<"] and words[-2:] == [">", ";"]
+
+    def _words(self, at: int) -> list[str]:
+        """The tokens of the statement that begins here."""
+        return [self._text(i) for i in range(at, self._end(at) + 1)]
+
+    def _end(self, at: int) -> int:
+        """The last token of the statement or block that begins here, of an `if` or loop with what it holds."""
+        while self._text(at) in ("if", "for", "while", "constexpr"):
+            at += 1
+            if self._text(at) == "(":
+                at = self.partner.get(at, at) + 1
+        while at < len(self.tokens) and self._text(at) not in ";{":
+            at = self.partner.get(at, at) + 1
+        return self.partner.get(at, at)
+
+    def _checking(self) -> set[int]:
+        """Tokens of loops that only check arguments: besides checks, they declare numbers."""
+        found: set[int] = set()
+        for at, token in enumerate(self.tokens):
+            if token.text == "for" and at not in found:
+                own = range(at, self._end(at) + 1)
+                if any(self._text(i) == "AUTOSEL_CHECK" for i in own) and not any(map(self._does_more, own)):
+                    found.update(own)
+        return found
+
+    def _does_more(self, at: int) -> bool:
+        """Does this token, outside a check, write something declared elsewhere, or call something?"""
+        text = self._text(at)
+        if at in self.hidden:
+            return False
+        if text == "=" and self.tokens[at - 2].kind == "name":  # a type ahead of the name: a declaration
+            return False
+        calls = text == "(" and self.tokens[at - 1].kind == "name" and self._text(at - 1) not in ("for", "if", "while")
+        return calls or text in ("=", "+=", "-=", "*=", "/=", "return")
+
     # --- help ---------------------------------------------------------------------------------------------------------
 
     def _text(self, at: int) -> str:
@@ -215,4 +302,16 @@ def _partners(tokens: Sequence[_Token]) -> dict[int, int]:
             open_.append(at)
         elif token.text in _CLOSING.values() and open_:
             found[open_.pop()] = at
+    return found
+
+
+def _parents(tokens: Sequence[_Token]) -> list[int]:
+    """Of each token the innermost bracket that is open there; -1: none."""
+    found, open_ = list[int](), list[int]()
+    for at, token in enumerate(tokens):
+        if token.text in _CLOSING.values() and open_:
+            open_.pop()
+        found.append(open_[-1] if open_ else -1)
+        if token.text in _CLOSING:
+            open_.append(at)
     return found

@@ -15,14 +15,40 @@ REASONS: Mapping[tuple[str, str], str] = {
 
 # By "file: line | rule"; an edited line has to be looked at again.
 SOURCE_REASONS: Mapping[str, str] = {
-    "cpu/add_rmsnorm.cpp: parallel(threads, m, 1, [&](int64_t begin, int64_t end, int) { | constant: 1 to (1 + 1)": (
-        "how finely rows are shared out decides the speed alone"
+    "cpu/attn_prefill.cpp: float* c, int64_t c_ld, const float* keep) { | narrowed: int64_t to int16_t #2": (
+        "a row of scores or of sums in scratch is a tile or a head wide"
     ),
-    "cpu/simd.h: memcpy(buffer, p, size_t(n) * sizeof(T)); | narrowed: size_t to uint16_t": (
-        "a tail is shorter than a vector"
+    "cpu/attn_prefill.cpp: for (int64_t r = 0; r < kQueries; ++r) m[r] = -INFINITY, l[r] = 0; "
+    "| constant: 0 to (0 + 1) #2": "the first key scales the sum so far by exp(-inf), which is 0",
+    "cpu/lm_head_int8.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
+    "| narrowed: int64_t to int16_t #3": "`count` is at most a strip, two vectors",
+    "cpu/lm_head_packed.cpp: [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) { "
+    "| narrowed: int64_t to int16_t": "`i` is a row of x, of which a strip has at most 16",
+    "cpu/packed.h: for (int64_t u = 0;; ++u, next_unit()) { | narrowed: int64_t to int16_t": (
+        "no row has 2^15 units, which are 4 million elements"
     ),
-    "cpu/simd.h: template <class T> static inline vreg load_tail(const T* p, int64_t n) { "
-    "| narrowed: int64_t to int16_t": ("a tail is shorter than a vector"),
+    "cpu/pack.h: for (int64_t i = 0; i < kUnit; ++i) code[i] = kNoCode; | narrowed: int64_t to int16_t": (
+        "a unit has 128 elements"
+    ),
+    "cpu/pack.h: parallel(threads, w.rows, 1, [&](int64_t begin, int64_t end, int rank) { "
+    "| swapped: threads, w.rows to w.rows, threads": (
+        "codes chosen by fewer rows: other values are stored whole, so the size is another and the weights are the same"
+    ),
+    "cpu/pack.h: size_t bytes = sizeof(bf16) * size_t(std::min(kUnit, w.columns - u * kUnit)); | extreme: min to max": (
+        "a weight that seems to have changed is read as it is: slower, the same weights"
+    ),
+    "cpu/pack.h: if (__atomic_load_n(&head.changed, __ATOMIC_RELAXED)) return false; "
+    "| negated: __atomic_load_n(&head.changed, __ATOM... to !(__atomic_load_n(&head.changed, __AT...": (
+        "a weight that seems to have changed is read as it is: slower, the same weights"
+    ),
+    "cpu/pack.h: unit(n, u, weights, std::min(kUnit, columns - u * kUnit)); "
+    "| deleted: unit(n, u, weights, std::min(kUnit, c... to (void)0": (
+        "it unpacks for the comparison after packing, which test_candidates_layouts.py tests; no call reads by it"
+    ),
+    'cpu/gate_up_packed.cpp: auto gate = matrix<const T>(w_gate, "w_gate", x, -1, from.columns); '
+    "| constant: 1 to (1 + 1)": ("any negative number of rows means any: an argument of a check"),
+    "cpu/dot.h: if constexpr (M * 3 <= A && L * 4 > A) if (rows == 3) return dot_block<T, M, 3>; "
+    "| relation: > to >=": "fewer rows of weights go together: slower, the same sums",
     "cpu/gemm.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
     "| narrowed: int64_t to int16_t #3": "`count` is at most a strip, two vectors",
     "cpu/gemv.cpp: for (int64_t c = 0; c < count; ++c) { | narrowed: int64_t to int16_t": (
@@ -31,32 +57,11 @@ SOURCE_REASONS: Mapping[str, str] = {
     "cpu/dot.h: bool whole = n + blocks.rows <= to; | relation: <= to <": (
         "the last whole block goes row by row, as a rest does: slower, the same sums"
     ),
-    "cpu/dot.h: if constexpr (M * 3 <= A && L * 4 > A) if (rows == 3) return dot_block<T, M, 3>; "
-    "| branch left out: rows == 3 to false": "fewer rows of weights go together: slower, the same sums",
-    "cpu/dot.h: if constexpr (M * 4 <= A) if (rows == 4) return dot_block<T, M, 4>; "
-    "| branch left out: rows == 4 to false": "fewer rows of weights go together: slower, the same sums",
     "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
     "| constant: 8 to (8 - 1)": "how many sums run beside each other decides the speed alone",
-    "cpu/dot.h: if constexpr (M == 1) if (rows == 8 && one_by_one) return dot_rows<T, 8>; "
-    "| branch left out: rows == 8 && one_by_one to false": "short rows go together too: slower, the same sums",
-    "cpu/attention.h: threads = threads < total ? threads : total; "
-    "| deleted: threads = threads < total ? threads :... to (void)0": "threads beyond the work have an empty share",
-    "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { "
-    "| loop left out: i <= (at + count - 1) / page to false": "the loop checks arguments, and copies nothing",
-    "cpu/kv_append.cpp: for (int64_t i = at / page; i <= (at + count - 1) / page; ++i) { | relation: <= to <": (
-        "the loop checks arguments, and copies nothing"
-    ),
-    "cpu/kv_append.cpp: for (int64_t b = 0; b < batch && count > 0; ++b) { | constant: 0 to (0 - 1) #2": (
-        "the loop checks arguments, and copies nothing"
-    ),
     "cpu/block.h: if (rows - group >= 8) | relation: >= to >": (
         "a group of eight rows takes the way of a smaller one: slower, the same elements"
     ),
-    "cpu/rmsnorm.cpp: if (i < d) { vreg v = load_tail(x + i, d - i); a0 = fma(v, v, a0); } | relation: < to <=": (
-        "an empty tail adds zeros"
-    ),
-    "cpu/gated.h: static void gated(TensorView gate, TensorView up, TensorView y, int64_t threads, "
-    "const Activation& activation) { | narrowed: int64_t to int16_t": "no machine has 2^15 threads",
 }
 
 # Domains without which every mutant dies, by op and name.

@@ -1,11 +1,13 @@
 """Mutants with a memory: PyTorch's own way to run an op, and a fault that shows only over several calls.
 
 A worker loads `autosel.testing.mutants.habitual:OP__FAULT`. A cache, where its key is known already, computes with the
-operands that it saw first under that key; `once N` is wrong in the N-th call of the process alone.
+operands that it saw first under that key: `by_...` looks at part of each operand, `without_ARGUMENT` at all others as a
+whole. `once N` is wrong in the N-th call of the process alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from autosel.ops import OPS, eager
 from autosel.ops.contract import Op
+from autosel.parity.changes import changed_alone
 
 Key = Callable[[Tensor], Any]
 TURNS = (2, 7, 50, 200, 500, 1000)  # N of a fault in the N-th call
@@ -25,12 +28,18 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(integers).long()
 
 
+def _digest(x: Tensor) -> str:
+    return hashlib.blake2b(x.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
 KEYS: dict[str, Key] = {
     "address": lambda x: (x.data_ptr(), x.stride()),
     "shape": lambda x: None,
     "first_element": lambda x: _bits(x.flatten()[:1]).tolist(),
-    "prefix": lambda x: _bits(x.flatten()[: -(-x.numel() // 2)]).tolist(),
-    "row_prefixes": lambda x: _bits(x[..., : -(-x.shape[-1] // 2)] if x.dim() else x).flatten().tolist(),
+    "prefix": lambda x: _digest(x.flatten()[: -(-x.numel() // 2)]),
+    "suffix": lambda x: _digest(x.flatten()[x.numel() // 2 :]),
+    "row_prefixes": lambda x: _digest(x[..., : -(-x.shape[-1] // 2)] if x.dim() else x),
+    "row_suffixes": lambda x: _digest(x[..., x.shape[-1] // 2 :] if x.dim() else x),
     "checksum": lambda x: int(_bits(x).sum()),
     "last_element": lambda x: _bits(x.flatten()[-1:]).tolist(),
     "sample": lambda x: _bits(x.flatten()[:: max(1, x.numel() // 16)]).tolist(),
@@ -48,7 +57,8 @@ FAULTS = (
 
 def faults(op: Op, *, late: bool = False) -> Sequence[str]:
     """The faults that an op can have; with `late`, also in the thousands-th call."""
-    found = [*FAULTS, *(f"once_{n}" for n in LATE_TURNS if late)]
+    found = [*FAULTS, *(f"without_{name}" for name in changed_alone(op))]
+    found += [f"once_{n}" for n in LATE_TURNS if late]
     return found if any(a.kind == "float" for a in op.args) else [f for f in found if f != "first_scalars"]
 
 
@@ -65,8 +75,9 @@ class Habitual:
     def __init__(self, op: Op, fault: str) -> None:
         self.op, self.right = op, getattr(eager, op.name)
         kind, _, what = fault.partition("_")
-        self.key = KEYS[what] if kind == "by" else None
-        self.kind = kind if kind in ("by", "once", "from") else fault
+        self.key = KEYS[what] if kind == "by" else _digest
+        self.kind = kind if kind in ("by", "without", "once", "from") else fault
+        self.left_out = what if kind == "without" else ""
         self.turn = int(what) if kind in ("once", "from") else 0
         self.known: dict[Any, list[Any]] = {}
         self.scalars: list[Any] = []
@@ -77,8 +88,10 @@ class Habitual:
         self.calls += 1
         count = len(self.op.args)
         arguments, outputs = list(values[:count]), values[count:]
-        if self.kind in ("by", "first_scalars", "last_operands"):
-            arguments = getattr(self, f"_{self.kind}")(arguments)
+        change = {"by": self._by, "without": self._by, "first_scalars": self._first_scalars}
+        change["last_operands"] = self._last_operands
+        if self.kind in change:
+            arguments = change[self.kind](arguments)
         found = self.right(*arguments, *outputs)
         if self.kind == "kept_last_row":
             self._keep(found if isinstance(found, tuple) else (found,))
@@ -91,17 +104,22 @@ class Habitual:
         return [i for i, a in enumerate(self.op.args) if a.role != "inout" and isinstance(arguments[i], Tensor)]
 
     def _by(self, arguments: list[Any]) -> list[Any]:
-        assert self.key is not None
+        """What was seen first under the key of these arguments; the argument left out is no part of it but by shape."""
         reads = self._reads(arguments)
+        names = [a.name for a in self.op.args]
+        keyed = [i for i in reads if names[i] != self.left_out and arguments[i].numel()]
         key = repr(
             [
-                (tuple(a.shape), self.key(a) if i in reads and a.numel() else None) if isinstance(a, Tensor) else a
+                (tuple(a.shape), self.key(a) if i in keyed else None)
+                if isinstance(a, Tensor)
+                else (a if names[i] != self.left_out else None)
                 for i, a in enumerate(arguments)
             ]
         )
-        kept = self.known.setdefault(key, [arguments[i].clone() for i in reads])
-        for i, tensor in zip(reads, kept, strict=True):
-            arguments[i] = tensor
+        taken = [*reads, *(i for i, name in enumerate(names) if name == self.left_out and i not in reads)]
+        kept = self.known.setdefault(key, [_copied(arguments[i]) for i in taken])
+        for i, value in zip(taken, kept, strict=True):
+            arguments[i] = value
         return arguments
 
     def _first_scalars(self, arguments: list[Any]) -> list[Any]:
@@ -135,3 +153,7 @@ class Habitual:
         place = (0,) * y.dim() if y.dim() else ()
         if y.numel():
             y[place] = y[place] * 1.5 + 1 if y.is_floating_point() else y[place] + 1
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

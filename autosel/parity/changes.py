@@ -1,0 +1,198 @@
+"""Change one operand in part, or one argument alone, between two calls at the same addresses: a cache that looks at
+part of its operands, or at all but one, gives a stale result.
+
+    for what, inputs in Changes(op, workload, inputs, seed).all(): ...
+
+Each change builds on the one before, and decides: the results before it are wrong after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations, islice
+from random import Random
+
+import torch
+from torch import Tensor
+
+from autosel.ops.compare import bits
+from autosel.ops.contract import DTYPE, Inputs, Mismatch, Op
+from autosel.ops.draw import Draw
+from autosel.ops.stored import Stored, argument_of, leaves, mapped
+from autosel.values import Workload
+
+Change = tuple[str, Inputs]
+
+MANY_ELEMENTS, PLACES = 16, 5  # of an operand that may be changed in part; how many places are tried
+HALVES = ("second", "first")
+
+
+class Changes:
+    """The changes of one set of inputs, one after the other."""
+
+    def __init__(self, op: Op, w: Workload, inputs: Inputs, seed: int) -> None:
+        self.op, self.w, self.inputs, self.draw = op, w, inputs, Draw(seed, w.dtype)
+
+    def all(self) -> Iterator[Change]:
+        """Every change that decides a result, in words and as inputs. Contents and scalars become what they were before
+        the next argument changes; entries of index operands stay. Last come the steps of a server."""
+        for arg in self.op.args:
+            for leaf in [leaf for leaf in leaves(self.inputs) if argument_of(leaf) == arg.name]:
+                yield from self._and_back(arg.name, self._in_halves(leaf))
+            if self._is(arg.name, "scalar") or self._is_small(arg.name):
+                yield from self._and_back(arg.name, self._first(f"{arg.name} alone", self._alone(arg.name)))
+            elif self._is(arg.name, "index"):
+                yield from self._first(f"{arg.name} alone", self._alone(arg.name))
+        yield from self._first("entries of two sequences exchanged", self._sequences(late=True))
+        yield from self._first("entries of the first sequences exchanged", self._sequences(late=False))
+        for number, inputs in enumerate(self.op.steps(self.inputs), 1):
+            yield f"step {number}", inputs
+
+    def _and_back(self, name: str, changes: Iterator[Change]) -> Iterator[Change]:
+        before = self.inputs
+        yield from changes
+        if self.inputs is not before:
+            self.inputs = before
+            yield f"{name} as before", before
+
+    def _first(self, what: str, found: Iterable[Inputs]) -> Iterator[Change]:
+        """The first of these inputs that decides."""
+        stale = self._results()
+        for inputs in found:
+            if isinstance(self.op.verify(inputs, stale), Mismatch):
+                self.inputs = inputs
+                yield what, inputs
+                return
+
+    def _results(self) -> tuple[Tensor, ...]:
+        """What is right now, rounded as a candidate rounds it."""
+        dtypes = [torch.int64 if s.dtype == "int64" else DTYPE[s.dtype] for s in self.op.outputs(self.w)]
+        return tuple(y.to(dtype) for y, dtype in zip(self.op.reference(self.inputs), dtypes, strict=True))
+
+    def _is(self, name: str, kind: str) -> bool:
+        domain = self.op.domains.get(name)
+        there = domain is not None and domain.kind == kind and not domain.follows
+        return there and self.inputs[name] is not None
+
+    def _is_small(self, name: str) -> bool:
+        value = self.inputs[name]
+        return self._is(name, "content") and isinstance(value, Tensor) and value.numel() < MANY_ELEMENTS
+
+    # --- a part -------------------------------------------------------------------------------------------------------
+
+    def _in_halves(self, leaf: str) -> Iterator[Change]:
+        """In each half of an operand and of its rows, two neighbours exchanged: the sums, the ends and the other half
+        stay. Where that does not decide (of logits, the largest decides, wherever it is), one element is raised above
+        all others, and then exchanged with its neighbour."""
+        value = leaves(self.inputs)[leaf]
+        if not (value.is_floating_point() or "." in leaf) or not value.is_contiguous():
+            return
+        for half in HALVES if value.numel() >= MANY_ELEMENTS else ():
+            exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
+            if not exchanged and "." not in leaf and self._is(leaf, "content"):  # else it has a range
+                yield from self._first(f"{leaf} raised in its {half} half", self._raised(leaf, half))
+                exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
+            yield from exchanged
+
+    def _exchanged(self, leaf: str, half: str) -> Iterator[Inputs]:
+        value = leaves(self.inputs)[leaf]
+        inside = _inside(value, half)
+        if not len(inside):
+            return
+        largest = inside[_numbers(value)[inside].argmax()]
+        for at in (int(largest), *_spread(inside)):
+            yield self._with(leaf, at, bits(value.view(-1))[at : at + 2].flip(0))
+
+    def _raised(self, leaf: str, half: str) -> Iterator[Inputs]:
+        value = leaves(self.inputs)[leaf]
+        above = 2.0 * float(_numbers(value).abs().max()) + 8.0
+        for at in _spread(_inside(value, half)):
+            yield self._with(leaf, at, bits(torch.tensor([above], dtype=value.dtype)))
+
+    def _with(self, leaf: str, at: int, now: Tensor) -> Inputs:
+        """The inputs with other bits in a leaf from element `at` on."""
+        argument, _, part = leaf.partition(".")
+        changed, stored = leaves(self.inputs)[leaf].clone(), self.inputs[argument]
+        bits(changed.view(-1))[at : at + len(now)] = now
+        made = replace(stored, **{part: changed}) if isinstance(stored, Stored) else changed  # type: ignore[arg-type]
+        return {**self.inputs, argument: made}
+
+    # --- one argument -------------------------------------------------------------------------------------------------
+
+    def _alone(self, name: str) -> Iterator[Inputs]:
+        """A scalar, a setting, a few numbers or an index operand with other values."""
+        value, index = self.inputs[name], self._is(name, "index")
+        if index and value.dim() == 1:  # a length or position lower by one needs no other room
+            yield {**self.inputs, name: torch.where(value > 1, value - 1, value)}
+        elif index and (used := self.op.used(self.inputs, name)) is not None:
+            yield from self._two_entries(name, used)
+        else:
+            yield from self._levels(name)
+
+    def _levels(self, name: str) -> Iterator[Inputs]:
+        """Other values of the argument's domain, but for 0: some operands have no result with it."""
+        for level in self.op.domains[name].levels(self.w.dtype, Random(0)):
+            if level.value:
+                yield {**self.inputs, name: level.value}
+            elif level.value is None and level.edit is not None and not (level.special or level.zeros):
+                edited = {n: mapped(v, torch.clone) for n, v in self.inputs.items()}
+                level.edit(edited, self.draw)
+                yield {**self.inputs, name: edited[name]}
+
+    def _two_entries(self, name: str, used: Tensor) -> Iterator[Inputs]:
+        """Two entries that are used, exchanged."""
+        places = used.nonzero().tolist()
+        for one, other in islice(combinations(places, 2), PLACES):
+            changed = self.inputs[name].clone()
+            changed[tuple(one)], changed[tuple(other)] = self.inputs[name][tuple(other)], self.inputs[name][tuple(one)]
+            yield {**self.inputs, name: changed}
+
+    def _sequences(self, *, late: bool) -> Iterator[Inputs]:
+        """Two neighbouring sequences, the last or the first ones, exchange their entries of all index operands."""
+        names = [n for n, v in self.inputs.items() if isinstance(v, Tensor) and self._is(n, "index")]
+        count = min((len(self.inputs[n]) for n in names), default=0)
+        pairs = range(count - 2, -1, -1) if late else range(count - 1)
+        for at in pairs[:PLACES]:
+            order = torch.arange(count)
+            order[at : at + 2] = order[at : at + 2].flip(0)
+            yield {**self.inputs, **{n: self.inputs[n][order] for n in names}}
+
+
+def changed_alone(op: Op) -> list[str]:
+    """Arguments of every call of which `Changes` gives each alone another value: those that are read, and are no trait
+    of the workload."""
+    found = []
+    for arg in op.args:
+        domain = op.domains.get(arg.name)
+        open_ = domain is not None and not domain.follows and domain.kind != "trait"
+        if open_ and arg.role != "inout" and arg.kind != "optional":
+            found.append(arg.name)
+    return found
+
+
+def _inside(value: Tensor, half: str) -> Tensor:
+    """Where a pair of different neighbours lies in this half of the operand and of its row; the ends stay out of it."""
+    size, width = value.numel(), value.shape[-1]
+    middle, of_row = (size + 1) // 2, (width + 1) // 2
+    places = torch.arange(1, size - 2)
+    column = places % width
+    if half == "second":
+        inside = (places >= middle) & (column >= of_row) & (column < width - 1)
+    else:
+        inside = (places + 1 < middle) & (column + 1 < of_row)
+    flat = bits(value.view(-1))
+    return places[inside & (flat[1:-2] != flat[2:-1])]
+
+
+def _numbers(value: Tensor) -> Tensor:
+    return value.view(-1).double().nan_to_num(0.0)
+
+
+def _spread(places: Tensor) -> list[int]:
+    """A few of them, the last first."""
+    found = places.flip(0)[:: max(1, -(-len(places) // PLACES))]
+    return [int(at) for at in found]
+
+
+__all__ = ["Changes", "changed_alone"]
