@@ -359,7 +359,7 @@ def test_a_budget_too_small_leaves_everything_undecided_and_exits_5(home: Path, 
     assert code == found["error"]["exit_code"] == 5
     assert (found["measured"], len(found["undecided"])) == (0, 2)
     assert "the budget ended" in err
-    assert "go on:  autosel tune --model model --op rmsnorm --op rope" in err
+    assert "continue:  autosel tune --model model --op rmsnorm --op rope" in err
     assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [before.id]
 
 
