@@ -29,7 +29,7 @@ from autosel.values import DTypeName, Workload
 
 HEADS = among((2, 1), (1, 1), (4, 4), (8, 2), (6, 2), (5, 1), (16, 1), (33, 11), (40, 40))
 WIDTHS = among(64, 128, 80, 96, 256, 66, 16, 8, 63, 127, 255)
-SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(3, 30))
+SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(11, 30))  # always more than the eight that kernels take together
 KEYS = sizes(130, 1, 17, 1500, 4099, powers=(3, 9), primes=(19, 700))
 WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.3)
 QUIET = (
