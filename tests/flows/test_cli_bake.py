@@ -115,9 +115,9 @@ def test_what_a_folder_cannot_serve_is_left_out_with_the_reason(home: Path, tmp_
 def test_an_export_to_an_engine_on_a_cpu_is_a_home_with_what_its_plug_in_serves(home: Path, tmp_path: Path) -> None:
     ledger = open_ledger()
     promote(ledger, native_arm())
-    linear = find("linear").workload("fp32", {"M": 1, "K": 64, "N": 64})
-    eager = python_arm("user:linear", PythonRecipe(target="autosel.ops.eager:linear"))
-    promote(ledger, eager, linear, idempotency_key="two")
+    head = find("lm_head").workload("fp32", {"M": 1, "V": 64, "d": 64})
+    eager = python_arm("user:lm_head", PythonRecipe(target="autosel.ops.eager:lm_head"))
+    promote(ledger, eager, head, idempotency_key="two")
     told = verb("export", "--to", "vllm", str(tmp_path / "made"), home=home)
     assert "vllm on a CPU: 1 decisions and 1 builds" in told and f"AUTOSEL_HOME={tmp_path / 'made'}" in told
     found = snapshot.read(tmp_path / "made" / snapshot.FILE)
