@@ -30,6 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import command_line
+from kept import keep
+
+from autosel.race.judge import ONE_STATE
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Evidence
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 MODEL, CONTEXT = "llama-1b", 8192
-ALIKE = 1.3  # as race.judge.ONE_STATE
 FAR = 1.1  # a miss by more than this factor is counted by itself
 SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
@@ -73,7 +75,7 @@ def main() -> int:
     if REFERENCE not in kept:
         sys.exit("no reference: run --load reference on a quiet machine first")
     if options.write:
-        _keep(KEPT, kept)
+        keep(KEPT, kept)
     print(json.dumps(summaries(kept)) if options.json else text(kept))
     return 0
 
@@ -102,7 +104,7 @@ def run(home: Path, load: str, asked: Asked, work: str) -> None:
     with competing(count, work), ours(code, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as tuner:
         assert tuner.stdout is not None
         for line in tuner.stdout:
-            _keep(path, _joined(_stored(path), {**json.loads(line), "load": load}))
+            keep(path, _joined(_stored(path), {**json.loads(line), "load": load}))
     if tuner.returncode:
         sys.exit(f"tune beside load {load} ended with {tuner.returncode}")
 
@@ -202,11 +204,6 @@ def _rows(report: Report, reads: Mapping[str, list[float]]) -> dict[str, Any]:
 # --- all loads -------------------------------------------------------------------------------------------------------
 
 
-def _keep(path: Path, found: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def _stored(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}, "seconds": 0.0}
     return found
@@ -264,7 +261,7 @@ def alike(row: Row, reference: Row) -> bool:
     """Return True if memory was read at the same rate. A hypervisor that moves its guest's cores apart doubles the rate
     and slows barriers: ratios of before and after are those of two machines."""
     now, then = row.get("read_gb_per_s") or [0, 0], reference.get("read_gb_per_s") or [0, 0]
-    return bool(now[0] <= ALIKE * then[1] and then[0] <= ALIKE * now[1])
+    return bool(now[0] <= ONE_STATE * then[1] and then[0] <= ONE_STATE * now[1])
 
 
 def miss(row: Row, reference: Row) -> float:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+from kept import keep
 
 MODELS = ("smollm2-135m", "gemma3-270m", "qwen3-0.6b", "gemma3-1b", "llama-1b", "qwen3-1.7b")
 SLOWER = 0.97
@@ -67,10 +68,10 @@ def main() -> int:
     asked = product(options.model or MODELS, options.seq or (128, 2048), options.batch or (1, 4, 8))
     for cell in (c for c in asked if _name(c) not in cells):
         cells[_name(cell)] = measured(cell, options.home, options.iters, tunes=options.tune)
-        _keep(path, cells)
+        keep(path, cells)
         print(line_of(_name(cell), cells[_name(cell)]), file=sys.stderr, flush=True)
     if options.write:
-        _keep(KEPT, cells)
+        keep(KEPT, cells)
     print(json.dumps(cells) if options.json else text_of_steps(cells))
     return 0
 
@@ -127,11 +128,6 @@ def _name(cell: Cell) -> str:
 def _stored(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
-
-
-def _keep(path: Path, cells: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(cells, indent=1) + "\n")
 
 
 def line_of(name: str, row: Mapping[str, Any]) -> str:

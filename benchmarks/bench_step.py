@@ -157,7 +157,7 @@ def _packed(times: dict[str, list[float]], saved: int) -> dict[str, Any]:
 
 
 def waiting_share(step: TeamStep) -> float:
-    """Of one more step's time, what a thread spends at barriers, averaged over the threads."""
+    """Return the share of one more step's time that threads spend at barriers, averaged over the threads."""
     step.through()  # the guard may have run the last one in parts, which no clock follows
     done, left = step.times.unbind(-1)
     whole = int(left[0, -1] - left[0, 0])

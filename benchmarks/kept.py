@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from autosel.fingerprint.describe import ISA_WORDS
 from autosel.knobs.cpu.facts import facts
 from autosel.values import Fingerprint
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
+
+
+def keep(path: Path, found: Any) -> None:
+    """Write JSON; make its folder first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def file_of(name: str, fp: Fingerprint) -> Path:

@@ -66,7 +66,7 @@ class Changes:
                 return
 
     def _results(self) -> tuple[Tensor, ...]:
-        """What is right now, rounded as a candidate rounds it."""
+        """Return the results of the current inputs, rounded as a candidate rounds them."""
         dtypes = [torch.int64 if s.dtype == "int64" else DTYPE[s.dtype] for s in self.op.outputs(self.w)]
         return tuple(y.to(dtype) for y, dtype in zip(self.op.reference(self.inputs), dtypes, strict=True))
 

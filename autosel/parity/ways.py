@@ -59,7 +59,7 @@ def called(way: str, call: Call) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a call returned, and what it was called on."""
+    """Hold what a call returned, and the operands of the call."""
 
     results: list[Any]
     operands: Sequence[Any]
@@ -106,7 +106,7 @@ def listed(returned: Any) -> list[Any]:
 
 
 def _taking_along() -> Callable[[], None]:
-    """What sets a new thread's modes as they are in this one."""
+    """Return a function that sets a new thread's modes as they are in this one."""
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 

@@ -104,6 +104,6 @@ def test_a_workload_is_added_to_those_that_were_tuned_beside_the_load_before(tmp
     path = tmp_path / "8.json"
     for name, seconds in (("a", 2.0), ("b", 3.0), ("a", 4.0)):
         found = {"load": "8", "rows": {name: row(seconds, 1.0, 9.0)}, "seconds": seconds}
-        bench_busy._keep(path, bench_busy._joined(bench_busy._stored(path), found))
+        bench_busy.keep(path, bench_busy._joined(bench_busy._stored(path), found))
     stored = json.loads(path.read_text())
     assert stored["seconds"] == 9.0 and {n: r["effect"][0] for n, r in stored["rows"].items()} == {"a": 4.0, "b": 3.0}
