@@ -7,10 +7,14 @@ A server calls a kernel from whichever thread has a request. Threads take the mo
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from autosel.workers.arena import Arenas, Ref
 HERE, OTHER, NEW, ONE_STORAGE = "", "another thread", "a new thread", "one storage"
 INFERENCE, UNPREPARED = "inference mode", "weights not prepared"
 START_TOGETHER_S = 60.0
+PAUSED, PAUSE_S, PAUSES_S = 2, 2e-4, 0.1  # passes with pauses, the length of one, and how long there are any
 M_PERTURB, NEW_MEMORY = -6, 0x7F  # malloc.h; each byte of memory that malloc returns: bf16 and fp32 of 3.4e38
 _OTHER: list[ThreadPoolExecutor] = []
 _COUNT = [0]  # torch's threads before they were changed; 0: they were not
@@ -69,22 +74,59 @@ def at_once(function: Call, queues: Sequence[Sequence[Operands]], passes: int) -
     """Run each queue's calls in a thread of its own, all at the same time, several times over.
 
     Each call of each pass gets outputs of its own. Of every call the first result that is not that of the first pass is
-    returned, else the last.
+    returned, else the last. After these passes each queue runs slowly beside the other ones: its thread pauses whenever
+    native code returns to Python code. On a busy core threads otherwise alternate every few milliseconds only, and each
+    completes many calls of a short kernel.
     """
-    runs = [[[operands.anew() for operands in queue] for _ in range(passes)] for queue in queues]
-    start = threading.Barrier(len(queues))
+    runs = [[[operands.anew() for operands in queue] for _ in range(passes + PAUSED)] for queue in queues]
+    start, done = threading.Barrier(len(queues)), threading.Event()
 
     def run(calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
         start.wait(START_TOGETHER_S)
         return [[function(*operands) for operands in one_pass] for one_pass in calls]
 
+    def run_slowly(calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+        try:
+            with _pausing():
+                return run(calls)
+        finally:
+            done.set()
+
+    def run_beside(calls: Sequence[Sequence[Sequence[Any]]]) -> None:
+        start.wait(START_TOGETHER_S)
+        while not done.is_set():
+            for operands in calls[-1]:
+                function(*operands)
+
     with ThreadPoolExecutor(len(queues), initializer=_taking_along()) as pool:
-        returned = list(pool.map(run, runs))
+        returned = list(pool.map(run, [calls[:passes] for calls in runs]))
+        for slow, calls in enumerate(runs):
+            done.clear()
+            others = [pool.submit(run_beside, beside) for number, beside in enumerate(runs) if number != slow]
+            returned[slow] += pool.submit(run_slowly, calls[passes:]).result()
+            for other in others:
+                other.result()
     return [
         [_odd([Made(results=listed(r), operands=o) for r, o in zip(made, passed, strict=True)])
          for made, passed in zip(zip(*results, strict=True), zip(*calls, strict=True), strict=True)]
         for results, calls in zip(returned, runs, strict=True)
     ]  # fmt: skip
+
+
+@contextmanager
+def _pausing() -> Iterator[None]:
+    """Let this thread pause whenever native code returns to Python code, for PAUSES_S at most."""
+    until = time.perf_counter() + PAUSES_S
+
+    def pause(_: FrameType, event: str, __: Any) -> None:
+        if event == "c_return" and time.perf_counter() < until:
+            time.sleep(PAUSE_S)
+
+    sys.setprofile(pause)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def _odd(made: Sequence[Made]) -> Made:

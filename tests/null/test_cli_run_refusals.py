@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from autosel.certify import run as run_once
+from autosel.certify import run_suite, run_sweep
 from autosel.cli.main import run
 from autosel.errors import UsageError
 
@@ -35,7 +37,8 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("weights were loaded first")
 
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
-    monkeypatch.setattr("autosel.decode.weights.load_weights", loaded)
+    for module in (run_once, run_suite, run_sweep):
+        monkeypatch.setattr(module, "load_weights", loaded)
 
 
 @pytest.mark.parametrize(
