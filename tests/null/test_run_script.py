@@ -873,6 +873,7 @@ def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
         (["test", "-h", "--tier", "null"], "--tier TIER"),
         (["setup", "--help"], "usage: ./run [OPTION ...] setup [EXTRA ...]"),
         (["setup", "hf", "--help"], "--reuse-torch"),
+        (["docs", "--help"], "--build"),
     ],
 )
 def test_help_needs_no_environment_and_touches_none(tmp_path, words, says):
@@ -1094,6 +1095,25 @@ def test_the_long_forms_are_installed_with_what_they_skip_without(script):
     asked = {one or other for one, other in said}
     assert {"cross", "fleet"} <= asked
     assert asked - {"ray"} <= set(script.TIERS["soak"][0])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], ["serve", "--no-strict", "--livereload"]),
+        (["--dev-addr", "0.0.0.0:80"], ["serve", "--no-strict", "--livereload", "--dev-addr", "0.0.0.0:80"]),
+        (["--build"], ["build", "--strict"]),
+        (["--build", "--quiet"], ["build", "--strict", "--quiet"]),
+    ],
+)
+def test_docs_serves_the_site_or_builds_it_with_warnings_as_errors(script, monkeypatch, words, command):
+    seen = []
+    monkeypatch.setattr(script, "prepare", lambda wanted, options: seen.append(wanted))
+    monkeypatch.setattr(script, "hand_over", lambda *words: seen.append([*words]))
+    monkeypatch.setattr(os, "chdir", seen.append)
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "")
+    script.main(["docs", *words])
+    assert seen == [("docs",), script.ROOT, ["-m", "mkdocs", *command]]
 
 
 @pytest.mark.parametrize(
