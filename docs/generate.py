@@ -49,8 +49,9 @@ COMMANDS: Mapping[str, str] = {"run": "./run", "explain": "./run explain gate_up
 # The lines of a transcript that the documentation replaces by "...", to keep it within a screen.
 CUTS: Mapping[str, Sequence[str]] = {
     "run": (
-        r"^ +(\d+m)?\d+s  (?!fingerprint|parity \.|screening \.|confirming \d \.|gate_up|sample|attn .* L8192).*\n",
-        r"^attn .*\n +L(256|512|1024|2048|4096)\n",
+        r"^ +(\d+m)?\d+s  (?!attn .* L8192).*\n",
+        r"^(?:rope|kv_append|gemv (?:o|gate|down)|add_rmsnorm|swiglu|sample)\b.*\n(?: {14}.*\n)?",
+        r"^attn .*\n +L(?!8192).*\n",
     )
 }
 

@@ -153,6 +153,60 @@ def test_no_text_tells_to_install_the_other_project_called_autosel():
             assert not bad.search(path.read_text(errors="replace")), path
 
 
+# --- the README -------------------------------------------------------------------------------------------------------
+
+
+def test_no_transcript_of_the_readme_is_longer_than_a_screen():
+    shown = [text for language, text in fences(ROOT / "README.md") if language == "text"]
+    assert shown and all(text.count("\n") <= 24 for text in shown)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_picture_of_the_readme_is_drawn_from_the_stored_results(theme):
+    drawing = module(ROOT / "benchmarks" / "figure_readme.py")
+    assert drawing.path(theme).read_text() == drawing.svg(theme), "run: python benchmarks/figure_readme.py"
+    assert f"docs/{drawing.path(theme).name}" in (ROOT / "README.md").read_text()
+
+
+def test_the_figures_of_the_picture_are_those_of_the_readme():
+    found = list(module(ROOT / "benchmarks" / "figure_readme.py").contexts())
+    text = (ROOT / "README.md").read_text()
+    for arm, form in (("eager", "{:.1f}"), ("llama.cpp", "{:.2f}")):
+        *first, last = (form.format(context.times[arm]) for context in found)
+        assert f"{', '.join(first)} and {last} times" in text
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    return module(ROOT / "docs" / "hooks.py")
+
+
+def test_every_page_is_in_the_navigation_of_the_site_once(hooks):
+    listed = re.findall(r"(?:: |- )([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(written | set(hooks.SOURCES))
+
+
+@pytest.mark.parametrize(
+    ("source", "here", "text", "adapted"),
+    [
+        ("README.md", "index.md", "[a](docs/cli.md#run)", "[a](cli.md#run)"),
+        ("README.md", "index.md", "[docs/](docs/README.md) [b](#limits)", "[docs/](pages.md) [b](#limits)"),
+        ("README.md", "index.md", "![c](docs/results.svg) [LICENSE](LICENSE)", "![c](results.svg) LICENSE"),
+        ("docs/README.md", "pages.md", "[g](guides/README.md)", "[g](guides/README.md)"),
+        ("docs/guides/vllm.md", "guides/vllm.md", "[m](../method.md) `[a](b)`", "[m](../method.md) `[a](b)`"),
+        ("docs/guides/vllm.md", "guides/vllm.md", "[p](../README.md) [q](../../x.py)", "[p](../pages.md) q"),
+        ("docs/cli.md", "cli.md", "[w](https://x.org/a.md)", "[w](https://x.org/a.md)"),
+        ("docs/cli.md", "cli.md", "| `a \\| b` | c \\| d |", "| `a | b` | c \\| d |"),
+    ],
+)
+def test_links_and_tables_are_adapted_to_the_site(hooks, source, here, text, adapted):
+    assert hooks.adapted(text, here, source) == adapted
+
+
 # --- commands, settings, errors, constants ----------------------------------------------------------------------------
 
 
@@ -182,7 +236,7 @@ def test_documented_commands_have_verbs_and_options_that_exist(page):
     context = click.Context(cli, info_name="autosel")
     for words in commands(page):
         verb, rest = words[1], words[2:]
-        if verb.startswith("-") or (words[0] == "./run" and verb in ("test", "setup", "VERB")):
+        if verb.startswith("-") or (words[0] == "./run" and verb in ("docs", "test", "setup", "VERB")):
             continue
         if words[0] == "./run" and verb == "gpu":
             source = (ROOT / "benchmarks" / "gpu" / "__main__.py").read_text()
