@@ -1,8 +1,9 @@
-"""The checks: each calls the candidate, and refuses it, with a name and the values seen, where something does not hold.
+"""The checks of a candidate. Each one calls it, and raises RefusedError with the check's name and the values found.
 
-Names a Failed may carry: elements, rmse, bias, nan_pattern (ops/compare.py); result, inputs, guards (what it returned
-and what it touched); unwritten, outside_reads, repeat (runs that should agree); retention, anti_cache, global_state,
-leak; other_thread, at_once, thread_count, one_storage, aliasing (calls.py); and of the process: raised, crash, timeout.
+Names of checks in a Failed: elements, rmse, bias, nan_pattern (ops/compare.py); result, inputs, guards (the form of the
+result and changed memory); unwritten, outside_reads, repeat (runs that must agree); retention, anti_cache,
+global_state, leak; other_thread, inference_mode, at_once, thread_count, one_storage, aliasing (calls.py); and, of the
+worker process, raised, crash, timeout.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ log = logging.getLogger(__name__)
 REPEATED, KEPT, FRESH = "repeated calls", "a result kept across later calls", "fresh inputs"
 GAPS, FAR_ROWS, MANY, STATE = "strided outputs", "rows beyond 2^31 elements", "many calls", "process-wide state"
 HABITS = {
-    REPEATED: "a race between threads; sums in any order",
-    KEPT: "one output buffer for all calls; work that goes on after the return",
-    FRESH: "something remembered by address or content",
-    GAPS: "outputs assumed contiguous",
+    REPEATED: "a race between threads; sums in a varying order",
+    KEPT: "one output buffer for all calls; writes after the return",
+    FRESH: "results cached by address or by part of the contents",
+    GAPS: "outputs assumed to be contiguous",
     FAR_ROWS: "an int32 index",
-    MANY: "a fault in one call of many; memory or files that are never given back",
+    MANY: "a fault in one call of many; leaked memory or files",
     **calls.HABITS,
-    STATE: "threads, flags, random state, environment, signals or functions changed for everybody",
+    STATE: "threads, flags, random state, environment, signals or functions changed for the whole process",
 }
 FAR_TOUCHED_BYTES = 64 << 20
 REPEATS = 20
 FRESH_SEEDS = 6
-LEAK_CALLS, LEAK_LOOP_S, LEAK_MOST_S = 1000, 0.15, 2.0  # a stretch, and what it may take; all of them together
-KEPT_BYTES = 32 << 20  # of the results of those calls
-LEAK_BYTES = 1 << 20  # growth between two readings that counts, twice in a row: 1 KiB a call over 1,000 calls
+LEAK_CALLS = 1000  # in total, if they take at most LEAK_MOST_S
+LEAK_LOOP_S, LEAK_MOST_S = 0.15, 2.0  # seconds of one series of calls; seconds of LEAK_CALLS
+KEPT_BYTES = 32 << 20  # results of these calls that are kept for comparison
+LEAK_BYTES = 1 << 20  # growth in each series that is a leak: 1 KiB a call over 1,000 calls
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many cases passed, and the nearest to its bound."""
+    """The number of cases that passed, and the case with the largest error relative to its bound."""
 
     cases: int = 0
     worst: float = 0.0
@@ -69,29 +71,32 @@ class Tally:
 
 
 class Battery:
-    """All checks of one build with one set of knobs, run through a session."""
+    """All checks of one build with one set of knobs. They run in the worker of a session."""
 
     def __init__(
         self, session: Session, proof: Proof, op: Op, truths: Truths, seed: Callable[[str], int], *, calls: int = 1
     ) -> None:
-        """`calls`: thousands of calls to find a fault in one of many."""
+        """`calls`: how many thousands of calls are made to find a fault that occurs in one call of many."""
         self.session, self.proof, self.op, self.truths, self.seed, self.calls = session, proof, op, truths, seed, calls
         self.name = session.load(proof)
 
     # --- one case -----------------------------------------------------------------------------------------------------
 
     def hostile(self, case: Case, tally: Tally) -> None:
-        """Two runs of one case, with different guards and poisons; then the judgement of the values."""
+        """Run one case twice, with different bytes in guards and outputs; then compare the values with the reference.
+
+        A candidate that stores weights in its own layout also runs with the weights as they were passed.
+        """
         truth = self.truths.of(self.op, case, self.seed(case.name))
         placed = self.place(case, truth.inputs)
         got = self.twice(placed, case.name, truth.inputs)
         tally.add(case.name, self.judge(case.name, truth, got))
-        if self.proof.recipe.layout is not None:  # a server's first call reads weights as they are
+        if self.proof.recipe.layout is not None:  # a server's first call comes before the weights are prepared
             placed.fill("none")
             tally.add(case.name, self.judge(case.name, truth, self.call(placed, case.name, way=UNPREPARED)))
 
     def twice(self, placed: Placed, case: str, inputs: Inputs, *, keep: Sequence[str] = ()) -> tuple[Tensor, ...]:
-        """Guards and poison NaN, then random finite numbers: nothing may show in the outputs."""
+        """Call with guards and outputs full of NaN, then of random finite numbers: the results must agree."""
         placed.fill("none", keep=keep)
         first = self.call(placed, case, skip=keep)
         placed.fill("some", keep=keep)
@@ -110,8 +115,11 @@ class Battery:
     def _steady(
         self, placed: Placed, case: str, known: Sequence[tuple[Tensor, ...]], inputs: Inputs, keep: Sequence[str]
     ) -> bool:
-        """Does each filling always give its own result? Then the filling is what decides it, not luck."""
-        for _ in range(12):  # a coin looks steady less than once in a million
+        """Return True if each filling always gives the same result, so that the filling causes the difference.
+
+        A result that takes one of two values at random passes all 24 comparisons less than once in a million times.
+        """
+        for _ in range(12):
             placed.fill("none", keep=keep)
             if not self.agree(known[0], self.call(placed, case, skip=keep), inputs):
                 return False
@@ -121,15 +129,18 @@ class Battery:
         return True
 
     def judge(self, case: str, truth: Truth, got: Sequence[Tensor]) -> float:
-        """Against the float64 reference. Returns the worst error over its bound."""
+        """Compare with the float64 reference. Return the largest error relative to its bound."""
         found = truth.judge(got)
         if isinstance(found, Mismatch):
             raise RefusedError(found.check, case, found.reason, found.evidence)
         return found.worst
 
     def agree(self, one: Sequence[Tensor], other: Sequence[Tensor], inputs: Inputs) -> bool:
-        """Bitwise; a candidate declared nondeterministic may spread over a quarter of the bound, plus one step of the
-        output's dtype: two sums a hair apart may round to neighbours."""
+        """Return True if two results agree: bitwise, unless the candidate is declared nondeterministic.
+
+        Results of a nondeterministic candidate may differ by a quarter of the bound plus one step of the output's
+        dtype, because two nearly equal sums may round to neighbouring numbers.
+        """
         if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
             return True
         if self.proof.candidate.deterministic or not all(t.is_floating_point() for t in one):
@@ -147,8 +158,11 @@ class Battery:
     def habits(
         self, plain: Case, other: Case, large: Case, cheap: Case, apart: Case | None = None
     ) -> dict[str, Callable[[Tally], None]]:
-        """Everything that shows only over several calls, by name: on a plain case, with another one in between, on a
-        large one, on a cheap one, and on one whose rows lie apart. Each is complete by itself."""
+        """Return, by name, the checks that need several calls. They are independent of each other.
+
+        `plain` is the case that most checks run; `other` runs between its calls; `large` has calls long enough to
+        overlap; `cheap` has short calls; `apart` has rows with a distance between them.
+        """
         checks: dict[str, Callable[[Tally], None]] = {
             REPEATED: lambda _: self._repeat(plain, other),
             KEPT: lambda _: self._retention(plain),
@@ -156,14 +170,14 @@ class Battery:
             MANY: lambda _: self._leak(plain, cheap),
             **calls.Calls(self, plain, large).checks(),
         }
-        if self.proof.candidate.writes_out and self.op.outputs(plain.workload):  # else it has no say in their layout
+        if self.proof.candidate.writes_out and self.op.outputs(plain.workload):  # else it allocates its outputs
             checks[GAPS] = lambda tally: self._gaps(plain, tally)
         if apart is not None:
             checks[FAR_ROWS] = lambda tally: self._far(apart, tally)
         return checks
 
     def first(self, plain: Case) -> Placed:
-        """A case in the area that stays, the same inputs each time."""
+        """Place a case in the first scratch area, with the same inputs each time."""
         return self.place(plain, plain.make(self.seed("habits 1")), side=0)
 
     def _repeat(self, plain: Case, other: Case) -> None:
@@ -182,7 +196,7 @@ class Battery:
             raise RefusedError("repeat", case, f"run {run} on the same inputs differs from the first", evidence)
 
     def _retention(self, plain: Case) -> None:
-        """A result, kept, must not change when the candidate is called again on other tensors."""
+        """Check that an earlier result does not change when the candidate is called again on other tensors."""
         case, here = KEPT, self.first(plain)
         here.fill("none")
         kept = self.call(here, case, hold="kept")
@@ -193,15 +207,16 @@ class Battery:
         self._as_before(one, self.call(elsewhere, case), elsewhere, case, 2)
         now = here.results() if self.proof.candidate.writes_out else self.session.dump("kept", self.proof, here)
         if not all(torch.equal(bits(a), bits(b)) for a, b in zip(kept, now, strict=True)):
-            reason = "an earlier result changed when it was called again: it reuses or still writes that memory"
+            reason = "a later call changed an earlier result: the candidate reuses or still writes that memory"
             raise RefusedError("retention", case, reason, _difference(kept, now))
         damage = here.damage()
         if damage is not None:
             raise RefusedError("retention", case, f"after a later call, {damage.reason}", damage.evidence)
 
     def _fresh(self, plain: Case, tally: Tally) -> None:
-        """Other contents at the same addresses, then changes of one argument after the other, then the same contents at
-        other addresses."""
+        """Call with new contents at the same addresses, then change one argument after the other, then move the last
+        contents to other addresses.
+        """
         here = self.first(plain)
         here.fill("none")
         self.call(here, FRESH)
@@ -215,7 +230,7 @@ class Battery:
         moved = self.place(plain, inputs)
         moved.fill("none")
         if not self.agree(got, self.call(moved, case), inputs):
-            reason = "the same contents at other addresses give another result"
+            reason = "the same contents at other addresses give a different result"
             raise RefusedError("anti_cache", case, reason, {})
 
     def _renewed(self, plain: Case, here: Placed, inputs: Inputs, case: str, tally: Tally) -> tuple[Tensor, ...]:
@@ -229,25 +244,25 @@ class Battery:
         return got
 
     def _cached(self, plain: Case, inputs: Inputs, case: str, got: Sequence[Tensor], was: RefusedError) -> RefusedError:
-        """Wrong at a known address: if it is right at a new one, it remembers by address."""
+        """Return the error of a wrong result: anti_cache if new addresses give a different result, else `was`."""
         moved = self.place(plain, inputs)
         moved.fill("none")
         if self.agree(got, self.call(moved, case), inputs):
             return was
-        reason = f"other contents at the same addresses give a result that is not theirs: {was.reason}"
+        reason = f"new contents at the same addresses give a stale result: {was.reason}"
         return RefusedError("anti_cache", case, reason, was.evidence)
 
     def _gaps(self, plain: Case, tally: Tally) -> None:
-        """Outputs whose rows lie apart."""
+        """Check outputs with gaps between their rows."""
         inputs = plain.make(self.seed("habits 1"))
         truth = self.truths.fresh(self.op, inputs)
         tally.add(GAPS, self.judge(GAPS, truth, self.twice(self.place(plain, inputs, gap=5), GAPS, inputs)))
 
     def _far(self, apart: Case, tally: Tally) -> None:
-        """Inputs whose first and last rows are more than 2^31 elements apart: an int32 index cannot reach them.
+        """Check inputs whose first and last rows are more than 2^31 elements apart: an int32 index cannot reach them.
 
-        The memory between the rows is reserved and never touched. Where that much cannot even be reserved, nothing is
-        checked, and the log says so.
+        The memory between the rows is reserved and never touched. If it cannot be reserved, the check is skipped with
+        a warning in the log.
         """
         inputs = apart.make(self.seed(FAR_ROWS))
         strides = far_strides(inputs)
@@ -255,7 +270,7 @@ class Battery:
         try:
             arena = Arena(room_for(inputs, strides, outputs_bytes), touched_bytes=FAR_TOUCHED_BYTES)
         except OSError as error:
-            log.warning("%s: not checked, %s", FAR_ROWS, error)
+            log.warning("parity skips the check of %s: %s", FAR_ROWS, error)
             return
         with arena:
             try:
@@ -265,15 +280,17 @@ class Battery:
             except RaisedError as error:
                 if not error.retryable or self.session.device == "cpu":
                     raise
-                log.warning("%s: not checked, %s has too little memory", FAR_ROWS, self.session.device)
+                log.warning("parity skips the check of %s: %s has too little memory", FAR_ROWS, self.session.device)
             finally:
                 if self.session.worker.exit is None:
                     self.session.detach(arena)
 
     def _leak(self, plain: Case, cheap: Case) -> None:
-        """Stretches of calls on the same inputs, at least a thousand calls where they take at most LEAK_MOST_S: every
-        result that there is room for is the first one's. Private memory that grows in all but the first is a leak; and
-        so is one more open file for every hundred calls."""
+        """Run several series of calls on the same inputs: 1,000 calls or more if these take at most LEAK_MOST_S.
+
+        Every result that fits into KEPT_BYTES must equal the first. The first series is a warm-up. Private memory that
+        grows in each later one is a leak; so are open files that grow by more than one per 100 calls.
+        """
         self.session.case = MANY
         stretches = 2 + self.calls
         here, first, once_s = self._timed(plain)
@@ -292,15 +309,15 @@ class Battery:
         growths = [b - a for a, b in pairwise(readings)]
         if min(growths) > LEAK_BYTES:
             grown = sum(growths) / (len(growths) * times)
-            reason = f"the process grows by {grown:.0f} bytes a call"
+            reason = f"the process's memory grows by {grown:.0f} bytes per call"
             raise RefusedError("leak", MANY, reason, {"bytes_per_call": grown, "calls": 2 * times})
         if min(b - a for a, b in pairwise(files)) > times // 100:
             opened = files[-1] - files[0]
-            reason = f"it leaves {opened} more files open after {2 * times} calls"
+            reason = f"{opened} more files are open after {2 * times} calls"
             raise RefusedError("leak", MANY, reason, {"files": opened, "calls": 2 * times})
 
     def _timed(self, case: Case) -> tuple[Placed, tuple[Tensor, ...], float]:
-        """A case in place, its result, and the seconds of its second call."""
+        """Return the placed case, its result, and the seconds of its second call."""
         here = self.first(case)
         here.fill("none")
         first = self.call(here, MANY)
@@ -311,7 +328,7 @@ class Battery:
         return int(self.calls * LEAK_LOOP_S / once_s)
 
     def _room(self, first: Sequence[Tensor], times: int) -> list[Ref]:
-        """Where the results of so many calls go, or of as many as KEPT_BYTES hold."""
+        """Reserve memory for the results of `times` calls, or for as many as fit into KEPT_BYTES."""
         arena = self.session.scratch[1]
         arena.used_bytes = 0
         count = max(1, min(times, KEPT_BYTES // max(1, sum(y.nbytes for y in first))))
@@ -326,18 +343,20 @@ class Battery:
             self._as_before(first, [many[i] for many in found], here, MANY, before + i + 1)
 
     def state(self) -> None:
-        """Process-wide state is as it was before the candidate was loaded."""
+        """Check that the process-wide state is unchanged since before the candidate was loaded."""
         self.session.case = STATE
         changed = self.session.changed()
         if changed:
             name, (was, now) = next(iter(changed.items()))
-            reason = f"it changed the process's {name}: {was} became {now}"
+            reason = f"the candidate changed the process's {name} from {was} to {now}"
             raise RefusedError("global_state", STATE, reason, changed)
 
     # --- help ---------------------------------------------------------------------------------------------------------
 
     def place(self, case: Case, inputs: Inputs, *, gap: int = 0, side: int = 1) -> Placed:
-        """Operands in a scratch area (0: the one that stays, 1: the other), over what was there."""
+        """Place operands in a scratch area, over its earlier contents. `side`: 0 for the area of `first`, 1 for the
+        other.
+        """
         arena = self.session.scratch[side]
         arena.used_bytes = 0
         return place(arena, self.op, case.workload, inputs, gap=gap)
@@ -349,7 +368,7 @@ class Battery:
 
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> dict[str, Any]:
-    """How many elements differ, and the first of them."""
+    """Return the number of elements that differ, and the place and values of the first."""
     for index, (a, b) in enumerate(zip(one, other, strict=True)):
         apart = bits(a) != bits(b)
         if apart.any():

@@ -1,5 +1,7 @@
-"""More than one caller: other threads, two at once, other numbers of threads, one storage for all operands, and a
-result that its caller overwrites. Each check is complete by itself; battery.py names them among the habits.
+"""Checks of the ways in which callers use a kernel, as part of the battery's HABITS.
+
+Calls from other threads, two calls at once, other numbers of threads, all operands in one storage, and results that
+the caller overwrites. The checks are independent of each other.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ if TYPE_CHECKING:
 THREADS, AT_ONCE, COUNTS = "calls from other threads", "two calls at once", "other numbers of threads"
 STORAGE, OWNED = "operands in one storage", "a result that its caller overwrites"
 HABITS = {
-    THREADS: "state that a thread keeps for itself; inference mode",
+    THREADS: "thread-local state; inference mode",
     AT_ONCE: "one scratch buffer for all calls",
-    COUNTS: "shares fixed for the first number of threads, or for a few",
-    STORAGE: "a storage's start taken for the tensor's; two arguments that are one tensor",
-    OWNED: "a result that is an input, another result, or remembered",
+    COUNTS: "shares of work fixed for the first number of threads, or for a few numbers",
+    STORAGE: "a storage's first byte taken as the tensor's; one tensor passed for two arguments",
+    OWNED: "a result that shares memory with an input, another result or a cache",
 }
 WAYS = (HERE, OTHER, OTHER, HERE, NEW, HERE)
-COUNTED, MOST_THREADS = (2, 1, 3), 24  # and one number more, up to that of a large server's core complex
-QUEUE, PASSES = 2, 500  # operands of each of two threads, and how often it is called on them
-AT_ONCE_S, AT_ONCE_BYTES = 0.05, 64 << 20  # what these calls may take, and their outputs
-INTERPRETED = ("TRITON", "LIGER")  # on a CPU: Triton's interpreter, which may run once at a time
+COUNTED, MOST_THREADS = (2, 1, 3), 24  # then one random number from 4 to 24, a large server's core complex
+QUEUE, PASSES = 2, 500  # sets of operands for each of two threads; most passes over them
+AT_ONCE_S, AT_ONCE_BYTES = 0.05, 64 << 20  # limits for the time of these calls and for the memory of their outputs
+INTERPRETED = ("TRITON", "LIGER")  # on a CPU: Triton's interpreter, which is not safe in two threads at once
 
 
 class Calls:
-    """The checks of one build, on a plain case and on the largest one."""
+    """The callers' checks of one build, on a plain case and on the largest one."""
 
     def __init__(self, battery: Battery, plain: Case, large: Case) -> None:
         self.battery, self.plain, self.large = battery, plain, large
@@ -44,7 +46,7 @@ class Calls:
 
     def checks(self) -> dict[str, Callable[[Tally], None]]:
         found: dict[str, Callable[[Tally], None]] = {THREADS: self._threads, STORAGE: self._storage}
-        if not self.candidate.static_shapes:  # what compiles for each shape compiles for each number of threads
+        if not self.candidate.static_shapes:  # these candidates would compile again for each number of threads
             found[COUNTS] = self._counts
         if self.session.device != "cpu" or self.candidate.backend not in INTERPRETED:
             found[AT_ONCE] = self._at_once
@@ -53,7 +55,7 @@ class Calls:
         return found
 
     def _threads(self, tally: Tally) -> None:
-        """New contents at the same addresses, from one thread, then from another."""
+        """Check new contents at the same addresses, from one thread, then from another."""
         here = self.battery.first(self.plain)
         for number, way in enumerate(self._ways()):
             inputs = self.plain.make(self.battery.seed(f"{THREADS} {number}"))
@@ -65,15 +67,15 @@ class Calls:
                 raise _renamed(refused, check, f"in {way or 'the first thread again'}, ") from None
 
     def _ways(self) -> Sequence[str]:
-        """What compiles for each shape compiles for each mode too."""
+        """Leave out inference mode for candidates that compile for each shape: they would compile again for it."""
         return WAYS if self.candidate.static_shapes else (*WAYS, INFERENCE)
 
     def _counts(self, tally: Tally) -> None:
-        """Other numbers of threads from call to call, on PyTorch's own threads, and other work in between."""
+        """Check calls with other numbers of PyTorch threads, and other work in between."""
         try:
             for count in (*COUNTED, 4 + self.battery.seed(COUNTS) % (MOST_THREADS - 3)):
                 self.session.use_threads(count, served=True)
-                for case in dict.fromkeys((self.large, self.plain)):  # one of much work, one of many rows
+                for case in dict.fromkeys((self.large, self.plain)):
                     inputs = case.make(self.battery.seed(f"{COUNTS} {count}"))
                     self._judged(self.battery.place(case, inputs, side=0), inputs, COUNTS, tally)
         except RefusedError as refused:
@@ -83,18 +85,18 @@ class Calls:
                 self.session.use_threads()
 
     def _storage(self, tally: Tally) -> None:
-        """The same operands, as tensors and as views of one storage."""
+        """Check that operands give the same result as separate tensors and as views of one storage."""
         here = self.battery.first(self.plain)
         here.fill("none")
         expected = self.battery.call(here, STORAGE)
         here.fill("none")
         if not self.battery.agree(expected, self.battery.call(here, STORAGE, way=ONE_STORAGE), here.inputs):
-            reason = "views of one storage give another result than tensors with a storage of their own"
+            reason = "views of one storage give a different result than tensors with separate storage"
             raise RefusedError("one_storage", STORAGE, reason, {})
         self._one_for_two(tally)
 
     def _one_for_two(self, tally: Tally) -> None:
-        """Two operands of one form are the same tensor."""
+        """Check calls that pass one tensor for two operands of the same shape and dtype."""
         inputs = self.plain.make(self.battery.seed("habits 1"))
         for one, other in combinations(self._contents(inputs), 2):
             if inputs[one].shape == inputs[other].shape and inputs[one].dtype == inputs[other].dtype:
@@ -102,18 +104,21 @@ class Calls:
                 try:
                     self._judged(self.battery.place(self.plain, shared), shared, STORAGE, tally)
                 except RefusedError as refused:
-                    where = f"where {one} and {other} are one tensor, "
+                    where = f"with one tensor for {one} and {other}, "
                     raise _renamed(refused, "one_storage", where) from None
 
     def _contents(self, inputs: Inputs) -> list[str]:
-        """Operands that are read alone and hold numbers."""
+        """Return the names of operands that are only read and hold numbers."""
         domains = self.battery.op.domains
         read = [a.name for a in self.battery.op.args if a.role != "inout" and isinstance(inputs[a.name], Tensor)]
         return [name for name in read if name in domains and domains[name].kind == "content"]
 
     def _at_once(self, _: Tally) -> None:
-        """Two threads call it on other operands at the same time: each gets what it gets alone, or another right
-        result. A library may take fewer threads, and so another order of sums, while its own are busy."""
+        """Check calls from two threads at the same time: each must give the result of a call alone, or a correct one.
+
+        Results may differ in rounding, because a library may use fewer threads, and so another order of sums, while its
+        threads are busy.
+        """
         placed = self._queues()
         expected = []
         for one in placed:
@@ -129,7 +134,7 @@ class Calls:
         self._compare(placed, expected, got)
 
     def _queues(self) -> list[Placed]:
-        """Operands of QUEUE calls for each of two threads; the streamed ones are shared."""
+        """Return operands for QUEUE calls of each of two threads; streamed operands are shared."""
         placed = [self.battery.first(self.large)]
         for number in range(1, 2 * QUEUE):
             other = self.large.make(self.battery.seed(f"{AT_ONCE} {number}"))
@@ -139,7 +144,7 @@ class Calls:
         return placed
 
     def _passes(self, placed: Sequence[Placed]) -> int:
-        """How often both queues are run: as time and memory for outputs allow."""
+        """Return how often both queues run, as far as time and memory for outputs allow."""
         once_s = max(1e-6, self.session.last_call_ns * 1e-9)
         outputs = sum(result.nbytes for result in placed[0].results())
         return max(2, min(int(AT_ONCE_S / (QUEUE * once_s)), AT_ONCE_BYTES // (2 * QUEUE * max(1, outputs)), PASSES))
@@ -158,7 +163,7 @@ class Calls:
             and not self._right(one.inputs, got[number])
         ]
         if wrong:
-            reason = f"{len(wrong)} of {len(placed)} calls give a wrong result while another thread calls it"
+            reason = f"{len(wrong)} of {len(placed)} calls give a wrong result while another thread calls the candidate"
             raise RefusedError("at_once", AT_ONCE, reason, {"calls": len(placed), "wrong": len(wrong)})
 
     def _right(self, inputs: Inputs, got: Sequence[Tensor]) -> bool:
@@ -169,21 +174,22 @@ class Calls:
         return True
 
     def _owned(self, _: Tally) -> None:
-        """A caller fills the results with numbers: inputs and other results stay as they are, and a later call is
-        right."""
+        """Overwrite the results with numbers: inputs, other results and the result of a later call must not change."""
         here = self.battery.first(self.plain)
         here.fill("none")
         expected = self.battery.call(here, OWNED, hold=OWNED)
         now = self.session.overwritten(OWNED, self.battery.proof, here)
         for number, result in enumerate(now, 1):
             if not torch.equal(result, torch.full_like(result, number)):
-                raise RefusedError("aliasing", OWNED, "two of its results share memory", {"output": number - 1})
+                raise RefusedError("aliasing", OWNED, "two results share memory", {"output": number - 1})
         damage = here.damage()
         if damage is not None:
-            raise RefusedError("aliasing", OWNED, f"a result is its input: {damage.reason}", damage.evidence)
+            raise RefusedError(
+                "aliasing", OWNED, f"a result shares an input's memory: {damage.reason}", damage.evidence
+            )
         here.fill("none")
         if not self.battery.agree(expected, self.battery.call(here, OWNED), here.inputs):
-            reason = "what the caller wrote into an earlier result is in a later one"
+            reason = "a caller's write to an earlier result shows in a later one"
             raise RefusedError("aliasing", OWNED, reason, {})
 
     def _judged(self, here: Placed, inputs: Inputs, case: str, tally: Tally, way: str = HERE) -> None:

@@ -1,9 +1,10 @@
-"""Change one operand in part, or one argument alone, between two calls at the same addresses: a cache that looks at
-part of its operands, or at all but one, gives a stale result.
+"""Change part of one operand, or one argument alone, between two calls at the same addresses.
+
+A candidate that caches results by part of its operands, or by all but one, then returns a stale result.
 
     for what, inputs in Changes(op, workload, inputs, seed).all(): ...
 
-Each change builds on the one before, and decides: the results before it are wrong after it.
+Each change builds on the previous one and is decisive: the results before it are wrong after it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from autosel.values import Workload
 
 Change = tuple[str, Inputs]
 
-MANY_ELEMENTS, PLACES = 16, 5  # of an operand that may be changed in part; how many places are tried
+MANY_ELEMENTS, PLACES = 16, 5  # fewest elements of an operand that is changed in part; places tried
 HALVES = ("second", "first")
 
 
 class Changes:
-    """The changes of one set of inputs, one after the other."""
+    """The successive changes of one set of inputs."""
 
     def __init__(self, op: Op, w: Workload, inputs: Inputs, seed: int) -> None:
         self.op, self.w, self.inputs, self.draw = op, w, inputs, Draw(seed, w.dtype)
 
     def all(self) -> Iterator[Change]:
-        """Every change that decides a result, in words and as inputs. Contents and scalars become what they were before
-        the next argument changes; entries of index operands stay. Last come the steps of a server."""
+        """Yield each decisive change: its description and the inputs after it.
+
+        Contents and scalars are restored before the next argument changes; entries of index operands stay changed. The
+        next steps of a decode come last.
+        """
         for arg in self.op.args:
             for leaf in [leaf for leaf in leaves(self.inputs) if argument_of(leaf) == arg.name]:
                 yield from self._and_back(arg.name, self._in_halves(leaf))
@@ -57,7 +61,7 @@ class Changes:
             yield f"{name} as before", before
 
     def _first(self, what: str, found: Iterable[Inputs]) -> Iterator[Change]:
-        """The first of these inputs that decides."""
+        """Yield the first of these inputs that make the current results wrong."""
         stale = self._results()
         for inputs in found:
             if isinstance(self.op.verify(inputs, stale), Mismatch):
@@ -82,15 +86,17 @@ class Changes:
     # --- a part -------------------------------------------------------------------------------------------------------
 
     def _in_halves(self, leaf: str) -> Iterator[Change]:
-        """In each half of an operand and of its rows, two neighbours exchanged: the sums, the ends and the other half
-        stay. Where that does not decide (of logits, the largest decides, wherever it is), one element is raised above
-        all others, and then exchanged with its neighbour."""
+        """Exchange two neighbours in each half of an operand and of its rows.
+
+        The sums, the ends and the other half do not change. If the exchange is not decisive (for logits, only the
+        largest matters), raise one element above all others, then exchange it with its neighbour.
+        """
         value = leaves(self.inputs)[leaf]
         if not (value.is_floating_point() or "." in leaf) or not value.is_contiguous():
             return
         for half in HALVES if value.numel() >= MANY_ELEMENTS else ():
             exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
-            if not exchanged and "." not in leaf and self._is(leaf, "content"):  # else it has a range
+            if not exchanged and "." not in leaf and self._is(leaf, "content"):  # other kinds have a limited range
                 yield from self._first(f"{leaf} raised in its {half} half", self._raised(leaf, half))
                 exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
             yield from exchanged
@@ -111,7 +117,7 @@ class Changes:
             yield self._with(leaf, at, bits(torch.tensor([above], dtype=value.dtype)))
 
     def _with(self, leaf: str, at: int, now: Tensor) -> Inputs:
-        """The inputs with other bits in a leaf from element `at` on."""
+        """Return the inputs with the bits of a leaf replaced by `now` from element `at` on."""
         argument, _, part = leaf.partition(".")
         changed, stored = leaves(self.inputs)[leaf].clone(), self.inputs[argument]
         bits(changed.view(-1))[at : at + len(now)] = now
@@ -121,9 +127,9 @@ class Changes:
     # --- one argument -------------------------------------------------------------------------------------------------
 
     def _alone(self, name: str) -> Iterator[Inputs]:
-        """A scalar, a setting, a few numbers or an index operand with other values."""
+        """Yield inputs with other values of one argument: a scalar, a setting, a few numbers or an index operand."""
         value, index = self.inputs[name], self._is(name, "index")
-        if index and value.dim() == 1:  # a length or position lower by one needs no other room
+        if index and value.dim() == 1:  # a smaller length or position stays within the cache
             yield {**self.inputs, name: torch.where(value > 1, value - 1, value)}
         elif index and (used := self.op.used(self.inputs, name)) is not None:
             yield from self._two_entries(name, used)
@@ -131,7 +137,7 @@ class Changes:
             yield from self._levels(name)
 
     def _levels(self, name: str) -> Iterator[Inputs]:
-        """Other values of the argument's domain, but for 0: some operands have no result with it."""
+        """Yield other values of the argument's domain, without 0, for which some operands have no result."""
         for level in self.op.domains[name].levels(self.w.dtype, Random(0)):
             if level.value:
                 yield {**self.inputs, name: level.value}
@@ -141,7 +147,7 @@ class Changes:
                 yield {**self.inputs, name: edited[name]}
 
     def _two_entries(self, name: str, used: Tensor) -> Iterator[Inputs]:
-        """Two entries that are used, exchanged."""
+        """Exchange two entries that are used."""
         places = used.nonzero().tolist()
         for one, other in islice(combinations(places, 2), PLACES):
             changed = self.inputs[name].clone()
@@ -149,7 +155,7 @@ class Changes:
             yield {**self.inputs, name: changed}
 
     def _sequences(self, *, late: bool) -> Iterator[Inputs]:
-        """Two neighbouring sequences, the last or the first ones, exchange their entries of all index operands."""
+        """Exchange the entries of two neighbouring sequences in all index operands, from the last or first pair on."""
         names = [n for n, v in self.inputs.items() if isinstance(v, Tensor) and self._is(n, "index")]
         count = min((len(self.inputs[n]) for n in names), default=0)
         pairs = range(count - 2, -1, -1) if late else range(count - 1)
@@ -160,8 +166,9 @@ class Changes:
 
 
 def changed_alone(op: Op) -> list[str]:
-    """Arguments of every call of which `Changes` gives each alone another value: those that are read, and are no trait
-    of the workload."""
+    """Return the arguments that `Changes` changes alone: required ones that are read and that the workload does not
+    fix.
+    """
     found = []
     for arg in op.args:
         domain = op.domains.get(arg.name)
@@ -172,7 +179,7 @@ def changed_alone(op: Op) -> list[str]:
 
 
 def _inside(value: Tensor, half: str) -> Tensor:
-    """Where a pair of different neighbours lies in this half of the operand and of its row; the ends stay out of it."""
+    """Return the places of different neighbours in this half of the operand and of its row, without its ends."""
     size, width = value.numel(), value.shape[-1]
     middle, of_row = (size + 1) // 2, (width + 1) // 2
     places = torch.arange(1, size - 2)
@@ -190,7 +197,7 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _spread(places: Tensor) -> list[int]:
-    """A few of them, the last first."""
+    """Return at most PLACES of the places, evenly spread, last first."""
     found = places.flip(0)[:: max(1, -(-len(places) // PLACES))]
     return [int(at) for at in found]
 

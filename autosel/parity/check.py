@@ -1,8 +1,8 @@
-"""Prove that a built candidate meets its op's bound: one worker a build, all its workloads.
+"""Prove that a built candidate meets its op's bound. One worker proves all workloads of a build.
 
-Inputs are drawn from seeds no candidate can know; references are computed in this process, after a candidate has
-returned. A candidate that crashes, hangs or raises has failed, unless the control fails too (control.py); so has one
-whose values are right, but which wrote, read or kept what is not its own.
+Inputs are drawn from seeds that no candidate can know. References are computed in this process, after the candidate
+has returned. A candidate that crashes, hangs or raises fails, unless the control fails too (control.py). A candidate
+with correct values also fails if it writes or reads memory outside its operands, or keeps memory after its return.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autosel.parity.truth import Truths
 from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed, Workload
 from autosel.workers import Exit, RaisedError
 
-INPUTS = secrets.token_hex(8)  # one a process: candidates of one tune see the same inputs, and none can know them
+INPUTS = secrets.token_hex(8)  # one per process: all candidates of a tune get the same inputs, and none can know them
 EVERY_PAIR = range(1 << 20)
 ORDINARY_BYTES, CHEAP_BYTES = 16 << 10, 1 << 10
 _TRUTHS = Truths()
@@ -41,10 +41,12 @@ _TRUTHS = Truths()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """`inputs`: the text that all inputs are drawn from, this process's secret unless given. Deadlines of a single call
-    and of a whole proof. `device`: where candidates run. `pairs`: the rows of the op's array (ops/array.py) to run.
-    `traits`: vary these too, as far as the candidate supports others than the workload's. `calls`: how many thousands
-    of calls are made to find a fault in one of many."""
+    """Settings of a proof: its inputs, its extent, its deadlines (of one call, of the whole proof) and its device.
+
+    `inputs`: the text from which all inputs are drawn, by default this process's secret. `pairs`: the rows of the op's
+    array (ops/array.py) to run. `traits`: also vary the workload's traits, as far as the candidate supports others.
+    `calls`: how many thousands of calls are made to find a fault that occurs in one call of many.
+    """
 
     inputs: str = INPUTS
     pairs: range = EVERY_PAIR
@@ -56,7 +58,7 @@ class Terms:
 
     @property
     def seed(self) -> Callable[[str], int]:
-        """A seed by the name of what is drawn."""
+        """Return a function that gives a seed for the name of each draw."""
         return seeds_of(self.inputs)
 
 
@@ -68,14 +70,14 @@ def check(
     call_deadline_s: float = CALL_S,
     device: str = "cpu",
 ) -> Parity:
-    """The proof of one candidate at one workload."""
+    """Prove one candidate at one workload."""
     return check_all([proof], fp=fp, terms=Terms(inputs=inputs, call_deadline_s=call_deadline_s, device=device))[0]
 
 
 def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
-    """Proofs of one build, in order: a parity each. With `fp`, cases the candidate does not support are left out.
+    """Run the proofs of one build in order; return a parity for each. With `fp`, leave out unsupported cases.
 
-    Raises EnvironmentFault if a worker does not start, or if the control of a failure fails: no parity is known then.
+    Raises EnvironmentFault if a worker does not start, or if the control of a failure fails: parity is then unknown.
     """
     terms, threads = terms or Terms(), torch_threads(proofs)
     with Prover(fp, terms, threads=threads) as prover:
@@ -87,7 +89,7 @@ def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: 
 
 
 def check_rest(proof: Proof, known: Passed, *, fp: Fingerprint | None, terms: Terms) -> Parity:
-    """Run the rows of the array that a proof left out, `terms.pairs`, and return that proof with them.
+    """Run the rows `terms.pairs` of the array, which an earlier proof left out; return that proof with them added.
 
     Raises EnvironmentFault as `check_all` does.
     """
@@ -104,45 +106,51 @@ def check_rest(proof: Proof, known: Passed, *, fp: Fingerprint | None, terms: Te
 
 
 def _controlled(parity: Parity) -> Parity:
-    """The parity; a failure without an answer says that the control has worked since."""
+    """Return the parity; the evidence of a failure without an answer records that the control has worked since."""
     if isinstance(parity, Failed) and unanswered(parity):
         return replace(parity, evidence={**parity.evidence, CONTROL: WORKED})
     return parity
 
 
 def torch_threads(proofs: Sequence[Proof]) -> int:
-    """PyTorch's own eager code and our kernels (which run on helpers there) need one torch thread; others get all.
+    """Return 1 for PyTorch's eager code and for our C++ kernels, else 0 for PyTorch's default number of threads.
 
-    PyTorch's parallel regions leave a thread spinning for milliseconds after each of thousands of tiny calls.
+    A parallel region of PyTorch leaves threads spinning for milliseconds after each of thousands of tiny calls. C++
+    kernels run on autosel's own threads in a worker.
     """
     return 1 if all(p.candidate.backend in ("TORCH", "CPP") for p in proofs) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One part of a proof, complete by itself. `covers` says what would slip through without it; proofs that share
-    `key` share its outcome ("": none do)."""
+    """One part of a proof, independent of the others.
+
+    `covers`: the faults that only this step detects. Proofs of one build share the outcome of steps with the same
+    `key`; "" is never shared. `draw` prepares inputs while the worker imports.
+    """
 
     name: str
     covers: str
     workload: Workload
     run: Callable[[Battery, Tally], None]
     key: str = ""
-    draw: Callable[[], None] = lambda: None  # what may be done while the worker imports
+    draw: Callable[[], None] = lambda: None
 
 
 class Prover:
-    """Keeps the worker from proof to proof while it lives, and remembers steps already taken with the same knobs."""
+    """Runs proofs. Keeps its worker for the next proof if that is safe, and reuses outcomes of steps with the same
+    knobs.
+    """
 
     def __init__(self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0) -> None:
-        """`threads`: torch's in the worker; 0 its default."""
+        """`threads`: number of PyTorch's threads in the worker; 0: its default."""
         self.fp, self.terms, self.threads = fp, terms, threads
         self.session: Session | None = Session(terms.call_deadline_s, threads, terms.device)
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
         self._pairs: dict[tuple[str, Workload], list[Case]] = {}
 
     def prove(self, proof: Proof) -> Parity:
-        """All steps, up to the first that refuses; which rows of the array were among them."""
+        """Run all steps up to the first that fails. The parity says which rows of the array have run."""
         found = self.take(proof, self.steps(proof))
         if isinstance(found, Failed):
             return found
@@ -155,11 +163,11 @@ class Prover:
         )
 
     def rest(self, proof: Proof) -> Parity:
-        """The rows of the array alone."""
+        """Run only the rows of the array."""
         return self.take(proof, self._rows(proof))
 
     def take(self, proof: Proof, steps: Sequence[Step]) -> Parity:
-        """Some steps of a proof."""
+        """Run these steps of a proof."""
         started, session, tally = time.monotonic(), self._started(), Tally()
         try:
             with one_thread():
@@ -177,7 +185,10 @@ class Prover:
         return replace(found, seconds=time.monotonic() - started)
 
     def steps(self, proof: Proof) -> list[Step]:
-        """The parts of a proof as they are taken: hostile inputs, many calls, full size, what was left behind."""
+        """Return the steps of a proof in order: hostile inputs, many calls, array rows and full size.
+
+        Steps that compare the process-wide state come between them.
+        """
         op, w = OPS[proof.candidate.op], proof.workload
         cases = cases_of(op, proof, self.fp)
         left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
@@ -186,15 +197,15 @@ class Prover:
             interpreted = self.terms.device == "cpu" and proof.candidate.backend in INTERPRETED
             steps += [left, *_habits(proof, cases, interpreted=interpreted)]
         full = FullSize(op, w, self.terms.seed)
-        covers = "the workload itself: sampled rows, fresh inputs, a needle"
+        covers = "the workload at full size: sampled rows, fresh inputs, a needle"
         size = Step(name=f"at {w.shape_text}", covers=covers, workload=w, run=full.check, draw=full.draw)
-        return [*steps, left, *self._rows(proof), size, left]  # a process that was changed is told before it falls
+        return [*steps, left, *self._rows(proof), size, left]  # report a changed process before the change crashes it
 
     def _rows(self, proof: Proof) -> list[Step]:
         return [_hostile(c) for c in self._pairs_of(proof)[self.terms.pairs.start : self.terms.pairs.stop]]
 
     def _pairs_of(self, proof: Proof) -> list[Case]:
-        """All rows of the array; workloads that differ in sizes alone share them."""
+        """Return all rows of the array; workloads that differ only in sizes share them."""
         op = OPS[proof.candidate.op]
         shared = (proof.candidate.name, proof.workload.at(**dict.fromkeys(op.dim_names, 1)))
         if shared not in self._pairs:
@@ -216,7 +227,7 @@ class Prover:
             self._once(battery, step, tally)
 
     def _spoiled(self, session: Session, failed: Failed) -> bool:
-        """Would the next candidate be blamed for what this one left behind?"""
+        """Return True if the worker has ended, or if this failure may have left changes that affect the next proof."""
         if session.worker.exit is not None or failed.check in ("guards", "leak", "raised"):
             return True
         try:
@@ -225,7 +236,7 @@ class Prover:
             return True
 
     def _once(self, battery: Battery, step: Step, tally: Tally) -> None:
-        """Workloads of one build share most cases: run each once, and give the same answer again."""
+        """Run a step, or reuse its outcome: workloads of one build share most cases."""
         if not step.key:
             step.run(battery, tally)
             return
@@ -244,7 +255,7 @@ class Prover:
         tally.merge(known)
 
     def close(self) -> Exit | None:
-        """End the worker, if one runs, and everything it started; how it ended."""
+        """End the worker and everything it started; return how it ended, or None if none runs."""
         session, self.session = self.session, None
         return session.close() if session is not None else None
 
@@ -271,12 +282,14 @@ def _array(op: Op, like: Workload, seed: int, *, traits: bool, sizes: bool) -> A
 
 
 def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list[Case]:
-    """Rows of the op's array, the same for all workloads of a build. One that compiles for each shape meets them at a
-    single small one."""
+    """Return the rows of the op's array, the same for all workloads of a build.
+
+    A candidate that compiles for each shape runs them at one small shape.
+    """
     static, w = proof.candidate.static_shapes, proof.workload
 
     def accepts(at: Workload) -> bool:
-        """Does the candidate take it, by this very build?"""
+        """Return True if the candidate supports this workload with the same build."""
         if fp is None:
             return True
         accepted = isinstance(support_of(proof.candidate, at, fp), Accepted)
@@ -289,8 +302,10 @@ def pairs_of(op: Op, proof: Proof, fp: Fingerprint | None, terms: Terms) -> list
 
 
 def _habits(proof: Proof, cases: Sequence[Case], *, interpreted: bool = False) -> list[Step]:
-    """What shows over many calls of one case, with one of another shape in between. A call of an interpreter takes
-    seconds at any but the smallest size."""
+    """Return the steps that need many calls of one case, with calls at another shape in between.
+
+    With an interpreter they use the smallest case: a larger one takes seconds per call.
+    """
     plain = smallest_case(cases) if interpreted else ordinary(cases)
     kind = f"{proof.workload.dtype} {proof.workload.traits}"
     apart = None if proof.candidate.static_shapes else far_case(cases)
@@ -313,7 +328,7 @@ def smallest_case(cases: Sequence[Case]) -> Case:
 
 
 def cheap_case(cases: Sequence[Case]) -> Case:
-    """The smallest random one that has some hundred elements."""
+    """Return the smallest random case that moves at least CHEAP_BYTES."""
     enough = [c for c in _random(cases) if OPS[c.workload.op].bytes_moved(c.workload) >= CHEAP_BYTES]
     return smallest_case(enough or cases)
 
@@ -323,23 +338,23 @@ def _random(cases: Sequence[Case]) -> Sequence[Case]:
 
 
 def ordinary(cases: Sequence[Case]) -> Case:
-    """Random inputs of a middling size: calls are short, and no operand is a single number."""
+    """Return the random case closest to ORDINARY_BYTES: short calls, but no operand of a single number."""
     random = _random(cases)
     return min(random, key=lambda c: abs(math.log2(OPS[c.workload.op].bytes_moved(c.workload) / ORDINARY_BYTES)))
 
 
 def large_case(op: Op, cases: Sequence[Case]) -> Case:
-    """The random one that moves most bytes: its calls take long enough to overlap."""
+    """Return the random case that moves the most bytes: its calls take long enough to overlap."""
     return max(_random(cases), key=lambda c: op.bytes_moved(c.workload))
 
 
 def far_case(cases: Sequence[Case]) -> Case | None:
-    """The one whose rows, or whose cache's pages, lie apart already: they may lie any distance apart."""
+    """Return the case with a distance between rows, or between pages of a cache, which may be of any length."""
     return next((c for c in reversed(cases) if c.name.startswith(("strided rows", "k and v share pages"))), None)
 
 
 def seeds_of(inputs: str) -> Callable[[str], int]:
-    """Seeds by name, all from one text: it draws the same inputs again."""
+    """Return a function that gives a seed for each name, derived from one text: the same text gives the same inputs."""
 
     def seed(what: str) -> int:
         return int.from_bytes(
@@ -350,8 +365,11 @@ def seeds_of(inputs: str) -> Callable[[str], int]:
 
 
 def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
-    """The hostile battery as far as the candidate supports it. One that compiles for each shape meets one small shape,
-    with every hostile value and layout, and then its own: no other is ever served by what is proven here."""
+    """Return the hostile cases that the candidate supports.
+
+    A candidate that compiles for each shape runs one small shape with every hostile value and layout. The proof of its
+    own shape covers no other.
+    """
     cases = list(op.cases(proof.workload))
     if fp is not None:
         cases = [c for c in cases if isinstance(support_of(proof.candidate, c.workload, fp), Accepted)]
@@ -362,7 +380,7 @@ def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:
 
 
 def plain(value: Any) -> Any:
-    """Evidence as canonical JSON can hold it: numbers it has no spelling for become text."""
+    """Return evidence as canonical JSON: numbers that JSON cannot hold become text."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -375,7 +393,7 @@ def plain(value: Any) -> Any:
 
 
 def _fallen(error: WorkerError, case: str) -> Failed:
-    """A worker that did not answer: why, in words that blame the candidate only for what is its own."""
+    """Return the failure of a candidate whose worker did not answer, with the worker's cause as the reason."""
     evidence: dict[str, Any] = {"cause": error.cause, "retryable": error.retryable}
     if isinstance(error, RaisedError):
         evidence |= {"type": error.kind, "message": error.message, "traceback": error.traceback}

@@ -1,8 +1,8 @@
-"""The parity worker's side: load a candidate, call it on shared memory, report its results. It judges nothing.
+"""The worker's side of parity: load a candidate, call it on shared memory, report the form of its results.
 
-`Worker("autosel.parity.child:serve")` starts it. The parent generates inputs, owns the guards around them and compares.
-It trusts this process only for the form of a result (type, shape, dtype), which must be true for the copy into shared
-memory to succeed.
+`Worker("autosel.parity.child:serve")` starts it. The parent generates inputs, fills the guards around them and compares
+results. It trusts this process only for the form of a result (type, shape, dtype), because a wrong form makes the copy
+into shared memory fail.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autosel.workers.arena import Arenas
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _HELD: dict[str, list[Any]] = {}
-_STATES: dict[str, State] = {}  # the process's only one, under ""
-_MIRRORS: dict[str, Mirror] = {}  # the process's only one, under ""; none if candidates run on shared memory itself
+_STATES: dict[str, State] = {}  # at most one, under ""
+_MIRRORS: dict[str, Mirror] = {}  # at most one, under ""; empty if candidates run on shared memory
 
 
 def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
-    """Load a candidate. The first request names the device: any but `cpu` gets a mirror of the operands."""
+    """Load a candidate. The first request sets the device; devices other than `cpu` get a mirror of the operands."""
     if request["device"] != "cpu" and not _MIRRORS:
         _MIRRORS[""] = Mirror(request["device"])
     if not _FUNCTIONS:
@@ -55,13 +55,13 @@ def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
     kind = NativeRecipe if request["recipe"]["kind"] == "native" else PythonRecipe
     recipe = from_json(kind, request["recipe"])
     _FUNCTIONS[request["name"]] = load(OPS[request["op"]], recipe, request["digest"], request["knobs"])
-    # Helpers spin less long than OpenMP's threads: checks are thousands of tiny calls with pauses between.
+    # Use autosel's threads: OpenMP's spin for longer in the pauses between thousands of tiny calls.
     threads.use(openmp=False, wake=True)
     return {}
 
 
 def _call(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Call once. Results go to `into` if their form allows; `hold` keeps the result objects for a later dump."""
+    """Call once. Copy results to `into` if their form allows; with `hold`, keep the result objects for a later dump."""
     way = request.get("way", ways.HERE)
     operands = _operands(request, arenas, apart=way != ways.ONE_STORAGE)
     function = _FUNCTIONS[request["name"]]
@@ -102,7 +102,7 @@ def _threads(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
 
 
 def _operands(request: Mapping[str, Any], arenas: Arenas, *, apart: bool = True) -> list[Any]:
-    """Return arguments and outputs. `apart`: each with separate storage, otherwise views of one."""
+    """Return arguments and outputs. `apart`: with separate storage, otherwise as views of one storage."""
     values = [*request["arguments"], *request["outputs"]]
     if apart or _MIRRORS:
         return [*_there(request["arguments"], arenas), *_there(request["outputs"], arenas)]
@@ -118,7 +118,7 @@ def _taken(
 
 
 def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Call many times on the same operands; `into` holds each output of the first calls, as many as fit."""
+    """Call many times on the same operands. Copy the outputs of the first calls to `into`, as many as fit."""
     arguments, outputs = _there(request["arguments"], arenas), _there(request["outputs"], arenas)
     function = _prepared(request["name"], arguments)
     kept = [arenas.tensor(place) for place in request["into"]]
@@ -137,7 +137,7 @@ def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _prepared(name: str, arguments: Sequence[Any]) -> Callable[..., Any]:
-    """Return the candidate, after it has prepared the weights of its next call, even if that does not pay."""
+    """Prepare the weights of the candidate's next call, even if that does not pay; return the candidate."""
     function = _FUNCTIONS[name]
     reader = reader_of(function)
     if reader is not None:
@@ -180,9 +180,7 @@ def _copy(results: Sequence[Any], places: Sequence[Mapping[str, Any] | None], ar
 
 
 def _form(result: Any, passed: Sequence[Any]) -> dict[str, Any]:
-    """Return the form of a result; `is_argument` is the position of the passed tensor whose memory it shares from the
-    start.
-    """
+    """Return the form of a result. `is_argument`: position of the passed tensor that starts at the same address."""
     kind = f"{type(result).__module__}.{type(result).__qualname__}"
     if not isinstance(result, torch.Tensor):
         return {"type": kind}

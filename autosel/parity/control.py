@@ -1,7 +1,7 @@
-"""The control of a failed proof: a new worker of the same kind that calls the baseline, then an empty candidate.
+"""The control of a failed proof: a new worker of the same kind calls the baseline, then an empty candidate.
 
-Only a failure without an answer (an exception, a crash, a timeout) needs one. A worker that returned a wrong result
-has loaded the candidate and called it.
+Only a failure without an answer (an exception, a crash, a timeout) needs a control. A worker that has returned a wrong
+result has loaded and called the candidate.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _require(session: Session, w: Workload, recipes: Sequence[Recipe], fp: Finge
 
 
 def _call(session: Session, control: Candidate, case: Case, fp: Fingerprint) -> None:
-    """Call once. A wrong result is an answer too."""
+    """Call once. A wrong result counts as an answer."""
     proof = built(control, case.workload, fp)
     name = session.load(replace(proof, digest=proof.digest or control.name))  # the session's key is the digest
     arena = session.scratch[0]

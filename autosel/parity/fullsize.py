@@ -1,7 +1,7 @@
-"""The workload itself, at full size: random inputs, new ones at the same and at other addresses, repeats, a needle.
+"""Check a workload at full size: random inputs, new ones at the same and at other addresses, repeats, a needle.
 
-Sampled rows are judged in float64, and of the rest the elements that differ most from the baseline (whole.py); the
-bytes around the operands, and the operands themselves, are compared in full.
+Sampled rows are compared with the float64 reference; so are the elements that differ most from the baseline (whole.py).
+The operands and the bytes around them are compared in full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPEATS = 3
 
 
 class FullSize:
-    """Inputs are drawn separately, so that this can happen while a worker starts; they are freed once checked."""
+    """The check of one workload. `draw` makes its inputs, which can run while a worker starts; `check` frees them."""
 
     def __init__(self, op: Op, w: Workload, seed: Callable[[str], int]) -> None:
         self.op, self.w, self.seed = op, w, seed
@@ -45,7 +45,7 @@ class FullSize:
             self.second = self.op.refresh(self.w, self.first, self.seed(f"{self.w.key} 2"))
 
     def check(self, battery: Battery, tally: Tally) -> None:
-        """Run every check that full size allows; refuse like the battery."""
+        """Run all checks at full size. Raises RefusedError, like the battery."""
         self.draw()
         with Arena(self._room()) as arena:
             try:
@@ -66,12 +66,12 @@ class FullSize:
                 battery.session.detach(arena)
 
     def _fresh(self, battery: Battery, here: Placed, there: Placed, tally: Tally) -> None:
-        """Call with new activations at the old addresses, the same ones at new addresses, and again."""
+        """Call with new activations at the old addresses, with the same ones at new addresses, and repeat both."""
         here.renew(self.second)
         got = self._call(battery, here, "fresh inputs")
         self._judge(battery, self.second, got, "fresh inputs", tally)
         if not self._same(battery, got, self._call(battery, there, "fresh inputs")):
-            reason = "the same contents at other addresses give another result"
+            reason = "the same contents at other addresses give a different result"
             raise RefusedError("anti_cache", self._case("fresh inputs"), reason, {})
         for _ in range(REPEATS):
             self._call(battery, there, "repeated")
@@ -83,13 +83,13 @@ class FullSize:
         return battery.call(placed, self._case(what), skip=self.streamed)
 
     def _untouched(self, here: Placed) -> None:
-        """Compare the streamed operands, hundreds of megabytes, once for all calls above."""
+        """Compare the streamed operands, hundreds of megabytes, once for all calls before."""
         damage = here.damage()
         if damage is not None:
             raise RefusedError(damage.check, self._case("random"), damage.reason, damage.evidence)
 
     def _same(self, battery: Battery, one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-        """Compare bitwise in full; if that is not promised, within the spread on the sampled rows."""
+        """Return True if results agree: bitwise in full, or, on the sampled rows, as `Battery.agree` allows."""
         if all(torch.equal(bits(a), bits(b)) for a, b in zip(one, other, strict=True)):
             return True
         rows = self.op.rows(self.w, self.second, ROWS, self.seed(self.w.key))
@@ -105,14 +105,14 @@ class FullSize:
             tally.add(case, battery.judge(case, truth, worst.pick(got)))
 
     def _worst(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str) -> Rows | None:
-        """Return the elements that differ most from the baseline; None for an op with few rows or a slow baseline."""
+        """Return the elements that differ most from the baseline; None without Op.around or with a slow baseline."""
         if type(self.op).around is Op.around or not whole.affordable(self.op, self.w):
             return None
         base = battery.truths.baseline(self.op, inputs, (f"{what} {self.w.key}", self.seed(self.w.key)))
         return None if base is None else whole.worst(self.op, self.w, inputs, got[0], base[0])
 
     def _count(self) -> int:
-        """Return the number of rows to judge in float64: all of an op whose rows are cheap, up to ROW_ELEMENTS."""
+        """Return the number of rows to judge in float64: ROWS, or up to ROW_ELEMENTS for an op with cheap rows."""
         if type(self.op).around is not Op.around or "M" not in self.op.dim_names:
             return ROWS
         elements = sum(math.prod(spec.shape) for spec in self.op.outputs(self.w))
@@ -122,7 +122,7 @@ class FullSize:
         return f"{what} at {self.w.shape_text}"
 
     def _room(self) -> int:
-        """Return the bytes for one set of streamed operands and two of everything else, with guards."""
+        """Return the bytes for one set of streamed operands and two sets of the others, with guards."""
         tensors = leaves(self.first)
         total = sum(v.nbytes * (1 if argument_of(n) in self.streamed else 2) for n, v in tensors.items())
         for spec in self.op.outputs(self.w):

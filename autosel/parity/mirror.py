@@ -1,7 +1,7 @@
-"""Operands on another device, laid out as in shared memory: guards, gaps and odd alignments included.
+"""Copies of operands on another device, with the layout of shared memory: guards, gaps and odd alignments included.
 
-A call finds every byte that its parent wrote around its operands, and the parent finds every byte it left. Status on
-CUDA: not yet run on silicon.
+Before a call, all bytes of the operands and around them are copied to the device, and back after it. Status on CUDA:
+not yet run on silicon.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ class Mirror:
             torch.cuda.set_device(self.device)
 
     def push(self, values: Sequence[Any], arenas: Arenas) -> list[Any]:
-        """Return the same values with each reference as a tensor of the device; its bytes and those around it are
-        copied.
-        """
+        """Copy operands and the bytes around them to the device; return the values with tensors for references."""
         self._forget(arenas)
         for arena, start, end in _extents(values, arenas):
             self._buffer(arena)[start:end].copy_(arena.bytes(start, end))
         return [received(v, lambda ref: self._tensor(ref, arenas)) for v in values]
 
     def pull(self, values: Sequence[Any], arenas: Arenas) -> None:
-        """Wait for the device, and copy its memory back. Raises the device's error."""
+        """Wait for the device, then copy its memory back. Raises the device's error."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for arena, start, end in _extents(values, arenas):
@@ -54,9 +52,7 @@ class Mirror:
         return flat.view(dtype).as_strided(ref.shape, ref.strides)
 
     def _buffer(self, arena: Arena) -> torch.Tensor:
-        """Return the buffer. Raises CUDA's error if the device has too little memory: rows far apart take some
-        gigabytes.
-        """
+        """Return the arena's buffer, some gigabytes for rows far apart. Raises CUDA's error without enough memory."""
         if arena.name not in self._buffers:
             if self.device.type == "cpu":  # only touched pages exist, as in the arena
                 made = Arena(arena.size_bytes).bytes(0, arena.size_bytes)
@@ -71,7 +67,7 @@ class Mirror:
 
 
 def _extents(values: Sequence[Any], arenas: Arenas) -> Iterator[Extent]:
-    """Return the bytes of each referenced tensor with its guards; row by row if gigabytes are between rows."""
+    """Yield the bytes of each referenced tensor with its guards, or of each row if gigabytes are between rows."""
     for reference in (ref for value in values for ref in references(value)):
         ref: Ref = from_json(Ref, reference)
         arena, itemsize = arenas[ref.arena], getattr(torch, ref.dtype).itemsize

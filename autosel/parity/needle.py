@@ -1,4 +1,4 @@
-"""A needle at full size: inputs whose result depends on few elements, in secret places, so that a skipped one shows."""
+"""A needle: full-size inputs whose result depends on few elements in secret places, to detect a skipped element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosel.values import Workload
 
 
 def needle(op: Op, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
-    """Return the given inputs with a needle planted; tensors that change are new ones."""
+    """Return the inputs with a needle planted. Changed tensors are new ones."""
     draw = Draw(seed, w.dtype)
     if {"q", "k", "v", "max_len"} <= set(inputs):
         return _in_cache(inputs, draw)
@@ -27,7 +27,7 @@ def needle(op: Op, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
 
 
 def _one_a_row(x: Tensor, draw: Draw) -> Tensor:
-    """Return zeros but for one element per row; the first row's is the last element: a wrong tail loop drops it."""
+    """Return zeros with one other element per row. In the first row it is the last, which a wrong tail loop drops."""
     rows = torch.zeros_like(x, memory_format=torch.contiguous_format).view(-1, x.shape[-1])
     at = draw.integers(0, x.shape[-1], rows.shape[0])
     at[0] = x.shape[-1] - 1
@@ -36,7 +36,7 @@ def _one_a_row(x: Tensor, draw: Draw) -> Tensor:
 
 
 def _in_cache(inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
-    """Give one key of each batch row nearly all the weight: the last one, or one at a secret place in the window."""
+    """Give one key of each sequence nearly all the weight: the last key, or one at a secret place in the window."""
     from autosel.ops.attention_cases import plant
 
     planted = dict(inputs) | {n: inputs[n].clone() for n in ("q", "k", "v")}

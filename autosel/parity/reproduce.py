@@ -1,4 +1,4 @@
-"""Run one named case alone: the command that an error message recommends."""
+"""Run one named case alone, for the command that an error message recommends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosel.values import Failed, Fingerprint, Workload
 
 
 def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inputs: str, device: str = "cpu") -> str:
-    """Build the candidate and run one case on the inputs drawn from a text; return a line that says how it passed.
+    """Build the candidate and run one case on inputs drawn from the text `inputs`; return a line about its success.
 
     Raises UnknownName with the known names, BuildError, or ParityError with the values.
     """
@@ -24,19 +24,19 @@ def reproduce(candidate: Candidate, w: Workload, fp: Fingerprint, case: str, inp
         found = prover.take(proof, [step])
     if isinstance(found, Failed):
         what = f'{candidate.name} failed parity (check "{found.check}", case "{case}")'
-        raise ParityError(what, why=found.reason, todo=f"the case is there to show: {step.covers}; seen: {seen(found)}")
+        raise ParityError(what, why=found.reason, todo=f"this case covers: {step.covers}; found: {seen(found)}")
     return f'{candidate.name} passed case "{case}" ({step.covers}): worst error {found.worst:.2f} of the bound'
 
 
 def _step_of(case: str, w: Workload) -> str:
-    """Return the step that reproduces a failure: a failure names the call that failed, and its step makes it."""
+    """Return the name of the step that makes the call which a failure names."""
     if case.endswith(f" at {w.shape_text}"):
         return f"at {w.shape_text}"
     return FRESH if case.startswith(FRESH) else case
 
 
 def seen(failed: Failed) -> str:
-    """Return the values of a failure, in a line."""
+    """Return the values of a failure in one line."""
     return ", ".join(
         f"{name} {value}" for name, value in failed.evidence.items() if name not in ("traceback", "stderr")
     )

@@ -25,13 +25,13 @@ from autosel.workers.registers import threads_of
 T = TypeVar("T")
 START_S, LOAD_S = 120.0, 120.0
 CALL_S = 60.0  # ample for a microsecond's work; a call that compiles first may need most of it
-PROOF_S = 600.0  # a candidate this slow loses every race
+PROOF_S = 600.0  # a candidate that needs longer would lose every race
 SCRATCH_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The claim of a proof: this build with these knobs is right at this workload, and at every small one like it."""
+    """The claim of a proof: this build with these knobs is correct at this workload and at smaller ones like it."""
 
     candidate: Candidate
     recipe: Recipe
@@ -50,8 +50,9 @@ def built(candidate: Candidate, w: Workload, fp: Fingerprint) -> Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The form of a result, as the worker reports it; `is_argument`: position of the passed tensor that it shares
-    memory with.
+    """The form of a result, as the worker reports it.
+
+    `is_argument`: position of the passed tensor with which it shares memory.
     """
 
     type: str
@@ -72,7 +73,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledAtOnce:
-    """The worker's reply to calls of several threads: forms of each thread's, in the order of its calls."""
+    """The worker's reply to calls of several threads: the forms of each thread's results, in the order of its calls."""
 
     results: tuple[tuple[tuple[Form, ...], ...], ...]
 
@@ -86,7 +87,7 @@ class RefusedError(Exception):
 
 
 class Session:
-    """Starts its worker at once, so that the child imports while the parent draws inputs."""
+    """A worker and the requests to it. The worker starts at once, so that it imports while the parent draws inputs."""
 
     def __init__(self, call_deadline_s: float, threads: int = 0, device: str = "cpu") -> None:
         """Start the worker. `threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
@@ -161,7 +162,7 @@ class Session:
         return found
 
     def _threads(self) -> Mapping[str, str]:
-        """Return the modes that threads of a CPU's worker have set; a device's driver starts other kinds of threads."""
+        """Return the modes that threads of a CPU's worker have set; {} for a GPU, whose driver starts other threads."""
         return threads_of(self.worker.pid) if self.device == "cpu" else {}
 
     def attach(self, arena: Arena) -> None:
@@ -239,21 +240,19 @@ class Session:
         return sum(1 for _ in Path(f"/proc/{self.worker.pid}/fd").iterdir())
 
     def loop(self, name: str, proof: Proof, placed: Placed, times: int, deadline_s: float, kept: Sequence[Ref]) -> None:
-        """Call many times on the same operands. `kept`: for each output, memory in scratch for its results, call by
-        call.
-        """
+        """Call many times on the same operands. `kept`: memory in scratch for the results of each output, by call."""
         self.attach(self.scratch[1])
         into = [to_json(ref) for ref in kept]
         self.ask(self._request("loop", name, proof, placed) | {"times": times, "into": into}, deadline_s)
 
     def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """Return the result objects of an earlier call again, as they are now."""
+        """Return the current contents of the results of an earlier call."""
         into = self._into(proof, placed, placed.places())
         self.ask({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
 
     def overwritten(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """Return the result objects of an earlier call, after each was filled with its number."""
+        """Fill each result of an earlier call with its number; return the results."""
         into = self._into(proof, placed, placed.places())
         self.ask({"do": "overwrite", "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
@@ -265,10 +264,9 @@ class Session:
         return {"do": do, "name": name, "arguments": placed.arguments(), "outputs": outputs, "into": into}
 
     def _into(self, proof: Proof, placed: Placed, places: Sequence[Any], *, outputs: bool = False) -> list[Any]:
-        """Return the memory into which the child copies results that the candidate allocated, in the op's order of
-        outputs.
+        """Return the memory into which the child copies allocated results, in the op's order of outputs.
 
-        `outputs`: also for results that it was given memory for.
+        `outputs`: also for results that are written into given memory.
         """
         inout = {a.name for a in placed.op.args if a.role == "inout"}
         left = list(places)
@@ -280,7 +278,7 @@ class Session:
         """Check type, dtype, shape and layout of the results; results written into outputs must be those outputs."""
         specs = placed.op.outputs(placed.workload)
         if len(forms) != len(specs):
-            reason = f"it returned {len(forms)} results; {placed.op.name} has {len(specs)}"
+            reason = f"the candidate returned {len(forms)} results; {placed.op.name} has {len(specs)}"
             raise RefusedError("result", case, reason, {"returned": len(forms), "expected": len(specs)})
         position = len(placed.op.args)
         inout = {a.name: i for i, a in enumerate(placed.op.args) if a.role == "inout"}

@@ -1,8 +1,9 @@
-"""Operands laid out in shared memory with guards around them: what a candidate is called on, and what it may not touch.
+"""Place operands in shared memory, with guards around them that a candidate must not change.
 
-Every tensor has at least 64 KiB of guard on each side, and so have the gaps between rows of a strided one. Two fillings
-exist: NONE, bytes 0xFF, which is NaN in every float and -1 in every integer; and SOME, random bytes that are small
-finite floats. Outputs start as filling too: what a candidate leaves unwritten differs between the two.
+Each tensor has at least 64 KiB of guard on each side. Guards, the gaps between rows of a strided tensor, and outputs
+are filled before a call. There are two fillings: "none", bytes 0xFF, which are NaN in every float and -1 in every
+integer; and "some", random bytes that are small finite floats. Elements of an output that a candidate does not write
+differ between the two.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from autosel.values import Workload, to_json
 from autosel.workers.arena import ALIGN_BYTES, Arena, Ref, contiguous
 
 GUARD_BYTES = 64 << 10
-FAR = (1 << 31) + 1  # elements: past what an int32 index reaches, and odd
-FAR_GUARD_BYTES = 4 << 10  # around each row of a tensor whose rows lie that far apart; the rest is never touched
+FAR = (1 << 31) + 1  # elements: an odd number beyond the reach of an int32 index
+FAR_GUARD_BYTES = 4 << 10  # around each row of a tensor with rows that far apart; the memory between is never touched
 Filling = Literal["none", "some"]
 _NONE = b"\xff" * GUARD_BYTES
 # High bits cleared: exponents stay far from all ones, so every float pattern is finite and below 2 in magnitude.
@@ -33,7 +34,7 @@ _SOME = bytes(byte & 63 for byte in random.Random(20).randbytes(1 << 20))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Bytes changed that were not the candidate's to change. `check` is "inputs" or "guards"."""
+    """Bytes that the candidate must not change and has changed. `check` is "inputs" or "guards"."""
 
     check: str
     reason: str
@@ -42,7 +43,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One tensor's place. `name`: the argument's, with the part's where that is several tensors ("w.codes")."""
+    """The place of one tensor. `name`: the argument, and the part if it has several tensors ("w.codes")."""
 
     name: str
     ref: Ref
@@ -60,8 +61,10 @@ class Piece:
 
     @property
     def parts(self) -> tuple[tuple[int, int, Ref], ...]:
-        """(start, end, tensor inside) of the stretches of memory that are filled and looked at: one, or one a row where
-        what lies between rows is gigabytes."""
+        """Return (start, end, tensor inside) of each part of memory that is filled and checked.
+
+        There is one part, or one for each row if gigabytes are between rows.
+        """
         if self.ref.span <= FAR:
             return ((self.start, self.end, self.ref),)
         itemsize = getattr(torch, self.ref.dtype).itemsize
@@ -75,7 +78,7 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Placed:
-    """One set of operands with its outputs, in place."""
+    """One set of operands and their outputs in an arena."""
 
     op: Op
     workload: Workload
@@ -88,7 +91,10 @@ class Placed:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def fill(self, filling: Filling, *, keep: Sequence[str] = ()) -> None:
-        """Guards, gaps and outputs get the filling, inputs their values (`keep`: those that are in place already)."""
+        """Write the filling to guards, gaps and outputs, and the values to inputs.
+
+        `keep`: arguments whose values are not written again if they are in place.
+        """
         self.filling, values = filling, leaves(self.inputs)
         for start, end, _ in self._guards():
             self._fill(start, end)
@@ -101,7 +107,7 @@ class Placed:
                 self.written.add(piece.name)
 
     def renew(self, inputs: Inputs) -> None:
-        """Other values for the same places: shapes and strides as before. Written by the next `fill`."""
+        """Set other values, of the same shapes and strides, for the same places. The next `fill` writes them."""
         changed = {n for n, v in inputs.items() if v is not self.inputs.get(n)}
         self.inputs = inputs
         self.written = {name for name in self.written if argument_of(name) not in changed}
@@ -109,25 +115,25 @@ class Placed:
     def _fill(self, start: int, end: int) -> None:
         self.arena.memory[start:end] = self._expected(start, end)
 
-    # --- what is sent -----------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def arguments(self) -> list[Any]:
         places = {p.name: to_json(p.ref) for p in self.pieces if p.role != "out"}
         return [sent(a.name, self.inputs[a.name], places) for a in self.op.args]
 
     def places(self) -> list[Any]:
-        """References to the pure outputs, in order."""
+        """Return references to the outputs that are not also inputs, in order."""
         return [to_json(p.ref) for p in self.pieces if p.role == "out"]
 
-    # --- what is there afterwards -----------------------------------------------------------------------------------
+    # --- after a call -----------------------------------------------------------------------------------------------
 
     def results(self) -> tuple[Tensor, ...]:
-        """Copies of all outputs in the op's order, inout ones among them."""
+        """Return copies of all outputs in the op's order, including inout ones."""
         by_name = {p.name: p for p in self.pieces if p.role != "in"}
         return tuple(self.arena.tensor(by_name[name].ref).clone() for name in self.op.output_names)
 
     def damage(self, *, skip: Sequence[str] = ()) -> Damage | None:
-        """The first thing that changed and should not have; the inputs in `skip` are not looked at."""
+        """Return the first forbidden change, or None. Inputs in `skip` are not compared."""
         for piece in self.pieces:
             if piece.role == "in" and piece.argument not in skip:
                 found = self._changed_input(piece)
@@ -145,14 +151,17 @@ class Placed:
         return None
 
     def unwritten(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> tuple[str, int] | None:
-        """(output, elements) still as the fillings left them: `before` under NONE, `after` under SOME."""
+        """Return an output and the number of its elements that still hold the filling, or None.
+
+        `before` are the results with the filling "none", `after` those with "some".
+        """
         for piece, one, other in zip(self._outputs(), before, after, strict=True):
             if piece.role == "inout" or not one.numel():
                 continue
             expected = strided(bytearray(_some(piece.start, piece.end)), piece.ref)
             untouched = bits(one) == -1
             left = untouched & (bits(other) == bits(expected))
-            # One that is NaN for having read outside its operands may meet the second filling by chance.
+            # A candidate that reads outside its operands may give NaN, then a few equal bytes by chance: require all.
             if left.any() and torch.equal(left, untouched):
                 return piece.name, int(left.sum())
         return None
@@ -170,7 +179,7 @@ class Placed:
         before, after = was[where].item(), now[where].item()
         return Damage(
             check="inputs",
-            reason=f"it changed its input {piece.name} at {list(where)}: {before} became {after}",
+            reason=f"the candidate changed its input {piece.name} at {list(where)} from {before} to {after}",
             evidence={"input": piece.name, "index": list(where), "elements": int(changed.sum())},
         )
 
@@ -181,7 +190,7 @@ class Placed:
         place = where(changed[0])
         return Damage(
             check="guards",
-            reason=f"it wrote outside its outputs: {place}",
+            reason=f"the candidate wrote outside its outputs: {place}",
             evidence={"where": place, "bytes": len(changed)},
         )
 
@@ -201,7 +210,7 @@ class Placed:
         return _NONE if end - start == len(_NONE) else b"\xff" * (end - start)
 
     def _guards(self) -> Iterator[tuple[int, int, Callable[[int], str]]]:
-        """(start, end, words for a byte in it) of every guard."""
+        """Yield (start, end, function that describes the place of a byte) of every guard."""
         for piece in self.pieces:
             yield piece.start - GUARD_BYTES, piece.start, _words("before", piece, GUARD_BYTES)
             yield piece.end, piece.end + GUARD_BYTES, _words("after", piece, 0)
@@ -217,16 +226,18 @@ def place(
     share: Placed | None = None,
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> Placed:
-    """Lay operands and outputs out. `gap`: elements between the rows of outputs (0: contiguous). `share`: another
-    placement whose streamed operands, already in place, are used. `strides`: of inputs that are to have others than
-    theirs."""
+    """Reserve memory for operands and outputs in an arena; return their placement.
+
+    `gap`: elements between the rows of outputs (0: contiguous). `share`: another placement whose streamed operands are
+    used again. `strides`: strides of inputs that replace their own.
+    """
     strides = strides or {}
     roles = {a.name: a.role for a in op.args}
     shared = {p.name: p for p in share.pieces if roles.get(p.argument) == "streamed"} if share else {}
     pieces, known = list[Piece](), dict[int, Piece]()
     for name, value in leaves(inputs).items():
         if name not in shared:
-            # Keep how far the tensor is off an aligned address: kernels must not assume alignment.
+            # Keep the tensor's offset from an aligned address: kernels must not assume alignment.
             shift = int(value.storage_offset()) * value.itemsize % ALIGN_BYTES
             role: Literal["in", "inout"] = "inout" if roles[argument_of(name)] == "inout" else "in"
             steps = strides.get(name, value.stride())
@@ -262,7 +273,7 @@ def _piece(
 
 
 def far_strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
-    """For each tensor whose rows lie apart already: strides that put the first and the last FAR elements apart."""
+    """Return, for each tensor with gaps between rows, strides that put its first and last row FAR elements apart."""
     found = {}
     for name, value in leaves(inputs).items():
         if value.dim() > 1 and value.shape[0] > 1 and not value.is_contiguous():
@@ -271,7 +282,7 @@ def far_strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
 
 
 def room_for(inputs: Inputs, strides: Mapping[str, Sequence[int]], outputs_bytes: int) -> int:
-    """Bytes of an arena for one placement, guards included."""
+    """Return the bytes of an arena for one placement, guards included."""
     total, values = outputs_bytes, leaves(inputs)
     for name, value in values.items():
         steps = zip(value.shape, strides.get(name, value.stride()), strict=True)
@@ -284,7 +295,7 @@ def _words(side: str, piece: Piece, origin: int) -> Callable[[int], str]:
 
 
 def _some(start: int, end: int) -> bytes:
-    """The random filling of bytes [start, end): it depends on the place alone."""
+    """Return the random filling of bytes [start, end), which depends only on their place."""
     phase, count = start % len(_SOME), end - start
     if phase + count <= len(_SOME):
         return _SOME[phase : phase + count]
@@ -292,13 +303,13 @@ def _some(start: int, end: int) -> bytes:
 
 
 def strided(span: bytearray, ref: Ref, start: int = 0) -> Tensor:
-    """Bytes seen as a piece's tensor, which begins `start` bytes into them."""
+    """Return bytes as a piece's tensor, which begins `start` bytes into them."""
     dtype = getattr(torch, ref.dtype)
     return torch.frombuffer(span, dtype=dtype, offset=start).as_strided(ref.shape, ref.strides)
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Each element once: dimensions repeated by stride 0 are cut to one."""
+    """Return a view with each element once: dimensions of stride 0 are narrowed to size 1."""
     for dim in range(tensor.dim()):
         if tensor.shape[dim] > 1 and tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)

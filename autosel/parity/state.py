@@ -1,4 +1,4 @@
-"""The process-wide state that a candidate must leave as it was. Runs in the worker; `Session.look` asks for it.
+"""The process-wide state that a candidate must not change. Runs in the worker, for `Session.look`.
 
     before = State()            # keeps the functions it sees, so that no other object can take their identity
     before.now()["gc"]          # 'True (700, 10, 10)'
@@ -34,7 +34,7 @@ import torch
 
 from autosel.ops.precision import matmul_precision
 
-# Getters of torch._C without arguments: torch.backends, torch.autograd and torch.overrides set what they return.
+# Getters of torch._C without arguments. Functions of torch.backends, torch.autograd and torch.overrides set the values.
 SWITCHES = (
     "_get_blas_preferred_backend", "_get_cpu_allow_fp16_reduced_precision_reduction",
     "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
@@ -50,8 +50,7 @@ SWITCHES = (
     "_len_torch_dispatch_stack", "_len_torch_function_stack", "is_anomaly_check_nan_enabled", "is_anomaly_enabled",
 )  # fmt: skip
 MATMUL = ("all", "matmul", "conv", "rnn")  # operations for which torch.backends sets an fp32 precision
-# Kernels that a Library("aten", "IMPL") could replace for the whole process: those that baselines and candidates call
-# most.
+# Kernels that a Library("aten", "IMPL") could replace for the whole process: the most called ones.
 ATEN = (
     "add.Tensor", "add_.Tensor", "addmm", "argmax", "bmm", "clone", "copy_", "cos", "div.Tensor", "embedding", "empty",
     "empty.memory_format", "empty_strided", "equal", "exp", "fill_.Scalar", "gelu", "index.Tensor", "index_copy_",
@@ -70,9 +69,9 @@ class State:
     """The initial state: functions by owner and name, and the variables of the environment."""
 
     def __init__(self) -> None:
-        with suppress(ImportError):  # it loads compiled kernels, and installs a handler for crashes
+        with suppress(ImportError):  # tvm_ffi installs a crash handler; compiled kernels need the module
             import_module("tvm_ffi")
-        if faulthandler.is_enabled():  # the handler that prints the Python frame must stay
+        if faulthandler.is_enabled():  # keep the handler that prints the Python frame
             faulthandler.disable()
             faulthandler.enable()
         self.recursion_limit = sys.getrecursionlimit()
@@ -87,7 +86,7 @@ class State:
         return found | {"recursion limit": str(limit)}
 
     def _replaced(self) -> dict[str, str]:
-        """Return functions and kernels that differ from the initial ones; "" for none. A library may add new ones."""
+        """Return the replaced functions and kernels ("" for none) and the environment. New functions are allowed."""
         replaced = [
             f"{owner_name}.{name}"
             for owner_name, owner in zip(self.functions, OWNERS, strict=True)
@@ -122,7 +121,7 @@ def _settings() -> dict[str, str]:
 
 
 def _get(name: str, *arguments: Any) -> str:
-    """Return a getter's value; "" for one that this PyTorch lacks, or that does not take these arguments."""
+    """Return a getter's value; "" if this PyTorch lacks the getter or rejects these arguments."""
     try:
         return str(getattr(torch._C, name)(*arguments))
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -145,7 +144,7 @@ def _modes() -> dict[str, str]:
 
 
 def _subnormals() -> str:
-    """Return how this thread's arithmetic treats subnormal numbers (FTZ and DAZ off: kept)."""
+    """Return "kept" if this thread computes with subnormal numbers (FTZ and DAZ are off), else "flushed"."""
     tiny = 2.0**-1060
     return "kept" if tiny * 0.5 > 0.0 and tiny * 2.0**40 > 0.0 else "flushed"
 
@@ -183,7 +182,7 @@ def _status(name: str) -> str:
 
 
 def _handlers() -> Iterator[tuple[int, int, int]]:
-    """Yield (signal, address of its handler, its flags) from the C library: Python's own list lacks those of C code."""
+    """Yield (signal, address of its handler, flags) from the C library: Python's list lacks handlers of C code."""
     libc = ctypes.CDLL(None)
     for number in signal.valid_signals():
         action = ctypes.create_string_buffer(256)
@@ -200,7 +199,7 @@ def _file(fd: int) -> str:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """Return the variables in the C library's own table: os.environ does not see setenv."""
+    """Return the variables in the C library's table: os.environ does not show variables that C code sets."""
     table = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     found, at = {}, 0
     while table and table[at] is not None:
@@ -235,7 +234,7 @@ def _functions(owner: Any, only: str = "") -> dict[str, Any]:
 
 
 def _by_torch(value: Any) -> bool:
-    """Return True for one of PyTorch's own functions. Importing torch.compile's modules wraps some."""
+    """Return True for PyTorch's own functions: importing torch.compile's modules wraps some."""
     code = getattr(value, "__code__", None)
     return code is not None and str(code.co_filename).startswith(f"{Path(torch.__file__).parent}/")
 

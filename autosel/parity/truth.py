@@ -1,6 +1,6 @@
-"""The correct results for one set of inputs: computed in this process, only after a candidate has answered, and kept.
+"""The correct results for one set of inputs, computed in this process after the first candidate has answered.
 
-Candidates proven one after the other get the same cases; the float64 reference of each is computed once.
+Results are kept: candidates proven one after the other get the same cases, and each float64 reference is computed once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Baseline = Callable[..., Any] | None
 
 
 class Truth:
-    """Inputs, and from the first judgement on the reference, its bound and, for `averages`, the baseline's result."""
+    """Inputs with their expected results, which the first judgement computes.
+
+    These are the reference with its bound and, for `averages`, the baseline's result.
+    """
 
     def __init__(self, op: Op, inputs: Inputs, *, averages: bool = True) -> None:
         self.op, self.inputs, self.averages = op, inputs, averages
@@ -33,7 +36,7 @@ class Truth:
         self._lock = threading.Lock()
 
     def judge(self, got: Sequence[Tensor]) -> Match | Mismatch:
-        """Judge `got`. A baseline that is wrong itself does not limit how large errors may be."""
+        """Compare `got` with the expected results. A baseline that is wrong itself is ignored."""
         with self._lock:
             if self._known is None:
                 expected = Expected(self.op, self.inputs)
@@ -46,7 +49,7 @@ class Truth:
 
 
 class Truths:
-    """Truths of cases by name; the least recently used go if they hold more than KEPT_BYTES of inputs."""
+    """Truths of cases by name; drops the least recently used ones beyond KEPT_BYTES of inputs."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str, int], Truth] = OrderedDict()
@@ -55,7 +58,7 @@ class Truths:
         self._baselines: OrderedDict[tuple[str, int], Sequence[Tensor] | None] = OrderedDict()
 
     def baseline(self, op: Op, inputs: Inputs, key: tuple[str, int]) -> Sequence[Tensor] | None:
-        """Return the eager result on large inputs, by their name; kept for the next candidates with the same inputs."""
+        """Return the eager result on large inputs. It is kept under `key` for the next candidates with these inputs."""
         with self._lock:
             if key not in self._baselines:
                 self._baselines[key] = run_baseline(op, inputs)
@@ -74,7 +77,7 @@ class Truths:
         return found
 
     def _keep(self, key: tuple[str, str, int], truth: Truth) -> None:
-        before = self._kept.pop(key, None)  # it, or one that another thread made meanwhile
+        before = self._kept.pop(key, None)  # this truth, or one that another thread has made meanwhile
         self._kept[key] = truth
         self._kept_bytes += truth.size_bytes - (before.size_bytes if before else 0)
         while self._kept_bytes > KEPT_BYTES:
@@ -87,7 +90,7 @@ class Truths:
 
 
 def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:
-    """Return the eager composition's outputs, on copies of what it may write; None if there is no eager composition."""
+    """Run the eager composition on copies of its inout operands; return its outputs, or None if the op has none."""
     module = "autosel.ops.eager_stored" if any(isinstance(v, Stored) for v in inputs.values()) else "autosel.ops.eager"
     baseline: Baseline = getattr(import_module(module), op.name, None)
     if baseline is None:

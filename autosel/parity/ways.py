@@ -1,7 +1,6 @@
-"""The ways in which a worker calls a candidate, beside the plain one: from other threads, in inference mode, and on
-views of one storage.
+"""Ways in which a worker calls a candidate: plainly, from other threads, in inference mode, on views of one storage.
 
-A server calls a kernel from whichever thread has a request. Threads take the modes of the worker's own thread along.
+A server calls a kernel from any of its threads. Other threads here get the modes of the worker's main thread.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from autosel.workers.arena import Arenas, Ref
 HERE, OTHER, NEW, ONE_STORAGE = "", "another thread", "a new thread", "one storage"
 INFERENCE, UNPREPARED = "inference mode", "weights not prepared"
 START_TOGETHER_S = 60.0
-PAUSED, PAUSE_S, PAUSES_S = 2, 2e-4, 0.1  # passes with pauses, the length of one, and how long there are any
-M_PERTURB, NEW_MEMORY = -6, 0x7F  # malloc.h; each byte of memory that malloc returns: bf16 and fp32 of 3.4e38
+PAUSED, PAUSE_S, PAUSES_S = 2, 2e-4, 0.1  # passes with pauses; seconds of one pause; seconds after which pauses end
+M_PERTURB, NEW_MEMORY = -6, 0x7F  # option in malloc.h; the value of new bytes, 3.4e38 as bf16 and fp32
 _OTHER: list[ThreadPoolExecutor] = []
-_COUNT = [0]  # torch's threads before they were changed; 0: they were not
+_COUNT = [0]  # the initial number of PyTorch's threads; 0 until it is changed
 
 Call = Callable[..., Any]
 
@@ -42,13 +41,13 @@ class Operands:
     arguments: Sequence[Any]
     outputs: Sequence[Any]
 
-    def anew(self) -> list[Any]:
-        """The same arguments, with outputs of their own."""
+    def with_new_outputs(self) -> list[Any]:
+        """Return the same arguments with new outputs."""
         return [*self.arguments, *(None if out is None else out.clone() for out in self.outputs)]
 
 
 def called(way: str, call: Call) -> Any:
-    """Return the call's result; it runs in the thread, or in the mode, that the way names."""
+    """Run the call in the thread or mode that `way` names; return its result."""
     if way == OTHER:
         if not _OTHER:
             _OTHER.append(ThreadPoolExecutor(1, initializer=_taking_along()))
@@ -64,21 +63,23 @@ def called(way: str, call: Call) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """Hold what a call returned, and the operands of the call."""
+    """The results of a call, and its operands."""
 
     results: list[Any]
     operands: Sequence[Any]
 
 
 def at_once(function: Call, queues: Sequence[Sequence[Operands]], passes: int) -> list[list[Made]]:
-    """Run each queue's calls in a thread of its own, all at the same time, several times over.
+    """Run each queue's calls in a separate thread, all at the same time, several times.
 
-    Each call of each pass gets outputs of its own. Of every call the first result that is not that of the first pass is
-    returned, else the last. After these passes each queue runs slowly beside the other ones: its thread pauses whenever
-    native code returns to Python code. On a busy core threads otherwise alternate every few milliseconds only, and each
-    completes many calls of a short kernel.
+    Each call of each pass gets separate outputs. For every call, return the first result that differs from the first
+    pass, else the last result.
+
+    After these passes each queue runs slowly while the others run: its thread pauses whenever native code returns to
+    Python code. Without pauses, threads on a busy core alternate only every few milliseconds, and each completes many
+    calls of a short kernel in between.
     """
-    runs = [[[operands.anew() for operands in queue] for _ in range(passes + PAUSED)] for queue in queues]
+    runs = [[[operands.with_new_outputs() for operands in queue] for _ in range(passes + PAUSED)] for queue in queues]
     start, done = threading.Barrier(len(queues)), threading.Event()
 
     def run(calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
@@ -115,7 +116,7 @@ def at_once(function: Call, queues: Sequence[Sequence[Operands]], passes: int) -
 
 @contextmanager
 def _pausing() -> Iterator[None]:
-    """Let this thread pause whenever native code returns to Python code, for PAUSES_S at most."""
+    """Pause this thread whenever native code returns to Python code, until PAUSES_S have passed."""
     until = time.perf_counter() + PAUSES_S
 
     def pause(_: FrameType, event: str, __: Any) -> None:
@@ -137,7 +138,7 @@ def _odd(made: Sequence[Made]) -> Made:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Bitwise, where both are tensors of one form."""
+    """Compare bitwise if both are tensors of the same shape and dtype."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return one is other
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
@@ -148,7 +149,7 @@ def listed(returned: Any) -> list[Any]:
 
 
 def _taking_along() -> Callable[[], None]:
-    """Return a function that sets a new thread's modes as they are in this one."""
+    """Return a function that gives a new thread the modes of this thread."""
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -162,21 +163,21 @@ def _taking_along() -> Callable[[], None]:
 
 
 def use_threads(count: int, *, served: bool) -> None:
-    """Set the number of PyTorch's threads; 0: as at first. `served`: C++ kernels run on them, as in a server."""
+    """Set the number of PyTorch's threads; 0: the initial number. `served`: C++ kernels run on them, as in a server."""
     _COUNT[0] = _COUNT[0] or torch.get_num_threads()
     torch.set_num_threads(count or _COUNT[0])
     threads.use(openmp=served, wake=True)
 
 
 def other_work() -> None:
-    """What a model does between two calls of a kernel: products, a sort, a softmax, a copy to another dtype."""
+    """Run the work of a model between two calls of a kernel: products, a sort, a softmax, a copy to another dtype."""
     x = torch.linspace(-3.0, 3.0, 96 * 96).view(96, 96)
     for dtype in (torch.float32, torch.bfloat16):
         (x.to(dtype) @ x.to(dtype)).softmax(-1).sort(-1)
 
 
 def in_one_storage(reference: Mapping[str, Any], arenas: Arenas) -> torch.Tensor:
-    """The tensor of a reference as a view of the arena's whole storage, at an offset of its own."""
+    """Return the tensor of a reference as a view of the arena's whole storage, at its offset."""
     ref: Ref = from_json(Ref, reference)
     arena, dtype = arenas[ref.arena], getattr(torch, ref.dtype)
     whole = torch.frombuffer(arena.memory, dtype=torch.uint8).untyped_storage()
@@ -184,15 +185,15 @@ def in_one_storage(reference: Mapping[str, Any], arenas: Arenas) -> torch.Tensor
 
 
 def overwrite(results: Sequence[Any]) -> None:
-    """Fill each result with a number of its own, as a caller may who owns it."""
+    """Fill each result with a different number, as a caller that owns it may."""
     for number, result in enumerate(results, 1):
         if isinstance(result, torch.Tensor):
             result.fill_(number)
 
 
 def fill_new_memory() -> None:
-    """From now on new memory holds numbers, as it does in a process that has run for long; a fresh one's is zero."""
+    """Make malloc fill new memory with numbers, as in a process that has run for long; in a fresh one it is zero."""
     try:
         ctypes.CDLL(None).mallopt(M_PERTURB, NEW_MEMORY ^ 0xFF)
-    except AttributeError:  # another C library than glibc
+    except AttributeError:  # not glibc
         return

@@ -1,9 +1,9 @@
-"""The whole of a large result: compared with the baseline's, and judged in float64 where the two differ most.
+"""Compare the whole of a large result with the baseline's; find the elements that are then judged in float64.
 
-A float64 reference of all of it would take seconds. The baseline's result is cheap, and differs from a correct result
-by no more than both bounds; an element that is further off ranks before all correct ones, and the reference decides.
-The difference is relative to the element and to the result's root mean square: small elements have small bounds, unless
-they result from cancellation.
+A float64 reference of the whole result would take seconds. The baseline's result is cheap, and differs from a correct
+result by at most the sum of both bounds. An element with a larger error therefore ranks before all correct ones, and
+the float64 reference decides. The difference is relative to the element plus the result's root mean square, because
+small elements have small bounds unless they result from cancellation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autosel.ops.contract import Inputs, Op, Rows
 from autosel.values import Workload
 
 JUDGED = 8  # elements that differ most
-MOST_FLOPS = 1 << 36  # limit for a baseline that runs here on one thread: about two seconds
+MOST_FLOPS = 1 << 36  # most operations of a baseline, which runs on one thread: about two seconds
 
 
 def affordable(op: Op, w: Workload) -> bool:
@@ -23,7 +23,7 @@ def affordable(op: Op, w: Workload) -> bool:
 
 
 def worst(op: Op, w: Workload, inputs: Inputs, got: Tensor, base: Tensor) -> Rows | None:
-    """Return the part of the inputs that decides the elements which differ most; None if none does."""
+    """Return the inputs of the elements that differ most from the baseline; None if no element differs."""
     apart = _apart(got, base)
     values, order = apart.flatten().topk(min(JUDGED, apart.numel()))
     order = order[values > 0]

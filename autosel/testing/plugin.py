@@ -1,4 +1,4 @@
-"""The pytest plugin: options that name a candidate, and an item for each thing that is checked of it."""
+"""The pytest plugin: options that name a candidate, and one item for each of its checks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ KINDS = ("hostile", "habit", "size", "left")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("autosel", "the conformance of a kernel candidate")
-    group.addoption("--candidate", metavar="WHO", help="module:function, or a name of autosel's own as cpp:rmsnorm")
-    group.addoption("--op", metavar="OP", help="the op it claims to be, as rmsnorm, gemv, attn")
+    group = parser.getgroup("autosel", "conformance of a kernel candidate")
+    group.addoption("--candidate", metavar="WHO", help="module:function, or a name such as cpp:rmsnorm")
+    group.addoption("--op", metavar="OP", help="the op that the candidate implements, such as rmsnorm, linear or attn")
     group.addoption(
         "--dtype",
         action="append",
         default=[],
         choices=("bf16", "fp16", "fp32"),
-        help="default: the model's; repeatable",
+        help="dtype (default: the model's); repeatable",
     )
-    group.addoption("--model", default=MODEL, metavar="NAME", help=f"whose shapes: preset or folder (default {MODEL})")
+    group.addoption("--model", default=MODEL, metavar="NAME", help=f"preset or folder of the shapes (default {MODEL})")
     group.addoption("--batch", type=int, default=1, metavar="N", help="sequences in a decode step (default 1)")
     group.addoption("--seq", type=int, default=SEQ, metavar="N", help=f"context length (default {SEQ})")
     group.addoption("--device", default=DEVICE, metavar="DEVICE", help=f"cpu, cuda or cuda:N (default {DEVICE})")
-    group.addoption("--case", default="", metavar="NAME", help="only this case")
-    group.addoption("--inputs", default="", metavar="TEXT", help="draw the inputs of an earlier run again")
+    group.addoption("--case", default="", metavar="NAME", help="run only this case")
+    group.addoption("--inputs", default="", metavar="TEXT", help="use the inputs of an earlier run")
     group.addoption(
-        "--deadline", type=float, default=CALL_S, metavar="S", help=f"a longer call has hung (default {CALL_S:.0f})"
+        "--deadline",
+        type=float,
+        default=CALL_S,
+        metavar="S",
+        help=f"timeout of a call in seconds (default {CALL_S:.0f})",
     )
 
 
@@ -43,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Suite:
-    """State of one pytest run: the subject, made when the first item is collected and closed at the end."""
+    """State of one pytest run: the subject, which is created before collection and closed at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -75,11 +79,11 @@ class Suite:
         case = self.config.getoption("case")
         if case and not of_kind(found, KINDS, case):
             names = ", ".join(dict.fromkeys(c.step.name for c in found))
-            raise pytest.UsageError(f"there is no case {case!r}; there are {names}")
+            raise pytest.UsageError(f"unknown --case {case!r}; the cases are {names}")
         return found
 
     def pytest_sessionstart(self) -> None:
-        """Report a mistake in the command before anything is collected."""
+        """Report an error in the options before collection."""
         _ = self.checks
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -89,7 +93,7 @@ class Suite:
                 metafunc.parametrize(kind, chosen, ids=[c.id for c in chosen])
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Order results before behaviour; with --case, only that case and not the empty rest of a kind."""
+        """Run parity items before containment items. With --case, deselect all other items."""
         items.sort(key=lambda item: "test_containment" in item.nodeid)
         if not config.getoption("case"):
             return
@@ -104,7 +108,7 @@ class Suite:
         keys = ", ".join(p.workload.key for p in subject.proofs[:3])
         more = f" and {len(subject.proofs) - 3} more" if len(subject.proofs) > 3 else ""
         lines = [f"autosel: {subject.candidate.name} as {subject.candidate.op} at {keys}{more}"]
-        lines += [f"autosel: not at {key}: {reason}" for key, reason in subject.rejected.items()]
+        lines += [f"autosel: unsupported: {key}: {reason}" for key, reason in subject.rejected.items()]
         return [*lines, f"autosel: inputs {subject.order.inputs}"]
 
     def pytest_sessionfinish(self) -> None:

@@ -1,4 +1,4 @@
-"""The candidate under test: its checks, and one worker that is kept from check to check."""
+"""The candidate under test, with its checks and one worker for all of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autosel.parity.session import Proof, built
 from autosel.values import Accepted, DTypeName, Failed, Workload
 from autosel.workers import Exit
 
-IDLE_SHARE = 0.1  # of one core, over a tenth of a second
+IDLE_SHARE = 0.1  # of one core, over IDLE_WINDOW_S
 IDLE_WINDOW_S, IDLE_LIMIT_S = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The options of the command line. `inputs`: text that all inputs are drawn from."""
+    """The options of the command line. `inputs`: text from which all inputs are drawn."""
 
     candidate: str
     op: str
@@ -38,7 +38,7 @@ class Order:
 
     @property
     def command(self) -> str:
-        """Return the command, as far as it differs from the default."""
+        """Return the command with all options that differ from their defaults."""
         words = ["pytest -p autosel.testing.plugin --pyargs autosel.testing"]
         words += [f"--candidate {self.candidate}", f"--op {self.op}", *(f"--dtype {d}" for d in self.dtypes)]
         for name, value, default in (
@@ -53,12 +53,13 @@ class Order:
 
 
 MODEL, SEQ, DEVICE = "llama-8b", 8192, "cpu"
-TOLD = {"index", "got", "reference", "allowed", "traceback", "stderr", "message", "type"}  # in the reason, or below it
+# Evidence that a report prints elsewhere.
+TOLD = {"index", "got", "reference", "allowed", "traceback", "stderr", "message", "type"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One item: a step of the proof at one workload."""
+    """One pytest item: a step of the proof at one workload."""
 
     proof: Proof
     step: Step
@@ -71,7 +72,7 @@ class Check:
 
     @property
     def kind(self) -> str:
-        """Return `hostile`, `habit` (many calls), `size` (the workload itself) or `left` (the state that it leaves)."""
+        """Return `hostile`, `habit` (many calls), `size` (full size) or `left` (state after calls)."""
         if self.step.name in (MANY, STATE):
             return "left"
         if self.step.name in HABITS:
@@ -80,10 +81,10 @@ class Check:
 
 
 class Subject:
-    """One candidate at those workloads of a model's decode step that it accepts."""
+    """One candidate at the workloads of a model's decode step that it supports."""
 
     def __init__(self, order: Order) -> None:
-        """Create the subject; nothing of it runs here. Raises the error of naming, building or rejecting it."""
+        """Find and build the candidate without running it. Raises an AutoselError if that fails."""
         self.order = order
         self.fp = fingerprint.take(order.device)
         self.candidate: Candidate = registry.named(order.op, order.candidate)
@@ -91,7 +92,8 @@ class Subject:
         self.proofs = [built(self.candidate, w, self.fp) for w in self._workloads()]
         if not self.proofs:
             reasons = "\n".join(f"{key}: {reason}" for key, reason in self.rejected.items())
-            raise UsageError(f"{self.candidate.name} takes none of these workloads", why=reasons)
+            todo = "choose another --model, --dtype, --batch or --seq"
+            raise UsageError(f"{self.candidate.name} supports no workload of {order.model}", why=reasons, todo=todo)
         self._prover: Prover | None = None
 
     def _workloads(self) -> list[Workload]:
@@ -118,7 +120,7 @@ class Subject:
         return self._prover
 
     def checks(self) -> list[Check]:
-        """Return everything that parity checks, each once: workloads share most of it."""
+        """Return all checks of parity. Checks that workloads share are listed once."""
         found: dict[str, Check] = {}
         for proof in self.proofs:
             for step in self.prover.steps(proof):
@@ -127,7 +129,7 @@ class Subject:
         return list(found.values())
 
     def run(self, check: Check) -> str:
-        """Return the fault, in words for its author; "" if there is none."""
+        """Run a check; return a report of its failure for the candidate's author, "" if it passes."""
         found = self.prover.take(check.proof, [check.step])
         return self.told(found, check.step) if isinstance(found, Failed) else ""
 
@@ -136,10 +138,10 @@ class Subject:
         lines = [
             f'{self.candidate.name} failed parity (check "{failed.check}", case "{failed.case}")',
             f"  {failed.reason}",
-            f"  the case is there to show: {step.covers}",
+            f"  this case covers: {step.covers}",
         ]
         values = ", ".join(f"{name} {_short(value)}" for name, value in failed.evidence.items() if name not in TOLD)
-        lines += [f"  seen: {values}"] if values else []
+        lines += [f"  found: {values}"] if values else []
         lines += [f"  reproduce: {again}"]
         for name in ("traceback", "stderr"):
             text = str(failed.evidence.get(name, "")).strip()
@@ -149,16 +151,19 @@ class Subject:
     # --- containment --------------------------------------------------------------------------------------------------
 
     def load(self) -> str:
-        """Load it in a fresh worker and do nothing else; return the fault, if any."""
+        """Load the candidate in a new worker and do nothing else; return a report if that fails, else ""."""
         self.close()
         nothing = Step(name="load", covers="the import", workload=self.proofs[0].workload, run=lambda *_: None)
         found = self.prover.take(self.proofs[0], [nothing])
         return self.told(found, nothing) if isinstance(found, Failed) else ""
 
     def restless(self) -> str:
-        """Call it, then watch its process: threads that use the cores long after a call are charged to others."""
+        """Return a report if threads of the candidate keep cores busy after a call, or if the call ends the worker.
+
+        Otherwise return "". Busy threads slow down other kernels.
+        """
         plain = next(c for c in self.checks() if c.proof is self.proofs[0])
-        wrong = self.run(plain)  # other items check its results
+        wrong = self.run(plain)  # a wrong result fails other items
         session = self.prover.session
         if session is None:
             return wrong
@@ -169,10 +174,10 @@ class Subject:
             share = (_cpu_s(session.worker.pid) - before) / IDLE_WINDOW_S
         if share <= IDLE_SHARE:
             return ""
-        return f"{self.candidate.name} keeps {share:.1f} cores busy {IDLE_LIMIT_S:.0f} s after a call has returned"
+        return f"{self.candidate.name} still keeps {share:.1f} cores busy {IDLE_LIMIT_S:.0f} s after its call"
 
     def close(self) -> Exit | None:
-        """End its worker; return how that ended, if one ran."""
+        """End the worker; return how it ended, or None if none runs."""
         prover, self._prover = self._prover, None
         return prover.close() if prover is not None else None
 
@@ -182,7 +187,7 @@ def _short(value: object) -> str:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the processor time of a process so far; the kernel counts it in hundredths of a second."""
+    """Return the CPU seconds of a process so far, in steps of 0.01 s."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,5 +196,5 @@ def _cpu_s(pid: int) -> float:
 
 
 def of_kind(checks: Sequence[Check], kinds: Sequence[str], case: str) -> list[Check]:
-    """Return the items of some kinds; with `case`, the one with that name."""
+    """Return the items of these kinds; with `case`, only those of that name."""
     return [c for c in checks if c.kind in kinds and case in ("", c.step.name)]

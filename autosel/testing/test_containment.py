@@ -1,4 +1,4 @@
-"""Containment: it loads in time, leaves its process as it found it, rests between calls, and nothing outlives it."""
+"""Containment: the candidate loads, does not change its process, idles between calls, and leaves no process running."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_nothing_outlives_it(autosel_subject: Subject) -> None:
     _no_complaint(autosel_subject.restless())
     ended = autosel_subject.close()
     assert ended is not None
-    assert ended.left == 0, f"{ended.left} processes that it started could not be ended"
+    assert ended.left == 0, f"{ended.left} processes that the candidate started could not be ended"
 
 
 def _no_complaint(text: str) -> None:

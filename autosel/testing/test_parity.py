@@ -1,4 +1,4 @@
-"""Parity: every element within the op's bound, on every hostile input, call after call, and at full size."""
+"""Parity: every element is within the op's bound on hostile inputs, in repeated calls and at full size."""
 
 import pytest
 

@@ -90,7 +90,7 @@ def test_a_wrong_kernel_gets_element_value_bound_case_and_a_command_to_reproduce
     assert done.returncode == 1, done.stdout + done.stderr
     failure = re.search(r'user:careless failed parity \(check "\w+", case "([^"]+)"\)', done.stdout)
     assert failure is not None, done.stdout
-    assert "the case is there to show:" in done.stdout
+    assert "this case covers:" in done.stdout
     element = re.search(r"element \[.*\]: got .*, reference .*, allowed ±.*", done.stdout)
     again = re.search(r"reproduce: (pytest .*)", done.stdout)
     assert element is not None

@@ -1,4 +1,4 @@
-"""The state of the checks that a score is of: a digest of their sources, which is stored with each row."""
+"""The state of the checks behind a score: a digest of their sources, which is stored with each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDERS = (PACKAGE / "ops", PACKAGE / "parity", PACKAGE / "testing" / "mutants")
 
 
 def digest() -> str:
-    """Return eight hexadecimal digits that change with any source of an op, a check, a mutant or a C++ kernel."""
+    """Return eight hexadecimal digits that change with every source of an op, a check, a mutant or a C++ kernel."""
     files = [file for folder in FOLDERS for file in sorted(folder.rglob("*.py"))]
     files += sorted((resources.kernels() / "cpu").iterdir())
     found = hashlib.blake2b(digest_size=4)

@@ -1,4 +1,4 @@
-"""Try mutants with a memory: each is proven in a worker, by the same checks as any candidate."""
+"""Try mutants with a fault over several calls (habitual.py). A worker proves each by the checks of any candidate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULE = "autosel.testing.mutants.habitual"
 
 
 class Habit(Candidate):
-    """An op's eager way with a fault that shows over several calls."""
+    """An op's eager composition with a fault that shows over several calls."""
 
     backend: Backend = "TORCH"
 
@@ -32,9 +32,9 @@ class Habit(Candidate):
 
 
 def killers(op: Op, seed: int, *, late: bool = False, some: Sequence[str] = ()) -> Mapping[str, str]:
-    """Return, for each fault (by default all), the check that refuses it; "" if none does.
+    """Return the check that refuses each fault (by default all faults), or "" if none does.
 
-    `late`: also faults in the thousands-th call, and as many calls as show them.
+    `late`: also try faults after thousands of calls, with enough calls to show them.
     """
     w = plain_workload(op, "bf16", seed)
     terms = Terms(inputs=f"habits {seed}", pairs=range(40), calls=10 if late else 1)

@@ -1,8 +1,7 @@
-"""Faults in C++ source: changes of one token or statement, by rules that know the language and nothing of a kernel.
+"""Faults in C++ source: changes of one token or statement, by rules that use the language but no kernel's meaning.
 
-Left out are checks of arguments (AUTOSEL_CHECK), requests for memory ahead of use (prefetch), preprocessor lines and
-comments: no result shows a fault in them. Of some changes a rule can tell that the kernel is right: `Change.right`
-says why.
+Argument checks (AUTOSEL_CHECK), prefetches, preprocessor lines and comments are left out, because a fault in them does
+not change a result. The rules recognise some changes that make a correct kernel; `Change.right` gives the reason.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _NARROWER = {"int64_t": "int16_t", "double": "float", "size_t": "uint16_t", "int
 _EXTREMES = {"max": "min", "min": "max", "_mm512_max_ps": "_mm512_min_ps", "_mm512_min_ps": "_mm512_max_ps"}
 _UNSEEN = ("AUTOSEL_CHECK", "AUTOSEL_THROW", "AUTOSEL_EXPORT", "static_assert", "prefetch", "alignas")
 _NO_STATEMENT = {"return", "using", "template", "struct", "typedef", "case", "break", "else", "public", "private"}
-_COMMUTE = {"fma", "dot", "max", "min"}  # in their first two arguments
+_COMMUTE = {"fma", "dot", "max", "min"}  # their first two arguments commute
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`text` in place of source[start:end]; `rule` is the operator that made it, `name` is unique in a file."""
+    """A change that replaces source[start:end] by `text`. `rule`: the rule that makes it. `name`: unique in a file."""
 
     start: int
     end: int
@@ -41,10 +40,10 @@ class Change:
     line: int
     rule: str
     name: str
-    right: str = ""  # why this makes no wrong kernel, as far as a rule can tell
+    right: str = ""  # why the changed kernel is correct; "" if no rule recognises that
 
     def apply(self, source: str) -> str:
-        """Return the changed source, with as many lines as before."""
+        """Return the changed source, with the same number of lines."""
         gone = source[self.start : self.end].count("\n") - self.text.count("\n")
         return source[: self.start] + self.text + "\n" * gone + source[self.end :]
 
@@ -58,7 +57,7 @@ class _Token:
 
 
 def changes(source: str) -> list[Change]:
-    """Return every change that the rules make of a source."""
+    """Return every change of a source that the rules make."""
     tokens = [
         _Token(kind=m.lastgroup or "", text=m[0], start=m.start(), end=m.end())
         for m in _TOKEN.finditer(source)
@@ -86,7 +85,7 @@ def _short(text: str) -> str:
 
 
 class _Rules:
-    """The rules, over the tokens of one source."""
+    """The rules, applied to the tokens of one source."""
 
     def __init__(self, source: str, tokens: Sequence[_Token]) -> None:
         self.source, self.tokens = source, tokens
@@ -105,7 +104,7 @@ class _Rules:
                 yield from self._deleted(at)
 
     def _unseen(self) -> set[int]:
-        """Tokens of whole statements that no result depends on, and of the sizes of arrays."""
+        """Return the tokens of statements that do not affect results, and of the sizes of arrays."""
         found: set[int] = set()
         for at, token in enumerate(self.tokens):
             if token.kind == "name" and any(word in token.text for word in _UNSEEN):
@@ -116,13 +115,13 @@ class _Rules:
         return found
 
     def _begin(self, at: int) -> int:
-        """The first token of the statement that a token is in."""
+        """Return the first token of the statement that contains a token."""
         while at and self._text(at - 1) not in (";", "{", "}", "("):
             at = self.opener.get(at - 1, at - 1)
         return at
 
     def _declares(self, at: int) -> bool:
-        """Does this bracket hold the size of an array that is declared?"""
+        """Return True if this bracket holds the size in a declaration of an array."""
         if self._text(at - 1) == "]":
             return self._declares(self.opener[at - 1])
         return (
@@ -151,7 +150,7 @@ class _Rules:
                 yield "index", token.end, self.tokens[self.partner[at]].start, f"({inside}) + 1"
 
     def _of_keyword(self, at: int, token: _Token) -> Iterator[tuple[str, int, int, str]]:
-        """Conditions negated, and what they guard left out."""
+        """Negate conditions, and leave out branches and loops."""
         if token.text not in ("if", "while", "for") or self._text(at + 1) != "(":
             return
         first, last = self.tokens[at + 1].end, self.tokens[self.partner.get(at + 1, at + 1)].start
@@ -166,7 +165,7 @@ class _Rules:
                 yield "branch left out", start, last, "false"
 
     def _swapped(self, at: int, token: _Token) -> Iterator[tuple[str, int, int, str]]:
-        """An argument of a call exchanged with the next."""
+        """Exchange an argument of a call with the next one."""
         if token.kind != "name" or self._text(at + 1) != "(" or token.text in ("if", "while", "for", "switch"):
             return
         parts = self._split(at + 1, ",")
@@ -176,7 +175,7 @@ class _Rules:
                 yield "swapped", a, d, f"{other}, {one}"
 
     def _deleted(self, at: int) -> Iterator[tuple[str, int, int, str]]:
-        """A statement that assigns or calls."""
+        """Delete a statement that assigns or calls."""
         if not at or self._text(at - 1) not in (";", "{", "}") or self.tokens[at].kind != "name":
             return
         if self.tokens[at].text in _NO_STATEMENT or self.tokens[at + 1].kind == "name":
@@ -190,10 +189,10 @@ class _Rules:
         if self._text(at + 1) in ("(", "=", "[", "+=", "-=", "*=", ".", "->", "++") and "if" not in words:
             yield "deleted", self.tokens[at].start, self.tokens[end].start, "(void)0"
 
-    # --- changes that make no wrong kernel ----------------------------------------------------------------------------
+    # --- changes that make a correct kernel ---------------------------------------------------------------------------
 
     def right(self, rule: str, start: int) -> str:
-        """Return why a change makes no wrong kernel, where a rule can tell; else ""."""
+        """Return the reason if a rule recognises a change that makes a correct kernel; else ""."""
         at = bisect_left(self.starts, start)
         outer = self._around(at)
         before = self._text(outer - 1)
@@ -218,11 +217,11 @@ class _Rules:
         return ""
 
     def _around(self, at: int) -> int:
-        """The innermost bracket that is open at a token; -1: none."""
+        """Return the innermost bracket that is open at a token, or -1."""
         return self.parent[at] if at < len(self.parent) else -1
 
     def _in_a_tail(self, at: int) -> bool:
-        """Is this in a function that loads or stores part of a vector, its parameters included?"""
+        """Return True within the parameters or body of a function that loads or stores part of a vector."""
         while (at := self._around(at)) >= 0:
             opening = at if self._text(at) == "(" else self.opener.get(at - 1, -1)
             if self._text(at) in "({" and self._text(opening - 1).endswith("_tail"):
@@ -230,7 +229,7 @@ class _Rules:
         return False
 
     def _is_tail(self, at: int) -> bool:
-        """Does the statement or block from here on load or store part of a vector?"""
+        """Return True if the statement or block that begins here loads or stores part of a vector."""
         return any(self._text(i).endswith("_tail") for i in range(at, self._end(at)))
 
     def _returns_an_instance(self, at: int) -> bool:
@@ -238,11 +237,11 @@ class _Rules:
         return words[:1] == ["return"] and words[2:3] == ["<"] and words[-2:] == [">", ";"]
 
     def _words(self, at: int) -> list[str]:
-        """The tokens of the statement that begins here."""
+        """Return the tokens of the statement that begins here."""
         return [self._text(i) for i in range(at, self._end(at) + 1)]
 
     def _end(self, at: int) -> int:
-        """The last token of the statement or block that begins here, of an `if` or loop with what it holds."""
+        """Return the last token of the statement or block that begins here; of an `if` or loop, with its body."""
         while self._text(at) in ("if", "for", "while", "constexpr"):
             at += 1
             if self._text(at) == "(":
@@ -252,7 +251,7 @@ class _Rules:
         return self.partner.get(at, at)
 
     def _checking(self) -> set[int]:
-        """Tokens of loops that only check arguments: besides checks, they declare numbers."""
+        """Return the tokens of loops that contain only checks of arguments and declarations."""
         found: set[int] = set()
         for at, token in enumerate(self.tokens):
             if token.text == "for" and at not in found:
@@ -262,11 +261,11 @@ class _Rules:
         return found
 
     def _does_more(self, at: int) -> bool:
-        """Does this token, outside a check, write something declared elsewhere, or call something?"""
+        """Return True for a token outside checks that assigns to an existing variable, calls or returns."""
         text = self._text(at)
         if at in self.hidden:
             return False
-        if text == "=" and self.tokens[at - 2].kind == "name":  # a type ahead of the name: a declaration
+        if text == "=" and self.tokens[at - 2].kind == "name":  # a type and a name: a declaration
             return False
         calls = text == "(" and self.tokens[at - 1].kind == "name" and self._text(at - 1) not in ("for", "if", "while")
         return calls or text in ("=", "+=", "-=", "*=", "/=", "return")
@@ -281,7 +280,7 @@ class _Rules:
         return "" if close is None else self.source[self.tokens[opening].end : self.tokens[close].start]
 
     def _split(self, opening: int, by: str) -> list[tuple[int, int]]:
-        """The parts between an opening bracket and its partner, at the separators of that level."""
+        """Split the text between an opening bracket and its partner at the separators of that level."""
         close = self.partner.get(opening)
         if close is None:
             return []
@@ -295,7 +294,7 @@ class _Rules:
 
 
 def _partners(tokens: Sequence[_Token]) -> dict[int, int]:
-    """The closing bracket of each opening one."""
+    """Return the closing bracket of each opening one."""
     found, open_ = dict[int, int](), list[int]()
     for at, token in enumerate(tokens):
         if token.text in _CLOSING:
@@ -306,7 +305,7 @@ def _partners(tokens: Sequence[_Token]) -> dict[int, int]:
 
 
 def _parents(tokens: Sequence[_Token]) -> list[int]:
-    """Of each token the innermost bracket that is open there; -1: none."""
+    """Return the innermost open bracket of each token, or -1."""
     found, open_ = list[int](), list[int]()
     for at, token in enumerate(tokens):
         if token.text in _CLOSING.values() and open_:

@@ -23,11 +23,11 @@ from autosel.values import DTypeName
 
 @dataclass(slots=True)
 class Reach:
-    """The range of one tensor in the inputs of a battery: its longest axes, its largest number."""
+    """The ranges of one tensor over the inputs of a battery: its shapes, dtype, longest axes and magnitudes."""
 
     dtype: torch.dtype
     axes: list[int]
-    least: float = math.inf  # magnitude above zero
+    least: float = math.inf  # smallest magnitude above zero
     largest: float = 0.0
     negative: bool = False
     shapes: Counter[torch.Size] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ class Reach:
 
 
 def reach_of(inputs: Iterable[Operands]) -> dict[str, Reach]:
-    """Return the reach of every tensor that some of the inputs hold."""
+    """Return the reach of every tensor in the inputs."""
     found: dict[str, Reach] = {}
     for some in inputs:
         for name, x in leaves(some).items():
@@ -54,7 +54,7 @@ def reach_of(inputs: Iterable[Operands]) -> dict[str, Reach]:
 
 
 def derive(op: Op, dtype: DTypeName, reach: Mapping[str, Reach], results: Sequence[Results]) -> list[Mutant]:
-    """Yield every mutant of the op. `results`: of the calls whose inputs `reach` describes."""
+    """Return every mutant of the op. `results`: results of calls with inputs that `reach` describes."""
     special = {n: {level.special for level in domain.levels(dtype, Random(1))} for n, domain in op.domains.items()}
     found = [
         *(m for name, seen in reach.items() for m in _of_operand(name, seen, special.get(name, {"nan"}))),
@@ -71,7 +71,7 @@ def derive(op: Op, dtype: DTypeName, reach: Mapping[str, Reach], results: Sequen
 
 
 def _of_operand(name: str, seen: Reach, special: Set[str]) -> Iterator[Mutant]:
-    """Yield mutants of one operand. `special`: NaN or infinity, as far as the contract admits them in it."""
+    """Yield mutants of one operand. `special`: "nan" and "inf" if the contract admits them in the operand."""
     floats = seen.dtype.is_floating_point
     families = [
         edits.of_floats(seen.dtype, least=seen.least, largest=seen.largest, negative=seen.negative)
@@ -109,7 +109,7 @@ def _on(leaf: str, edit: Edit) -> Any:
 
 
 def _exchanged(op: Op, reach: Mapping[str, Reach]) -> Iterator[Mutant]:
-    """Yield mutants that read one operand instead of another that mostly has its form."""
+    """Yield mutants that read one operand instead of another of the same dtype and, in most cases, shape."""
     tensors = [a.name for a in op.args if a.name in reach]
     for one, other in combinations(tensors, 2):
         alike = (reach[one].shapes & reach[other].shapes).total()

@@ -14,7 +14,7 @@ NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 CAPACITIES = (4, 32, 256, 4096, 65536)
 TILE = 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # value that a fault needs
+SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # the value that shows a fault
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def _without_inf(x: Tensor) -> Tensor:
 
 
 def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: bool) -> Mapping[str, Edit]:
-    """Return faults in the values of a float operand, whose magnitudes are from `least` to `largest` and zero."""
+    """Return faults in the values of a float operand with magnitudes of zero and from `least` to `largest`."""
     edits: dict[str, Edit] = {
         f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype and dtype.itemsize > 1
     }
@@ -107,13 +107,13 @@ def of_results(dtype: torch.dtype) -> Mapping[str, Edit]:
 
 
 def _truncated(y: Tensor) -> Tensor:
-    """Move every element one step towards zero: rounding is not known, so each may lose one."""
+    """Move every element one step towards zero, which is the most that truncation changes."""
     integers = y.contiguous().view(torch.int16 if y.itemsize == 2 else torch.int32)
     return torch.where((y.abs() > 1e-3) & y.isfinite(), integers - 1, integers).view(y.dtype)
 
 
 def _one_in(n: int) -> Edit:
-    """Choose by content: an element whose bits are 0 modulo n."""
+    """Change about one element in n, chosen by its bits: those that are 0 modulo n."""
 
     def edit(y: Tensor) -> Tensor:
         integers = y.contiguous().view(torch.int16 if y.itemsize == 2 else torch.int32)
@@ -126,7 +126,7 @@ def _one_in(n: int) -> Edit:
 
 
 def along(axis: int, longest: int) -> Mapping[str, Edit]:
-    """Return faults along an axis, which is up to `longest` long."""
+    """Return faults along an axis with a length of up to `longest`."""
 
     def picked(choose: object, least: int = 2) -> Edit:
         def edit(x: Tensor) -> Tensor | None:
@@ -168,7 +168,7 @@ def along(axis: int, longest: int) -> Mapping[str, Edit]:
 
 
 def of_layouts(rank: int) -> Mapping[str, Edit]:
-    """Return faults in the addresses that an operand is read from."""
+    """Return faults in the addresses from which an operand is read."""
     edits: dict[str, Edit] = {"read from an aligned address": _aligned}
     return {**edits, "read as contiguous": _contiguous} if rank > 1 else edits
 
@@ -189,7 +189,7 @@ def _dense(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _aligned(x: Tensor) -> Tensor | None:
-    """Read by 16-byte loads that drop the low bits of the address."""
+    """Read from the next lower multiple of 16 bytes, as loads do that drop the low bits of an address."""
     off = x.storage_offset() * x.itemsize % 16
     if not off:
         return None
@@ -200,7 +200,7 @@ def _aligned(x: Tensor) -> Tensor | None:
 
 
 def of_rows() -> Mapping[str, Edit]:
-    """Take a row for an earlier one that looks like it."""
+    """Return faults that replace a row by an earlier one that looks like it."""
     return {
         "rows of one prefix taken for one": lambda x: _as_first(x, lambda rows: rows[:, : -(-rows.shape[1] // 2)]),
         "rows of one sum taken for one": lambda x: _as_first(x, lambda rows: rows.abs().sum(-1, keepdim=True)),

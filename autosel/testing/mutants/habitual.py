@@ -1,8 +1,9 @@
-"""Mutants with a memory: PyTorch's own way to run an op, and a fault that shows only over several calls.
+"""Mutants that keep state: an op's eager composition with a fault that shows only over several calls.
 
-A worker loads `autosel.testing.mutants.habitual:OP__FAULT`. A cache, where its key is known already, computes with the
-operands that it saw first under that key: `by_...` looks at part of each operand, `without_ARGUMENT` at all others as a
-whole. `once N` is wrong in the N-th call of the process alone.
+A worker loads `autosel.testing.mutants.habitual:OP__FAULT`. Faults `by_KEY` and `without_ARGUMENT` are stale caches: a
+call with a known key computes with the first operands of that key. `by_KEY` uses part of each operand as the key,
+`without_ARGUMENT` all operands except one. `once_N` is wrong only in the N-th call, `from_N` in that and all later
+calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autosel.ops.contract import Op
 from autosel.parity.changes import changed_alone
 
 Key = Callable[[Tensor], Any]
-TURNS = (2, 7, 50, 200, 500, 1000)  # N of a fault in the N-th call
+TURNS = (2, 7, 50, 200, 500, 1000)  # N of `once_N`
 LATE_TURNS = (3000, 10_000)
 
 
@@ -56,7 +57,7 @@ FAULTS = (
 
 
 def faults(op: Op, *, late: bool = False) -> Sequence[str]:
-    """The faults that an op can have; with `late`, also in the thousands-th call."""
+    """Return the faults that an op can have. `late`: also faults after thousands of calls."""
     found = [*FAULTS, *(f"without_{name}" for name in changed_alone(op))]
     found += [f"once_{n}" for n in LATE_TURNS if late]
     return found if any(a.kind == "float" for a in op.args) else [f for f in found if f != "first_scalars"]
@@ -70,7 +71,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 class Habitual:
-    """An op's eager way with a fault, and what it remembers."""
+    """An op's eager composition with a fault, and the state that the fault keeps."""
 
     def __init__(self, op: Op, fault: str) -> None:
         self.op, self.right = op, getattr(eager, op.name)
@@ -100,11 +101,11 @@ class Habitual:
         return found
 
     def _reads(self, arguments: Sequence[Any]) -> list[int]:
-        """Which arguments are tensors that are read alone."""
+        """Return the positions of tensors that are only read."""
         return [i for i, a in enumerate(self.op.args) if a.role != "inout" and isinstance(arguments[i], Tensor)]
 
     def _by(self, arguments: list[Any]) -> list[Any]:
-        """What was seen first under the key of these arguments; the argument left out is no part of it but by shape."""
+        """Replace the arguments by the first ones with the same key. Of an argument left out, the key has the shape."""
         reads = self._reads(arguments)
         names = [a.name for a in self.op.args]
         keyed = [i for i in reads if names[i] != self.left_out and arguments[i].numel()]
@@ -123,7 +124,7 @@ class Habitual:
         return arguments
 
     def _first_scalars(self, arguments: list[Any]) -> list[Any]:
-        """Numbers are taken from the first call."""
+        """Replace the float arguments by the values of the first call."""
         places = [i for i, a in enumerate(self.op.args) if a.kind == "float"]
         self.scalars = self.scalars or [arguments[i] for i in places]
         for i, value in zip(places, self.scalars, strict=True):
@@ -131,7 +132,7 @@ class Habitual:
         return arguments
 
     def _last_operands(self, arguments: list[Any]) -> list[Any]:
-        """Its last tensor is that of the call before, if shapes were the same."""
+        """Replace the last tensor by the one of the previous call with the same shapes."""
         reads = self._reads(arguments)
         key = repr([tuple(a.shape) if isinstance(a, Tensor) else a for a in arguments])
         before = self.known.get(key)
@@ -141,7 +142,7 @@ class Habitual:
         return arguments
 
     def _keep(self, results: Sequence[Tensor]) -> None:
-        """The last row of a result is that of the first call of its shape: a scratch buffer that is not cleared."""
+        """Replace the last row of each result by the row of the first call of its shape, like an uncleared buffer."""
         for index, y in enumerate(results):
             flat = y if y.dim() < 2 else y[-1]
             kept = self.rows.setdefault((index, y.shape), flat.clone())

@@ -16,14 +16,14 @@ from autosel.values import Workload
 
 Operands = dict[str, Any]
 Results = tuple[Tensor, ...]
-Edit = Callable[[Tensor], Tensor | None]  # None: this fault cannot show in such a tensor
+Edit = Callable[[Tensor], Tensor | None]  # None: the fault cannot show in this tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """`before` returns changed operands, `after` changed results; None if the fault makes no difference to a call.
+    """The reference with one fault in `subject`, an argument or output.
 
-    `subject`: the argument or output with the fault.
+    `before` returns changed operands, `after` changed results; None if the fault makes no difference to a call.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Mutant:
     after: Callable[[Results], Results | None] | None = None
 
     def run(self, op: Op, w: Workload, inputs: Operands, right: Results) -> Results | None:
-        """Return the mutant's results; `right` are the reference's."""
+        """Return the mutant's results, or None if the fault makes no difference. `right`: the reference's results."""
         if self.after is not None:
             return self.after(right)
         assert self.before is not None
@@ -41,7 +41,7 @@ class Mutant:
 
 
 def exact(op: Op, w: Workload, inputs: Operands) -> Results:
-    """Return the reference's results, rounded once to the outputs' dtypes; for an op that copies, the copy."""
+    """Return the reference's results, rounded once to the outputs' dtypes; of an op that copies, the copies."""
     if any(a.role == "inout" for a in op.args):
         copied = run_baseline(op, inputs)
         assert copied is not None
@@ -51,5 +51,5 @@ def exact(op: Op, w: Workload, inputs: Operands) -> Results:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return True if the bits are the same."""
+    """Return True if shape, dtype and bits are equal."""
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))

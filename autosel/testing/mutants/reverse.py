@@ -1,7 +1,7 @@
 """Test that each domain is needed: without it, some mutant that an op's array kills must survive.
 
-A domain is removed by giving every row of the array its ordinary value. Of the hand-made cases, those are needed that
-alone kill some mutant; the others exist because they run first and describe a fault in words.
+A domain is removed by giving it its ordinary value in every row of the array. A hand-made case is needed if only it
+kills some mutant. The other hand-made cases exist because they run first and their names describe a fault.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.trial import Point, Trial
 from autosel.values import DTypeName
 
-DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # searched for a survivor, one after the other
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # the search for a survivor tries them in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverse:
-    """`survivors`: for each domain a mutant that survives without it, with its dtype; "" if none does.
+    """The effect of removing each domain of an op.
 
-    `redundant` then says why the domain stays. `hand_made`: each case that alone kills some mutant, and the mutant.
+    `survivors`: for each domain a mutant that survives without it, with its dtype; "" if there is none. `redundant`:
+    why a domain without a survivor stays. `hand_made`: the cases that are needed, each with a mutant that only it
+    kills.
     """
 
     op: str
@@ -35,7 +37,7 @@ class Reverse:
 
 
 def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
-    """Remove the domains (by default all) one after the other."""
+    """Remove each domain (by default all domains) alone and search for a survivor."""
     trial = Trial(op, DTYPES[0], seed)
     wanted = [f.name for f in trial.array.factors if len(f.levels) > 1 and (not domains or f.name in domains)]
     found = dict.fromkeys(wanted, "")
@@ -56,7 +58,7 @@ def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
 
 
 def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
-    """Return names of mutants that the array kills, and does not kill without a domain."""
+    """Yield names of mutants that the array kills only with the domain."""
     without = Battery(_points_without(trial, domain, seed))
     rows = Battery(trial.rows)
     factor = next(f for f in trial.array.factors if f.name == domain)
@@ -75,7 +77,7 @@ def _points_without(trial: Trial, domain: str, seed: int) -> list[Point]:
 
 
 def _is_about(mutant: Mutant, factor: Factor) -> bool:
-    """Order the mutants: most domains are an argument's, so its own mutants are tried first."""
+    """Return True for mutants of the domain's argument or layout, which are tried first."""
     return mutant.subject in (factor.name, factor.name.partition(".")[0]) or (
         factor.domain.kind == "layout" and ("contiguous" in mutant.name or "aligned" in mutant.name)
     )
@@ -93,7 +95,7 @@ def _needed_cases(trial: Trial) -> dict[str, str]:
 
 
 class Battery:
-    """Order the points: those that killed most are tried first."""
+    """Points of an op's battery. Those that have killed the most mutants are tried first."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.points, self.kills_of = points, [0] * len(points)

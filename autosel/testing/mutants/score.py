@@ -1,4 +1,4 @@
-"""The mutation score of an op: how many of its mutants the checks kill, and which survive."""
+"""Compute the mutation score of an op: how many of its mutants the checks kill, and which survive."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.trial import Killed, Trial
 from autosel.values import DTypeName
 
-DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")  # a mutant is tried in the next one only if it survives
+DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")  # a mutant that survives in one is tried in the next
 POINTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """`killed`: number of mutants that each check killed. `equivalent`: mutants that are right kernels, and why.
+    """The mutation score of an op.
 
-    `points`: number of points of the domains on which each of these agrees with the reference. `survived`: gaps in the
-    checks.
+    `killed`: number of mutants that each check kills. `equivalent`: mutants that are correct kernels, and why.
+    `points`: number of points of the domains at which each of these agrees with the reference. `survived`: mutants
+    that show gaps in the checks.
     """
 
     op: str
@@ -38,9 +39,9 @@ class Score:
 def score(
     op: Op, seed: int, *, share: float = 1.0, points: int = POINTS, calls: bool = True, late: bool = False
 ) -> Score:
-    """Try an op's mutants, or a share of them drawn from `seed`, in each dtype until they are killed.
+    """Try an op's mutants, or a share of them drawn from `seed`, in one dtype after the other until they are killed.
 
-    `calls`: also those with a memory; `late`: also those that are wrong in the thousands-th call.
+    `calls`: also try faults that need several calls (habitual.py). `late`: also faults after thousands of calls.
     """
     killed: dict[str, Killed] = {}
     left: dict[str, Mutant] = {}
@@ -50,7 +51,7 @@ def score(
                 break
             trial = Trial(op, dtype, seed)
             wrong = trial.refuses_the_reference()
-            assert not wrong, f"{op.name} in {dtype}: the reference is refused by {wrong}"
+            assert not wrong, f"{op.name} in {dtype}: these cases refuse the reference: {wrong}"
             tried = _chosen(trial, seed, share) if dtype == DTYPES[0] else _left(trial, left)
             for mutant in tried:
                 found = trial.killer(mutant)
@@ -64,7 +65,7 @@ def score(
 
 
 def with_calls(found: Score, by: Mapping[str, str]) -> Score:
-    """Return the score with mutants that have a memory: the check that killed each, or ""."""
+    """Return the score with the faults over several calls added. `by`: the check that kills each, or ""."""
     more = Counter(check for check in by.values() if check)
     return replace(
         found,
@@ -80,7 +81,7 @@ def _chosen(trial: Trial, seed: int, share: float) -> Sequence[Mutant]:
 
 
 def _left(trial: Trial, left: Mapping[str, Mutant]) -> Sequence[Mutant]:
-    """Return the survivors as mutants of another dtype; those that this dtype does not have stay survivors."""
+    """Return the survivors that exist in the trial's dtype. The others stay survivors."""
     return [m for m in trial.mutants if m.name in left]
 
 

@@ -1,7 +1,7 @@
-"""Mutants of our own C++ kernels: their source with one fault, compiled as it is and proven as any candidate.
+"""Mutants of our C++ kernels: a source with one fault is compiled with the usual flags and proven like any candidate.
 
-A mutant that does not compile is not counted. One whose machine code is the kernel's own is no mutant either. Sources
-of threads, of bindings and of checks are left out: they compute nothing.
+Changes that do not compile, or that do not change the machine code, are not counted. Headers for threads, bindings and
+argument checks are not mutated, because they compute no result.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ KERNELS: Sequence[CppKernel] = (*rows.KERNELS, *linear.KERNELS, *attention.KERNE
 COMPUTES_NOTHING = ("ffi.h", "argument.h", "plain_c.h", "tensor.h", "team.h", "openmp.h", "rest.h", "placement.h")
 MODELS, BATCHES, CONTEXT, PROMPT = ("llama-1b", "gemma3-1b"), (1, 4, 8, 16), 4096, 512
 MOST_BYTES = 64 << 20
-MOST_PROOFS = 4  # of one build, with other knobs each
+MOST_PROOFS = 4  # proofs of one build, each with different knobs
 DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")
 MUTANTS = 9
-TRIES = 6  # drawn for each that is wanted: some do not compile, or to the same code
+TRIES = 6  # changes drawn for each mutant: some do not compile, or compile to the same code
 CALL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One change in one file that a kernel is made of."""
+    """One change in one source file of a kernel."""
 
     file: str  # below kernels/
     change: Change
@@ -58,7 +58,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceScore:
-    """`same`: changes that left the machine code as it was. `refused`: that did not compile. Neither is a mutant."""
+    """The mutation score of a kernel's source.
+
+    `same`: number of changes that leave the machine code unchanged. `refused`: number of changes that do not compile.
+    Neither are mutants.
+    """
 
     kernel: str
     mutants: int
@@ -72,7 +76,7 @@ class SourceScore:
 def score_source(
     kernel: CppKernel, fp: Fingerprint, seed: int, *, mutants: int = MUTANTS, dtypes: Sequence[DTypeName] = DTYPES
 ) -> SourceScore:
-    """Draw mutants of a kernel, a third of them in each dtype, and prove each until a check refuses it."""
+    """Draw mutants of a kernel, an equal share in each dtype, and prove each until a check refuses it."""
     killed, equivalent, survived = Counter[str](), dict[str, str](), list[str]()
     same = refused = 0
     taken = [dtype for dtype in dtypes if dtype in kernel.dtypes and proofs_of(kernel, dtype, fp)]
@@ -99,8 +103,10 @@ def score_source(
 
 
 def proofs_of(kernel: CppKernel, dtype: DTypeName, fp: Fingerprint) -> list[Proof]:
-    """What `tune` would prove of a kernel for some models: settings of its first two knobs, each at its largest
-    workload that is drawn fast."""
+    """Return proofs that `tune` would run for MODELS: settings of a kernel's first two knobs, at most MOST_PROOFS.
+
+    Each setting has the largest of its workloads, shrunk to MOST_BYTES.
+    """
     found: dict[Any, Proof] = {}
     for w in sorted(_workloads(kernel, dtype), key=OPS[kernel.op].bytes_moved, reverse=True):
         if isinstance(support_of(kernel, w, fp), Accepted):
@@ -112,7 +118,7 @@ def proofs_of(kernel: CppKernel, dtype: DTypeName, fp: Fingerprint) -> list[Proo
 
 
 def _shrunk(w: Workload) -> Workload:
-    """The longest dimension halved until the operands are small."""
+    """Halve the longest dimension until the operands move at most MOST_BYTES."""
     while OPS[w.op].bytes_moved(w) > MOST_BYTES:
         name, size = max(w.dims, key=lambda dim: dim[1])
         w = w.at(**{name: size // 2})
@@ -133,7 +139,7 @@ def _workloads(kernel: CppKernel, dtype: DTypeName) -> Iterator[Workload]:
 
 
 class Bench:
-    """A kernel in one dtype: its faults in a secret order, and a worker that is kept from mutant to mutant."""
+    """A kernel in one dtype, with its faults in random order and one worker for all mutants."""
 
     def __init__(self, kernel: CppKernel, dtype: DTypeName, fp: Fingerprint, seed: int) -> None:
         self.kernel, self.fp = kernel, fp
@@ -143,7 +149,7 @@ class Bench:
         self.same = self.refused = 0
 
     def results(self, count: int) -> Iterator[tuple[Fault, Failed | Passed]]:
-        """Compile and prove so many mutants; the next is compiled while one is proven."""
+        """Compile and prove `count` mutants. The next one compiles during a proof."""
         with _folder() as folder, ThreadPoolExecutor(1) as pool, Prover(self.fp, self.terms, threads=1) as prover:
             own = self._compiled(folder, None)
             assert own is not None
@@ -178,8 +184,10 @@ class Bench:
         return None if fault is None else (fault, pool.submit(self._compiled, folder, fault))
 
     def _compiled(self, folder: Path, fault: Fault | None) -> Artefact | None:
-        """The artefact; None if it does not compile. What is compiled sits in one folder, one mutant after the other,
-        so that nothing but the fault makes a difference to the code."""
+        """Return the artefact, or None if the source does not compile.
+
+        All mutants are compiled in the same folder, so that paths do not change the machine code.
+        """
         for name in ("cpu", "."):
             (folder / name).mkdir(exist_ok=True)
             for file in (resources.kernels() / name).iterdir():
@@ -194,7 +202,7 @@ class Bench:
             return None
 
     def proven(self, prover: Prover, artefact: Artefact) -> Failed | Passed:
-        """All small steps with every setting of the knobs, then full size: its inputs take a second to draw."""
+        """Run all small steps with every setting of the knobs, then full size, whose inputs take a second to draw."""
         made = [replace(proof, digest=artefact.digest) for proof in self.proofs]
         parts = [(p, prover.steps(p)) for p in made]
         for proof, steps in [*((p, s[:-2]) for p, s in parts), *((p, s[-2:]) for p, s in parts)]:
@@ -205,8 +213,10 @@ class Bench:
 
 
 def faults_of(kernel: CppKernel, recipe: NativeRecipe, rng: Random) -> list[Fault]:
-    """Every fault of the lines that this build compiles, in an order in which the rules take turns: of the kernel's own
-    source and of its headers alternately. Without those that a rule knows to make a right kernel."""
+    """Return the faults in lines that this build compiles, without those that a rule recognises as correct kernels.
+
+    The order alternates between rules, and between the kernel's own source and its headers.
+    """
     root, lines = resources.kernels(), compiled_lines(recipe.source, recipe.flags)
     queues: dict[tuple[str, bool], list[Fault]] = {}
     for path in find_sources(root / recipe.source):

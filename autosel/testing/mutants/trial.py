@@ -1,4 +1,4 @@
-"""Try mutants on the cases of an op: the hand-made ones and its array, judged as parity judges them."""
+"""Try mutants on the hand-made cases and the array of an op, with the judgement of parity."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from autosel.testing.mutants.mutant import Mutant, Results, exact
 from autosel.values import DTypeName, Workload
 
 REFUSED = (RuntimeError, IndexError, ValueError, ArithmeticError)
-MOST_RESULTS = 60  # examined to learn an output's shape
+MOST_RESULTS = 60  # points whose results show the shapes and dtypes of outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """The check that refused a mutant, and the case."""
+    """The check and the case that refused a mutant."""
 
     check: str
     case: str
 
 
 class Point:
-    """One call: inputs, the correct results, and the exact results that mutants start from."""
+    """One call: its inputs, their expected results, and the exact results that mutants change."""
 
     def __init__(self, op: Op, case: Case, seed: int) -> None:
         self.op, self.case, self.seed = op, case, seed
@@ -43,7 +43,7 @@ class Point:
         return exact(self.op, self.case.workload, dict(self.truth.inputs))
 
     def results(self, mutant: Mutant) -> Results | None:
-        """Return the mutant's results; None if its fault does not show here, or makes operands that the op refuses."""
+        """Return the mutant's results; None if its fault does not show here or makes invalid operands."""
         try:
             return mutant.run(self.op, self.case.workload, dict(self.truth.inputs), self.right)
         except REFUSED:
@@ -58,7 +58,7 @@ class Point:
         return False
 
     def try_on(self, mutant: Mutant) -> Killed | None:
-        """Return the check that refuses the mutant here; None if it is right here."""
+        """Return the check that refuses the mutant here, or None if its results are correct."""
         got = self.results(mutant)
         if got is None:
             return None
@@ -69,7 +69,7 @@ class Point:
 
 
 class Trial:
-    """The battery of an op at a dtype, with every trait, and the mutants derived from its inputs."""
+    """The battery of an op in one dtype with every trait, and the mutants derived from its inputs."""
 
     def __init__(self, op: Op, dtype: DTypeName, seed: int) -> None:
         self.op, self.dtype, self.seed = op, dtype, seed
@@ -81,7 +81,7 @@ class Trial:
         self.kills = [0] * len(self.points)
 
     def _workloads(self) -> Iterator[Workload]:
-        """Return the plain one, and one with each other value of each trait: a kernel that takes it gets its cases."""
+        """Yield the plain workload, then one for each other value of each trait, whose cases differ."""
         yield self.plain
         for f in self.array.factors:
             values = [level.value for level in f.levels] if f.domain.kind == "trait" else [False, True]
@@ -95,7 +95,7 @@ class Trial:
         return derive(self.op, self.dtype, reach_of(dict(p.truth.inputs) for p in self.points), [p.right for p in some])
 
     def killer(self, mutant: Mutant) -> Killed | None:
-        """Return the first check that refuses the mutant; points that refused most so far are tried first."""
+        """Return the first check that refuses the mutant. Points that have refused the most are tried first."""
         for at in sorted(range(len(self.points)), key=lambda at: -self.kills[at]):
             found = self.points[at].try_on(mutant)
             if found is not None:
@@ -104,22 +104,20 @@ class Trial:
         return None
 
     def is_void(self, mutant: Mutant) -> bool:
-        """Return True if the fault leads to operands that the op refuses, wherever it shows: nothing to judge."""
+        """Return True if the fault makes invalid operands at every point where it shows, so that it has no results."""
         return any(p.refuses(mutant) for p in self.points) and all(p.results(mutant) is None for p in self.points)
 
     def agrees(self, mutant: Mutant, points: int, seed: int) -> bool:
-        """Return True if the mutant is right at random points of the domains."""
+        """Return True if the mutant is correct at this number of random points of the domains."""
         return all(p.try_on(mutant) is None for p in islice(self.random_points(seed), points))
 
     def refuses_the_reference(self) -> Sequence[str]:
-        """Return the cases that refuse the reference itself: if there are any, kills mean nothing."""
+        """Return the cases that refuse the reference itself. A score is invalid if there are any."""
         itself = Mutant(name="itself", subject="", after=lambda results: results)
         return [p.case.name for p in self.points if p.try_on(itself) is not None]
 
     def random_points(self, seed: int) -> Iterator[Point]:
-        """Yield points of the domains that have a contracted result: a random value of each domain; of a size, one of
-        its smaller half.
-        """
+        """Yield random points that the contract admits. Sizes are drawn from the smaller half of their values."""
         rng, choices = Random(seed), [self._choices(f) for f in self.array.factors]
         admits: Callable[[Sequence[int | None]], bool] = self.array.admits
         while True:
@@ -137,7 +135,7 @@ class Trial:
 
 
 def plain_workload(op: Op, dtype: DTypeName, seed: int) -> Workload:
-    """Return the ordinary size of each dimension, traits at their defaults."""
+    """Return the workload with the ordinary size of each dimension and default traits."""
     dims: dict[str, int] = {}
     for names, domain in op.domains.items():
         if domain.kind == "count":
