@@ -220,7 +220,7 @@ def passed_names() -> str:
 
 
 def errors_table() -> str:
-    """List every error class: first those of `autosel.errors`, then the subclasses in other modules."""
+    """List every error class: first the classes of `autosel.errors`, then subclasses in other modules."""
     rows = [(code(e.name), e.module, e.exit_code, code(e.base), e.words) for e in error_classes()]
     return table(("error", "module", "exit code", "base class", "meaning"), rows)
 
@@ -314,13 +314,13 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("race.evidence", "TAIL_RATE_INVERSE", "1 / p0: allowed rate of slow samples"),
     ("race.judge", "ROLLING", "baseline samples in the rolling median of the tail gate"),
     ("race.judge", "TAIL_SLACK", "tail threshold, relative to the baseline's p95"),
-    ("race.session", "MAX_DROPPED_SHARE", "share of disturbed pairs above which a session is void"),
-    ("race.session", "MOST_BUSY", "pairs without clean samples that a session bears beyond that share"),
-    ("race.waits", "TOLERATED", "share of a sample that threads may have waited for a core"),
-    ("race.waits", "MOST_LOST_NS", "time that samples of a visit may take that are taken again for such waits, ns"),
+    ("race.session", "MAX_DROPPED_SHARE", "dropped pairs, relative to clean ones, above which a session is void"),
+    ("race.session", "MOST_BUSY", "pairs dropped on a busy machine that are allowed in addition to that share"),
+    ("race.waits", "TOLERATED", "allowed wait of threads for a core, as a share of a sample"),
+    ("race.waits", "MOST_LOST_NS", "most time that a visit spends on samples that are repeated for such waits, ns"),
     ("race.worker", "WARM_NS", "longest warm-up of a workload in a session, ns"),
     ("race.run", "CEILING_SLACK", "a session is void if an arm is faster than this times the read probe"),
-    ("race.run", "FAR_ABOVE_FLOOR", "a session is void if it slowed one arm by this much more than another"),
+    ("race.run", "FAR_ABOVE_FLOOR", "a session is void if one arm's slowdown is more than this times another's"),
     ("race.run", "MAX_ATTEMPTS", "finalists of one attempt, each with its own debit"),
     ("race.worker", "CHECK_SHARE", "share of pairs whose outputs are checked"),
     ("race.contest", "CHECKED_ROWS", "rows of a checked output that are compared in float64"),
@@ -333,14 +333,14 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("parity.battery", "REPEATS", "runs on the same inputs, with other work in between"),
     ("parity.battery", "FRESH_SEEDS", "fresh inputs at the same addresses"),
     ("parity.battery", "LEAK_CALLS", "maximum number of calls over which memory growth is measured"),
-    ("parity.calls", "PASSES", "most calls of a thread on the same operands while another thread calls too"),
+    ("parity.calls", "PASSES", "most calls of a thread on the same operands while another thread also calls"),
     ("parity.fullsize", "ROWS", "rows checked in float64 at full size, each time"),
     ("parity.whole", "JUDGED", "elements of a whole result, furthest from the baseline's, that are judged in float64"),
     ("parity.whole", "MOST_FLOPS", "operations of a baseline up to which the whole result is compared"),
     ("tuning.crossover", "BRACKET", "ratio of lengths to which a crossover is narrowed"),
     ("fingerprint.drift", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
     ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
-    ("values", "CONTENDED_CORES", "cores that others keep busy above which a machine is `contended`"),
+    ("values", "CONTENDED_CORES", "cores busy with other processes above which a machine is `contended`"),
     ("values", "CONTENDED_STEAL", "share of stolen CPU time above which a machine is `contended`"),
     ("dispatch.board", "LOOK_EVERY_S", "seconds between checks of the snapshot"),
 )
@@ -684,7 +684,7 @@ def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
 
 
 def mutants() -> str:
-    """What `python -m autosel.testing.mutants --json` printed last."""
+    """Return the last stored output of `python -m autosel.testing.mutants --json`."""
     found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "mutants.json").read_text())
     rows = []
     for op in found["ops"]:
@@ -705,7 +705,7 @@ def mutants() -> str:
 
 
 def mutants_source() -> str:
-    """What `python -m autosel.testing.mutants --source --json` printed last."""
+    """Return the last stored output of `python -m autosel.testing.mutants --source --json`."""
     path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-source.json"
     if not path.is_file():
         return "No results of `--source --json` are stored yet."
@@ -733,7 +733,7 @@ def mutants_source() -> str:
 
 
 def mutants_reverse() -> str:
-    """What `python -m autosel.testing.mutants --reverse --json` printed last."""
+    """Return the last stored output of `python -m autosel.testing.mutants --reverse --json`."""
     path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-reverse.json"
     if not path.is_file():
         return "No results of `--reverse --json` are stored yet."
@@ -961,7 +961,7 @@ def _commented_fields(kind: Any) -> list[tuple[str, list[tuple[str, str, str]]]]
 
 
 def transcript(name: str) -> str:
-    """Return what a command printed, without the lines that CUTS names for it."""
+    """Return the recorded output of a command, without its lines in CUTS."""
     path = TRANSCRIPTS / f"{name}.txt"
     text = path.read_text() if path.is_file() else f"$ {COMMANDS[name]}\n(not recorded yet)"
     for pattern in CUTS.get(name, ()):

@@ -330,8 +330,8 @@ def test_every_function_of_the_pipeline_exists():
 
 
 SAID = (
-    ("race.plan", "AA_SESSIONS", "Once {} of them"),
-    ("race.plan", "MAX_TAIL_SAMPLES", "or {} samples"),
+    ("race.plan", "AA_SESSIONS", "After {} sessions"),
+    ("race.plan", "MAX_TAIL_SAMPLES", "or has {} samples"),
     ("race.plan", "DELTA_UNCALIBRATED", "delta falls from {:.0%} to"),
     ("race.plan", "DELTA_CALIBRATED", "to {:.0%}."),
     ("race.judge", "ROLLING", "last {} baseline samples"),
@@ -339,7 +339,7 @@ SAID = (
     ("race.evidence", "E_PAIRS", "`E >= {}`"),
     ("race.evidence", "E_TAIL", "must reach {}."),
     ("race.evidence", "TAIL_RATE_INVERSE", "p0 = 1/{}:"),
-    ("race.run", "CEILING_SLACK", "faster than {} times its best"),
+    ("race.run", "CEILING_SLACK", "faster than {} times the probe's best"),
     ("ledger.store", "LIFETIME_BUDGET", "a budget of {} per key"),
 )
 
