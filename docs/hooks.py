@@ -26,6 +26,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # its section has no other page
     source = SOURCES.get(here, f"docs/{here}")
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else adapted(part, here, source) for part in parts)
