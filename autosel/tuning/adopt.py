@@ -1,7 +1,7 @@
-"""Adopt a decision of another host: build the same arm here, prove it here, and only then let it serve here.
+"""Adopt a decision of another host: build the same arm on this host, prove it, and only then let it serve.
 
-Nothing is trusted: the recipe must be the one that this autosel derives for the candidate and knobs, and its build must
-have the digest that was measured there.
+The recipe must equal the one that this autosel derives for the candidate and knobs, and the build must have the digest
+that the other host measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autosel.values import Accepted, Decision, Failed, Fingerprint, Knob, Knobs,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """Result for a decision that was offered to this host. `reason` says why it does not serve; empty if it does."""
+    """Result for a decision that was offered to this host. `reason`: why it does not serve; empty if it does."""
 
     decision: Decision
     reason: str
@@ -43,12 +43,12 @@ def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener, *, device: str = 
             try:
                 reason = _adopt(ledger, fp, decision, device)
             except BuildError as error:
-                reason = f"it does not build here: {error.what}"
+                reason = f"{decision.arm.candidate} does not build here: {error.what}"
             yield Adoption(decision=decision, reason=reason)
 
 
 def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> str:
-    """Return why it does not serve here; "" if it now does. Raises BuildError."""
+    """Adopt one decision; return the reason if it does not serve here, else "". Raises BuildError."""
     try:
         way = _same_way(fp, decision)
     except AutoselError as error:
@@ -61,16 +61,16 @@ def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> 
         parity = check(proof_of(way, decision.workload), fp=fp, device=device)
     if ledger.adopt(decision.id, parity):
         return ""
-    return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "it no longer serves"
+    return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "the decision no longer serves"
 
 
 def _same_way(fp: Fingerprint, decision: Decision) -> Way:
-    """Return the decision's arm as this host would build it. Raises AutoselError if that is another arm."""
+    """Return the decision's arm as this host builds it. Raises AutoselError if it differs from the decision's."""
     w, theirs = decision.workload, decision.arm
     try:
         candidate = registry.find(w.op, theirs.candidate)
     except UnknownName as error:
-        raise AutoselError(f"there is no {theirs.candidate} here") from error
+        raise AutoselError(f"candidate {theirs.candidate} does not exist here") from error
     support = support_of(candidate, w, fp)
     if not isinstance(support, Accepted):
         raise AutoselError(f"{theirs.candidate} cannot run here: {support.reason}")
@@ -82,5 +82,5 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Way:
         raise AutoselError(f"{theirs.candidate} is another build here (sources, compiler or libraries differ)")
     baseline = way_of(registry.baseline(w.op), w, fp)
     if baseline.arm.digest != decision.baseline.digest:
-        raise AutoselError(f"it was compared with another version of {decision.baseline.candidate}")
+        raise AutoselError(f"the decision compares with another version of {decision.baseline.candidate}")
     return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)

@@ -1,4 +1,4 @@
-"""Native kernels compiled ahead of their use, as many at once as cores and memory allow."""
+"""Compile native kernels before they are needed, as many at once as cores and memory allow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str, tuple[str, ...]]
 
 
 class Builds:
-    """Compilation of recipes in their order, each once, from construction on."""
+    """Builds of recipes in the given order, each once. The constructor starts them."""
 
     def __init__(self, recipes: Iterable[NativeRecipe], *, over: Callable[[], bool] = lambda: False) -> None:
         """Start compiling. `over` is called before each build; once it returns True, no more builds start."""
@@ -29,7 +29,7 @@ class Builds:
             self._of(recipe)
 
     def wait(self, recipe: NativeRecipe) -> Artefact | None:
-        """Return the build; None if the time was over before it started. Raises BuildError."""
+        """Wait for the build of a recipe; return None if the time was over before it started. Raises BuildError."""
         return self._of(recipe).result()
 
     def _of(self, recipe: NativeRecipe) -> Future[Artefact | None]:
@@ -45,9 +45,9 @@ class Builds:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Start nothing new, and wait for running compilers, which would disturb later timings.
+        """Start no more builds, and wait for running compilers, which would disturb later timings.
 
-        After an exception (Ctrl-C) it does not wait: compilers end with this process.
+        After an exception (Ctrl-C), do not wait: compilers end with this process.
         """
         self.executor.shutdown(wait=kind is None, cancel_futures=True)
 

@@ -1,6 +1,6 @@
-"""Finish proofs: `tune` runs the first rows of an op's array within its budget; the daemon runs the rest while idle.
+"""Finish proofs: `tune` runs the first rows of an op's array within its budget; the daemon runs the others while idle.
 
-The rows come from the proof's own inputs. An arm that fails one is quarantined, and the baseline serves.
+The rows use the inputs of the earlier proof. An arm that fails a row is quarantined, and the baseline serves.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_rest
 from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
 
-AT_ONCE = 8  # decisions; afterwards a tune may use the device
+AT_ONCE = 8  # decisions in one run; then a tune may use the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Result of a finished proof. `reason` says why its arm is quarantined; empty if it passed."""
+    """Result of a finished proof. `reason`: why its arm is quarantined; empty if it passed."""
 
     decision: Decision
     rows: int
@@ -35,14 +35,14 @@ class Stages(Protocol):
 
 
 def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "cpu") -> Iterator[Completion]:
-    """Run the rows of their ops' arrays that the proofs of some serving arms left out.
+    """Complete the proofs of at most AT_ONCE serving arms: run the array rows that `tune` left out.
 
     Raises LedgerError if another process measures on the device.
     """
     with ledger.lock(fp.hw_id, fingerprint.unit(device)):
         left = ledger.incomplete(fp.hw_id, current_mode())[:AT_ONCE]
         for done, (decision, known) in enumerate(left):
-            stages.stage("parity", f"the rest of {decision.arm.candidate}'s proof", done, len(left))
+            stages.stage("parity", f"completing the proof of {decision.arm.candidate}", done, len(left))
             found = _rest(ledger, fp, decision, known, device)
             ledger.save_parity(fp.hw_id, decision.workload, decision.arm, found)
             reason = ""

@@ -1,4 +1,4 @@
-"""Race the jobs that have a challenger, and add the verdicts."""
+"""Race the jobs that have a challenger, and judge the races."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS_BYTES = 1 << 30  # two interpreters with torch, and a reserve
 
 
 def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
-    """Yield each job with race and verdict as soon as its race is complete; jobs without a challenger first."""
+    """Yield each job with its race and verdict once the race is complete; yield jobs without a challenger first."""
     yield from (job for job in jobs if not job.ways)
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
@@ -59,9 +59,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
 
     @contextmanager
     def journal(contest: Contest, arms: Sequence[str]) -> Iterator[None]:
-        """Record which arms run, in case this process or the machine does not survive; PyTorch's own are never held
-        back.
-        """
+        """Record which arms run, in case this process or the machine crashes. PyTorch's own are never quarantined."""
         job = jobs[contest.workload.key]
         with ExitStack() as open_trials:
             for way in job.ways:
@@ -70,7 +68,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
             yield
 
     def tell(who: str) -> None:
-        tuning.tally.stage("waiting", f"for a quiet machine: {who}", 0, 1)
+        tuning.tally.stage("waiting", f"for a quiet machine, busy: {who}", 0, 1)
 
     quiet = Quiet(tell=tell, deadline=tuning.deadline, clock=tuning.clock).wait if tuning.request.wait else None
     return Terms(
@@ -85,7 +83,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
 
 
 def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
-    """Return the job as the race needs it."""
+    """Return the contest of a job."""
     return Contest(
         workload=job.workload,
         baseline=_entrant(job.baseline),
@@ -98,7 +96,7 @@ def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -
 
 
 def last_level_bytes(fp: Fingerprint) -> int:
-    """Return the size of caches that cold operands must exceed: all of a CPU's L3, a GPU's L2."""
+    """Return the bytes of cache that cold operands must exceed: all of a CPU's L3, or a GPU's L2."""
     if fp.kind == "cuda":
         return int(fp.identity["l2_bytes"])
     return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
@@ -116,7 +114,7 @@ def _entrant(way: Way) -> Entrant:
 
 
 def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
-    """Handle a challenger that failed in the race: record a failed proof, quarantine it, and drop it from the job."""
+    """Record a challenger that failed in the race as a failed proof, quarantine it, and drop it from the job."""
     way = next(x for x in job.ways if x.candidate.name == found.candidate)
     evidence = {CONTROL: WORKED} if found.check == "crash" else {}  # race.run has checked the control
     failed = Failed(check=found.check, case="while racing", evidence=evidence, reason=found.reason)
@@ -130,9 +128,9 @@ def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
 
 
 def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
-    """Add the fraction of the limit given by the read rate of this race and the bytes that the winner reads.
+    """Add the fraction of the roofline that the winner reaches, from the bytes it reads and the race's read rate.
 
-    Only workloads that read memory have one.
+    Verdicts without a read rate stay unchanged.
     """
     if not verdict.read_bytes_per_s or verdict.winner not in verdict.timings:
         return verdict
@@ -142,9 +140,7 @@ def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
 
 
 def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> None:
-    """Raise UsageError if memory is short: operands exist once in shared memory and again, as copies, where the race
-    runs.
-    """
+    """Raise UsageError without enough memory for the operands in shared memory and their copies on the device."""
     import psutil
 
     if not contests:
@@ -172,7 +168,7 @@ def _refuse(need: int, free: int, what: str, sizes: Mapping[str, int]) -> None:
     if need > free:
         worst = max(sizes, key=lambda key: sizes[key])
         raise UsageError(
-            f"racing these workloads takes {need / 2**30:.1f} GiB of {what}; {free / 2**30:.1f} GiB are free",
+            f"racing these workloads needs {need / 2**30:.1f} GiB of {what}; {free / 2**30:.1f} GiB are free",
             why=f"the largest is {worst}: {sizes[worst] / 2**30:.1f} GiB",
-            todo="leave it out with --op, or use a smaller model, batch or context",
+            todo="exclude it with --op, or use a smaller model, batch or context",
         )

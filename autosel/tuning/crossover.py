@@ -1,8 +1,8 @@
-"""Length buckets are raced at both ends; if the winners differ, the bucket is split where the winner changes.
+"""Split a bucket of lengths where its winner changes.
 
 A bucket (2^k, 2^(k+1)] is decided at its longest context. Its other end, 2^k + 1, is one token longer than the longest
-context of the bucket below, whose winner is the first hint. Only if that hint differs, the end itself races, and then
-the middle, until the change is bracketed within a quarter.
+context of the bucket below. If the winner of that bucket differs, this end races too. If its winner also differs,
+middle lengths race until the change is known within a ratio of 1.25.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ STEPS = 4
 
 
 def lowest_ends(named: Sequence[Named]) -> tuple[Named, ...]:
-    """Return the lower end of the lowest bucket of each family of lengths, which races with the others: nothing is
-    below it.
-    """
+    """Return the lower end of the lowest bucket of each family of lengths. It always races: no bucket is below it."""
     lowest: dict[str, Named] = {}
     for n in named:
         if _has_length(n.workload):
@@ -47,10 +45,10 @@ def may_split(job: Job) -> bool:
 
 
 def split_buckets(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[tuple[Job, LengthRange, Workload]]:
-    """Yield what to decide about races over lengths: the winning job, its lengths (None: its whole bucket), its
-    workload.
+    """Yield the decisions of races over lengths: the winning job, its lengths (None: its whole bucket), its workload.
 
-    A bucket is decided only once its split is known: a tune killed in between would leave it unsplit for ever.
+    A bucket is decided only after its split is known. Otherwise a tune that is killed in between would leave it
+    unsplit for good.
     """
     raced = {job.workload.key: job for job in jobs if may_split(job)}
     winners = {key: job.winner.candidate.name for key, job in raced.items() if not _undecided(job)}
@@ -89,7 +87,7 @@ def _split(tuning: Tuning, job: Job, below: Job, low: int, top: int) -> Iterator
 
 
 def _race_at(tuning: Tuning, job: Job, length: int) -> Job | None:
-    """Race the family at another length; return None if it stays undecided."""
+    """Race the job's workload at another length; return None if it stays undecided."""
     named = replace(job.named, workload=job.workload.at(L=length))
     extra = shortlist(tuning, named, probe=True)
     prove_all(tuning, [extra])

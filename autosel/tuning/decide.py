@@ -8,7 +8,7 @@ from autosel.values import Decision, Workload, digest
 
 
 def decide(tuning: Tuning, job: Job, *, lengths: LengthRange = None, workload: Workload | None = None) -> Decision:
-    """Record the job's outcome; it is stored when this returns. `lengths` limits it to part of its bucket."""
+    """Record the job's outcome, which is stored on return. `lengths` limits it to part of its bucket."""
     verdict, w = job.verdict, workload or job.workload
     identity = {
         "hw": tuning.fp.hw_id,

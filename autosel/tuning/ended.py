@@ -1,4 +1,4 @@
-"""Ends of a tune before all work is done: Ctrl-C, or workloads that stayed undecided."""
+"""Errors of a tune that ends early (Ctrl-C) or leaves workloads undecided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autosel.values import Decision
 
 
 class Counted:
-    """Listener that counts decisions and forwards everything."""
+    """A listener that counts decisions and forwards all events."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener, self.done = listener, 0
@@ -30,16 +30,17 @@ class Counted:
 
 @contextmanager
 def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counted]:
-    """Turn Ctrl-C into Stopped, which says how much is decided and stored, and that `again` continues."""
+    """Turn Ctrl-C into Stopped, with the number of stored decisions and the command `again` that continues."""
     counted = Counted(listener)
     try:
         yield counted
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; {counted.done} of {workloads} decided and kept; `{again}` continues") from None
+        what = f"stopped; {counted.done} of {workloads} decided and stored; continue with `{again}`"
+        raise Stopped(what) from None
 
 
 def unfinished(found: Report, again: str) -> TooNoisy | None:
-    """Return which workloads stayed undecided, why, and how to continue; None if none did."""
+    """Return an error with the undecided workloads, the reasons and the command `again`; None if all are decided."""
     if not found.undecided:
         return None
     decided = {d.workload.key: d.reason for d in found.decisions}
@@ -47,7 +48,7 @@ def unfinished(found: Report, again: str) -> TooNoisy | None:
     for key in dict.fromkeys(n.workload.key for n in found.undecided):
         by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
     return TooNoisy(
-        f"{sum(map(len, by_reason.values()))} of {len(found.labels)}; what served before still serves",
+        f"{sum(map(len, by_reason.values()))} of {len(found.labels)} workloads; earlier decisions still serve",
         why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
         todo="\n".join([f"continue:  {again}", *_if_busy(by_reason, again)]),
     )

@@ -1,4 +1,4 @@
-"""Values of tuning: the request, the ways to run a workload, the job made of them, and the tally."""
+"""Values of tuning: the request, the ways to run a workload, the job of a workload, and the tally."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autosel.values import Arm, Decision, Fingerprint, Knobs, Parity, Race, Reci
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to tune.
+    """The workloads to tune, and options.
 
-    `budget_s` 0 means no limit. `seed` makes operands and coin flips repeatable. A call of a proof that exceeds its
-    deadline has hung.
+    `budget_s`: time limit in seconds; 0 means none. `seed` makes operands and the order of arms repeatable.
+    `call_deadline_s`: timeout of one call in a proof.
     """
 
     workloads: tuple[Named, ...]
@@ -37,9 +37,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A candidate that does not race, or failed: `stage` is eligible, quarantine, build, parity or race.
+    """A candidate that may not race or has failed. `stage`: eligible, quarantine, build, parity or race.
 
-    `quarantine` is the number of its quarantine, or 0.
+    `quarantine`: number of its quarantine, or 0.
     """
 
     workload: Workload
@@ -68,9 +68,9 @@ class Spectator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A candidate at a workload, ready to build: its knobs, its recipe, and its arm.
+    """A candidate at a workload, ready to build: its knobs, its recipe and its arm.
 
-    `released_at` is the end of its last quarantine; decisions without it and failures before that time do not count.
+    `released_at`: end of its last quarantine. Decisions and failures before that time do not count.
     """
 
     candidate: Candidate
@@ -83,9 +83,9 @@ class Way:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One workload on its way to a decision.
+    """The tuning of one workload, from its ways to its verdict.
 
-    `probe` marks a workload that races only to find the winner at the other end of a bucket; it gives no decision.
+    `probe`: the workload races only to find the winner at another length of a bucket, and gets no decision.
     """
 
     named: Named
@@ -93,9 +93,9 @@ class Job:
     baseline: Way
     ways: list[Way]  # challengers, including the incumbent unless it is the baseline
     incumbent: Way
-    offered: tuple[str, ...] = ()  # digests of all arms considered: only a new one reopens a settled bucket
+    offered: tuple[str, ...] = ()  # digests of all arms considered; a new one reopens a settled bucket
     probe: bool = False
-    late: bool = False  # the budget ended before all its ways were built and proven, so it does not race
+    late: bool = False  # the budget ended before all ways were built and proven, so the job does not race
     settled: tuple[Decision, ...] = ()
     parities: list[tuple[Arm, Parity]] = field(default_factory=list)
     race: Race | None = None
@@ -122,7 +122,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Context of one call of `tune`: device, ledger, request, listener, coins and clock."""
+    """Context of one call of `tune`: device, ledger, request, listener, random numbers and clock."""
 
     fp: Fingerprint
     ledger: Ledger
@@ -134,20 +134,20 @@ class Tuning:
 
     @property
     def over(self) -> bool:
-        """Return True once the budget has ended; then nothing new starts."""
+        """Return True once the budget has ended; then no more work starts."""
         return self.clock() > self.deadline
 
     @property
     def threads(self) -> int:
-        """Return the threads that every arm may use, baseline and challengers alike.
+        """Return the number of threads for every arm, baseline and challengers.
 
-        On a GPU, where the host only launches, 0 means torch's default.
+        On a GPU, where the host only launches kernels, it is 0, PyTorch's default.
         """
         return self.fp.cpus
 
 
 class Tally:
-    """Events so far, forwarded to the listener."""
+    """The events of a tune so far. Forwards each one to the listener."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
@@ -183,9 +183,7 @@ class Tally:
         self.listener.decided(decision, settled_before=False)
 
     def late(self, job: Job) -> None:
-        """Report that the budget ended before the race: nothing is recorded, and the next tune continues from the
-        proofs.
-        """
+        """Count a job as undecided because the budget ended before its race. The next tune reuses its proofs."""
         self.undecided.append(job.named)
 
     def rejected(self, w: Workload, candidate: str, stage: str, reason: str, *, quarantine: int = 0) -> None:
@@ -196,7 +194,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of `tune`. `measured` decisions were made now; the others were settled before."""
+    """Result of `tune`. `measured`: number of decisions made by this run; the others were settled before."""
 
     fingerprint: Fingerprint
     decisions: tuple[Decision, ...]

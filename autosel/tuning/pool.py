@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Yield an executor that finishes its work at the end of the block.
 
-    After an exception (Ctrl-C) it ends at once and starts nothing new; child processes end with this process.
+    After an exception (Ctrl-C), end at once and start no more work; child processes end with this process.
     """
     executor = ThreadPoolExecutor(max_workers=threads)
     try:

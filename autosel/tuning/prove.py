@@ -1,4 +1,4 @@
-"""Compile, then prove every way at every workload where it may race."""
+"""Compile every way, then prove it at every workload where it may race."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
 log = logging.getLogger(__name__)
 
-FIRST_PAIRS = range(40)  # of an op's array: every value of every domain, and most pairs of the rarer ones
-AT_ONCE = 2  # proofs at once: nothing is timed here, so cores may be shared
+FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
+AT_ONCE = 2  # proofs at once; they may share cores, because they are not timed
 
 Member = tuple[Job, Way]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
-    """Prove all ways, with all proofs of a build in one task; store proofs as they finish, and reuse stored ones.
+    """Prove all ways, with all proofs of a build in one task; store each proof on completion, and reuse stored ones.
 
-    A way that does not compile, or fails, leaves its job, with the reason. The baseline is proven too. If it fails,
-    that is reported, and it remains the baseline: failing gives it no advantage. At the deadline nothing new starts,
-    and a job with an unproven way is late. Raises EnvironmentFault, and records no failure, if the compiler, workers or
-    the control of a failure do not work.
+    A way that does not compile, or fails, is dropped from its job with the reason. A baseline that fails is reported
+    and stays the baseline. After the deadline no more proofs start, and a job with an unproven way is late. Raises
+    EnvironmentFault, and records no failure, if the compiler, the workers or the control of a failure do not work.
     """
     groups = _groups(jobs)
     recipes = (members[0][1].recipe for members in groups)
     native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
-    native += spot.builds((job.workload for job in jobs), tuning.fp)  # last: nothing here waits for them
+    native += spot.builds((job.workload for job in jobs), tuning.fp)  # last, because no proof waits for them
     with Builds(native, over=lambda: tuning.over) as builds, pool(AT_ONCE) as executor:
         futures = {executor.submit(_prepare, tuning, builds, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):
@@ -54,9 +53,9 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
 
 
 def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> None:
-    """Record ways that did not compile like failed proofs; the next tune tries them again.
+    """Record ways that did not compile as failed proofs, which the next tune tries again.
 
-    Raises EnvironmentFault if their compiler cannot compile anything.
+    Raises EnvironmentFault if the compiler cannot compile an empty source either.
     """
     recipe = members[0][1].recipe
     if isinstance(recipe, NativeRecipe):
@@ -71,7 +70,7 @@ def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> Non
 
 
 def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
-    """Return the ways of each process; PyTorch's first, because they take longest and need no compiler."""
+    """Return the ways of each process. PyTorch's come first: they take longest and need no compiler."""
     groups: dict[str, list[Member]] = {}
     for job in jobs:
         for way in [job.baseline, *job.ways]:
@@ -80,8 +79,9 @@ def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
 
 
 def process_of(way: Way) -> str:
-    """Return the process of a way: one per build. PyTorch's own ways share two, because attention takes as long as the
-    rest.
+    """Return the process of a way: one for each build, and two for PyTorch's ways, one of them for attention.
+
+    Proofs of attention take as long as those of all other ops together.
     """
     if way.arm.backend in ("TORCH", "INDUCTOR"):
         return f"{way.arm.backend} {'attention' if 'attn' in way.candidate.op else ''}"
@@ -89,9 +89,9 @@ def process_of(way: Way) -> str:
 
 
 def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[Parity]:
-    """Compile the group's recipe, then prove what the ledger does not know yet.
+    """Compile the group's recipe, then run the proofs that the ledger does not have; return all parities.
 
-    Return nothing if the time was over before it started. Raises BuildError.
+    Return [] if the time was over before the proofs started. Raises BuildError.
     """
     way = members[0][1]
     if tuning.over:
@@ -114,9 +114,9 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[
 
 
 def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
-    """Run the proofs of one build, journaled in case this process or the machine does not survive.
+    """Run the proofs of one build, recorded as a trial in case this process or the machine crashes.
 
-    PyTorch's own ways are not journaled: the baseline, one of them, can never be held back.
+    PyTorch's ways are not recorded: the baseline is one of them and is never quarantined.
     """
     proofs = [proof_of(way, job.workload) for job, way in members]
     way = members[0][1]
@@ -129,11 +129,11 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
 
 
 def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
-    """Return what the ledger knows and what is still valid.
+    """Return the parity in the ledger if it is still valid, else None.
 
-    A proof of an earlier version, without pairs of values, is repeated. A failure is repeated with `force`, if it
-    lacked memory or the like, if its quarantine has ended since, or if no control ran after it: earlier versions also
-    recorded failures of the environment.
+    A proof of an earlier version, without pairs of values, is repeated. A failure is repeated with `force`, if its
+    cause may have passed (such as a lack of memory), if its quarantine has ended since, or if no control ran after it,
+    because earlier versions also recorded failures of the environment.
     """
     known = tuning.ledger.parity_known(tuning.fp.hw_id, way.arm.digest, job.workload, since=way.released_at)
     if not isinstance(known, Failed):
@@ -153,6 +153,6 @@ def _take(tuning: Tuning, job: Job, way: Way, parity: Parity) -> None:
     reason = f"{parity.check} ({parity.case}): {parity.reason}"
     tuning.tally.rejected(job.workload, way.candidate.name, "parity", reason)
     if way is job.baseline:
-        log.warning("the baseline itself fails parity at %s: %s", job.workload.key, parity.reason)
+        log.warning("the baseline fails parity at %s: %s", job.workload.key, parity.reason)
     else:
         job.drop(way)

@@ -1,7 +1,7 @@
-"""Prove old winners again after a change of driver, library or kernel source, so that they serve until they race again.
+"""Prove stale winners again after a change of driver, library or kernel source.
 
-They are marked stale. The baseline replaces winners that fail. A compiled arm is proven as the build that was raced,
-even if its source has changed; a Python arm with what its recipe imports today.
+Those that pass serve, marked as stale, until they race again; the baseline replaces the others. The proof of a compiled
+arm uses the build that was raced, even if its source has changed. The proof of a Python arm uses its current imports.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """Result for a stale decision. `reason` says why the baseline runs; if empty, `decision` is new and serves."""
+    """Result for a stale decision: the new `decision` that serves, or the `reason` why the baseline serves."""
 
     stale: Decision
     decision: Decision | None
@@ -41,7 +41,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Old:
-    """A stale decision, the reason, and its arms as they are now."""
+    """A stale decision, the reason, and the current versions of its arms."""
 
     decision: Decision
     why: str
@@ -51,9 +51,9 @@ class _Old:
 
 
 def outdated(decisions: Iterable[Decision], hw_id: str, mode: str) -> list[Decision]:
-    """Return the decisions of this device and mode whose winner no longer serves because something has changed.
+    """Return the decisions of this device and mode with a winner that is stale.
 
-    Whole steps are left out: the decoder proves them, with the model's weights.
+    Whole steps are left out: the decoder proves them with the model's weights.
     """
     here = [d for d in decisions if (d.hw_id, d.mode) == (hw_id, mode) and d.state in SERVING and d.op != WHOLE_STEP]
     return [d for d in here if d.arm.digest != d.baseline.digest and validity.staleness(d)]
@@ -83,14 +83,14 @@ def renew(
         groups.setdefault(old.arm.build or old.arm.backend, []).append(old)
     done = 0
     for group in groups.values():
-        stages.stage("parity", f"{group[0].arm.candidate}, proven again", done, len(stale))
+        stages.stage("parity", f"proving {group[0].arm.candidate} again", done, len(stale))
         for old, parity in zip(group, _proofs(ledger, fp, group, device), strict=True):
             done += 1
             yield _renewal(ledger, old, parity)
 
 
 def serve_meanwhile(tuning: Tuning) -> None:
-    """Let winners that a change has made stale serve while a tune measures their buckets."""
+    """Prove stale winners of a tune's buckets again, so that they serve while it measures."""
     buckets = {named.workload.bucket for named in tuning.request.workloads}
     for done in renew(tuning.ledger, tuning.fp, tuning.tally, device=tuning.request.device, buckets=buckets):
         if tuning.over:
@@ -98,18 +98,18 @@ def serve_meanwhile(tuning: Tuning) -> None:
         if done.reason:
             log.warning("decision %d is stale, so the baseline serves: %s", done.stale.id, done.reason)
         else:
-            log.info("decision %d is stale; its arm was proven again and serves meanwhile", done.stale.id)
+            log.info("decision %d is stale; its arm passed parity again and serves until the next race", done.stale.id)
 
 
 def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
-    """Return a decision's arms as they are now. Raises AutoselError if the arm can or may no longer run here."""
+    """Return the current versions of a decision's arms. Raises AutoselError if its winner can or may not run here."""
     try:
         candidate = registry.find(d.op, d.arm.candidate)
     except UnknownName as error:
-        raise AutoselError(f"there is no {d.arm.candidate} any more") from error
+        raise AutoselError(f"candidate {d.arm.candidate} no longer exists") from error
     support = support_of(candidate, d.workload, fp)
     if not isinstance(support, Accepted):
-        raise AutoselError(f"{d.arm.candidate} cannot run here any more: {support.reason}")
+        raise AutoselError(f"{d.arm.candidate} can no longer run here: {support.reason}")
     arm = validity.as_now(d.arm)
     if ledger.quarantined(fp.hw_id, d.op).keys() & {arm.digest, arm.build}:
         raise AutoselError(f"{d.arm.candidate} is in quarantine")
@@ -118,14 +118,14 @@ def _as_now(ledger: Ledger, fp: Fingerprint, d: Decision) -> _Old:
 
 
 def _change(d: Decision) -> str:
-    """Return what has changed, without the number of the decision, because the renewed one has another."""
+    """Return the change that made a decision stale, without the decision's number: the renewed one has another."""
     return validity.staleness(d).partition(" is stale: ")[2]
 
 
 def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str) -> list[Parity]:
     proofs = [_proof(old) for old in group]
     first, terms = group[0], Terms(device=device)
-    if first.arm.backend == "TORCH":  # the baseline's own library is never held back, so it is not journaled
+    if first.arm.backend == "TORCH":  # like the baseline, never quarantined, so not recorded as a trial
         return check_all(proofs, fp=fp, terms=terms)
     with ledger.trial(fp.hw_id, first.decision.op, first.arm):
         return check_all(proofs, fp=fp, terms=terms)
@@ -150,5 +150,5 @@ def _renewal(ledger: Ledger, old: _Old, parity: Parity) -> Renewal:
         return Renewal(stale=old.decision, decision=None, reason=error.what)
     if made is not None:
         return Renewal(stale=old.decision, decision=made, reason="")
-    failed = f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "something else serves"
+    failed = f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "another decision serves"
     return Renewal(stale=old.decision, decision=None, reason=failed)

@@ -1,4 +1,4 @@
-"""Ways that may race at a workload, with their knobs, and what is already known about it."""
+"""Find the ways that may race at a workload, with their knobs, and its earlier decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
     """Return the job of one workload. Its `settled` decisions, if any, need no measurement.
 
-    Raises UsageError if not even the baseline can run the workload.
+    Raises UsageError if the baseline cannot run the workload.
     """
     w, fp = named.workload, tuning.fp
     held, released = tuning.ledger.quarantined(fp.hw_id, w.op), tuning.ledger.released(fp.hw_id, w.op)
@@ -30,8 +30,8 @@ def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
     if baseline is None:
         raise UsageError(
             f"the baseline {name} cannot run {w.key}",
-            why="without a baseline nothing can be proven faster",
-            todo=f"{settings.spelling()} doctor shows why; or leave {w.op} out with --op",
+            why="without a baseline no candidate can be compared",
+            todo=f"run `{settings.spelling()} doctor` to see why, or exclude {w.op} with --op",
         )
     job = Job(
         named=named,
@@ -77,7 +77,7 @@ def _offer(
 
 
 def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
-    """Derive the knobs and name the arm, without building. Raises BuildError if there is no compiler."""
+    """Derive a candidate's knobs, recipe and arm without building it. Raises BuildError without a compiler."""
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
     built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
@@ -86,7 +86,7 @@ def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
 
 
 def _incumbent(tuning: Tuning, job: Job) -> Way:
-    """Return what serves this bucket now if it is unchanged; else the baseline."""
+    """Return the way that serves this bucket now if it is unchanged; else the baseline."""
     for served in tuning.ledger.serving_rows(tuning.fp.hw_id, job.workload.bucket, job.mode):
         for way in job.ways:
             if way.arm.digest == served.arm.digest and served.state in ("promoted", "kept", "pinned"):

@@ -1,4 +1,4 @@
-"""Trial of one candidate: proven and raced exactly as by `tune`, but nothing is recorded."""
+"""Prove and race one candidate exactly as `tune` does, but record no result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autosel.values import Accepted, Failed, Fingerprint, NativeRecipe, Parity, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """Result at one workload; without a race if parity failed or the candidate refused."""
+    """Result at one workload. There is no race if parity failed or the candidate does not support the workload."""
 
     named: Named
     parity: Parity | None
@@ -55,10 +55,9 @@ def try_candidate(
 ) -> Iterator[Tried]:
     """Prove and race one candidate against the baseline at each workload on `device`, with its fingerprint `fp`.
 
-    `inputs` is the text from which the proof's inputs are drawn. A call of the proof that exceeds the deadline has
-    hung.
+    `inputs`: text from which the proof's inputs are drawn. `call_deadline_s`: timeout of one call in a proof.
 
-    Raises BuildError if it does not compile, UsageError if memory is short.
+    Raises BuildError if the candidate does not compile, UsageError without enough memory.
     """
     contests: list[tuple[Named, Contest]] = []
     for n in named:

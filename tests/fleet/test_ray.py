@@ -165,7 +165,7 @@ class Ended:
     @property
     def kept(self) -> int:
         """Decisions that it said were kept."""
-        found = re.search(r"stopped; (\d+) of \d+ decided and kept", self.told)
+        found = re.search(r"stopped; (\d+) of \d+ decided and stored", self.told)
         return int(found[1]) if found else 0
 
 

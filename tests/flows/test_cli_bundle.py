@@ -88,7 +88,7 @@ def test_an_arm_that_is_another_thing_here_is_not_adopted(ledger: Ledger, there:
 
     assert "another build here" in refused(digest="e" * 64)
     assert "another build here" in refused(recipe=PythonRecipe(target="autosel.candidates.torch_eager:rmsnorm"))
-    assert "there is no cpp:nosuch here" in refused(candidate="cpp:nosuch")
+    assert "candidate cpp:nosuch does not exist here" in refused(candidate="cpp:nosuch")
     assert "another build here" in refused(knobs={**good.knobs, "threads": 77})
 
 

@@ -190,6 +190,6 @@ def test_a_stopped_tune_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path
     rest, _ = child.stderr.read(), child.wait(timeout=60)
     child.stderr.close()
     assert child.returncode == 130, "".join(said) + rest
-    assert "stopped; 0 of 1 decided and kept" in rest
+    assert "stopped; 0 of 1 decided and stored" in rest
     assert "continues" in rest
     assert time.monotonic() - started < 60
