@@ -66,7 +66,7 @@ def _document(op: str, rows: Sequence[Now], device: str) -> dict[str, Any]:
 
 
 def now_json(now: Now) -> dict[str, Any]:
-    """Return what a caller of best() gets; for a stale decision, the baseline with the reason."""
+    """Return the decision as best() serves it; for a stale decision, the baseline with the reason."""
     made = decision_json(now.decision)
     if not now.stale:
         return made
@@ -84,7 +84,7 @@ def _undecided(op: str, device: str) -> dict[str, Any]:
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
     where = "this device" if device == "cpu" else device
-    why = {"reason": decided_elsewhere(op, device) or f"nothing is decided on {where}", "all": []}
+    why = {"reason": decided_elsewhere(op, device) or f"no decision on {where}", "all": []}
     if op == WHOLE_STEP:
         who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
         return {**who, **unknown, **why}

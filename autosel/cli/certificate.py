@@ -51,7 +51,7 @@ def summary(made: Certificate, found: Audit) -> str:
 
 
 def _undecided(made: Certificate) -> list[str]:
-    """Return a note if nothing is tuned: a user must not take PyTorch's time for the best possible one."""
+    """Return a note if no op is tuned, so that a user does not take PyTorch's time for the best possible time."""
     if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
         return []
     from autosel.certify.derive import weight_format
@@ -59,8 +59,8 @@ def _undecided(made: Certificate) -> list[str]:
     words = shlex.split(made.repro_cmd)
     model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
     elsewhere = sorted({o.reason for o in made.per_op.values() if o.reason.startswith("tuned ")})
-    told = "; ".join(elsewhere) or "nothing is decided for these ops"
-    text = paragraph(f"{told}: PyTorch serves them all", hang="  ")
+    told = "; ".join(elsewhere) or "no decisions for these ops"
+    text = paragraph(f"{told}: PyTorch serves all of them", hang="  ")
     weight = weight_format(made)
     stored = "" if weight == PLAIN else f" --format {weight}"
     first = f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}{stored}"
@@ -188,7 +188,7 @@ def where_line(made: Certificate, where: Path) -> str:
 
 
 def changes_text(changes: Sequence[Change]) -> str:
-    """Return a table with a row for each thing that both reports ran; empty if they have none in common."""
+    """Return a table with a row for each run that both reports contain; empty if there are none."""
     from autosel.certify.words import interval_text
 
     if not changes:

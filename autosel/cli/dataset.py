@@ -26,7 +26,7 @@ def export_dataset(folder: Path) -> None:
     from autosel.ledger.store import open_ledger
 
     if str(folder) == "-":
-        raise UsageError("--to writes a folder", todo=f"{settings.spelling()} export --to flashinfer dataset/")
+        raise UsageError("--to needs a folder", todo=f"{settings.spelling()} export --to flashinfer dataset/")
     with open_ledger() as ledger:
         evidence = [ledger.evidence(s.decision.id) for s in ledger.serving() if s.decision.state in SERVING]
     decided = [
@@ -49,7 +49,7 @@ def import_solution(path: Path | None, definition: Path | None, into: Path | Non
     if path is None or definition is None or into is None:
         raise UsageError(
             "a solution needs --definition and --into",
-            why="it names its definition, but does not contain it",
+            why="a solution contains only the name of its definition",
             todo=f"{settings.spelling()} import solution.json --definition definition.json --into mine/",
         )
     found = flashinfer_bench.unpack(path, definition, into)
@@ -64,7 +64,7 @@ SHOWN = 12  # rows of the table; the home keeps them all
 
 
 def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
-    """Keep a dataset's evidence, and write its workloads as a recording to `into`."""
+    """Store a dataset's evidence, and write its workloads as a recording to `into`."""
     from autosel.cli.device import default_device, identity
     from autosel.dispatch import recorded
     from autosel.integrations import flashinfer_traces
@@ -73,7 +73,7 @@ def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
     if into is not None and is_folder(into):
         raise UsageError(f"{into} is a folder", todo=f"name a file: --into {into / 'traffic.json'}")
     if into is not None and not is_folder(into.absolute().parent):
-        raise BadConfig(f"cannot write {into}", why=f"there is no folder {into.parent}")
+        raise BadConfig(f"cannot write {into}", why=f"folder {into.parent} does not exist")
     found = flashinfer_traces.read(dataset)
     added = flashinfer_traces.keep(settings.home(), found.evidence)
     if into is not None:
@@ -97,7 +97,7 @@ def _told(found: Traces, added: int, into: Path | None) -> Iterator[str]:
         yield table(("workload", "solution", "us", "speedup", "measured on"), rows, right=(2, 3), wrap=1)
     if len(found.evidence) > SHOWN:
         yield f"... and {len(found.evidence) - SHOWN} more"
-    yield f"{len(found.evidence)} evaluations made elsewhere, {added} of them new here; they decide nothing"
+    yield f"{len(found.evidence)} evaluations of other machines, {added} of them new; they do not affect decisions"
     for line in found.left:
         yield f"  left out: {line}"
     if into is None:
@@ -128,4 +128,4 @@ def elsewhere_lines(d: Decision) -> list[tuple[str, str]]:
     what = f"{ratio(best.speedup)} over its reference" if best.speedup else best.status
     more = f"; {len(found) - 1} more" if len(found) > 1 else ""
     text = f"{best.solution}, {what}, on {best.hardware} ({best.origin}){more}"
-    return [("elsewhere", f"{text}; not measured here, decides nothing")]
+    return [("elsewhere", f"{text}; not measured here, does not affect decisions")]

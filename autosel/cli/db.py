@@ -29,7 +29,7 @@ def db_command() -> None:
 @db_command.command("info", examples=("db info", "db info --json"))
 @json_option
 def info(as_json: bool) -> None:
-    """Show where the ledger is and what it contains."""
+    """Show the ledger's place and size, and the number of its decisions."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
@@ -102,7 +102,7 @@ def restore(path: Path, as_json: bool) -> None:
         for place, fp in here():  # fails while a tune runs
             locks.enter_context(device_lock(settings.home(), fp.hw_id, unit(place)))
         aside = put_back(path.absolute(), target)
-        with open_ledger() as ledger:  # publishes what it serves
+        with open_ledger() as ledger:  # publishes its serving decisions
             text = f"{target} is now the backup, {len(ledger.history())} decisions"
     text += f"; the old one is {aside}" if aside else ""
     _say(text, {"ledger": str(target), "replaced": str(aside) if aside else None}, as_json)
@@ -114,9 +114,9 @@ def restore(path: Path, as_json: bool) -> None:
 @click.option("--print", "only_print", is_flag=True, help="print the SQL, change nothing")
 @json_option
 def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
-    """Set what LOGIN may do in the shared ledger.
+    """Set the permissions of LOGIN in the shared ledger.
 
-    reader: see everything. tuner: also record decisions, proofs and races; every host that serves needs it. admin: also
+    reader: read everything. tuner: also record decisions, proofs and races; every serving host needs it. admin: also
     end quarantines. No role can change history; they only append.
     """
     from autosel.ledger.store import open_ledger

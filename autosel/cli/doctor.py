@@ -240,13 +240,13 @@ def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
 
     waiting = [s for s in ledger.serving(everywhere=True) if not s.usable and s.decision.hw_id in here]
     if waiting:
-        todo = f"{settings.spelling()} import proves and adopts them; a daemon that tunes does when the device is idle"
+        todo = f"{settings.spelling()} import proves and adopts them; so does a tuning daemon while the device is idle"
         text = f"{len(waiting)} decisions of other hosts wait for a proof of this one"
         yield Finding(what="fleet", level="note", text=text, todo=todo)
     with ledger.reading() as connection:
         for found in disagreements(connection):
             share = f"{len(found.apart)} of {found.compared} measurements"
-            text = f"{found.names[0]} and {found.names[1]} say they are the same device, and disagree about {share}"
+            text = f"{found.names[0]} and {found.names[1]} report the same device, but differ in {share}"
             todo = f"check {found.slower}, the slower one (clocks, cooling, other work), then tune --force there"
             yield Finding(what="sick device", level="note", text=text, todo="\n".join([*words(found), todo]))
 

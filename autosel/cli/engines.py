@@ -38,7 +38,7 @@ class Asked:
 
 def export_to(engine: str, folder: Path, asked: Asked) -> None:
     if str(folder) == "-":
-        raise UsageError("--to writes a folder", todo=f"{settings.spelling()} export --to {engine} {engine}/")
+        raise UsageError("--to needs a folder", todo=f"{settings.spelling()} export --to {engine} {engine}/")
     if engine == "flashinfer":
         from autosel.cli.dataset import export_dataset
 
@@ -127,8 +127,8 @@ def _target(engine: str, asked: Asked) -> Target:
 def _of_one(fp: Fingerprint, found: Mapping[str, tuple[Fingerprint, list[Decision]]]) -> tuple[Decision, ...]:
     """Return the decisions made on devices with this fingerprint's name.
 
-    Devices of one name can differ (memory, ECC, a slice of a GPU). Then return those of the same device, else those of
-    the device of this machine: rows of two devices in one file would fit neither.
+    Devices of one name can differ (memory, ECC, a slice of a GPU). If several have decisions, choose the device of the
+    fingerprint, else a device of this machine: a file with rows of two devices would fit neither of them.
     """
     from autosel.cli.device import here
 
@@ -142,8 +142,8 @@ def _of_one(fp: Fingerprint, found: Mapping[str, tuple[Fingerprint, list[Decisio
 
 
 def _which(name: str, count: int) -> UsageError:
-    why = f"decisions were made on {count} that differ, and none of them is here"
-    return UsageError(f"which {name}?", why=why, todo="export on the machine that has it")
+    why = f"decisions exist for {count} different devices of this name, and this machine has none of them"
+    return UsageError(f"ambiguous device: {name}", why=why, todo="export on the machine that has the device")
 
 
 def _device(engine: str, asked: str | None, known: Sequence[Fingerprint]) -> Fingerprint:
@@ -166,10 +166,10 @@ def _device(engine: str, asked: str | None, known: Sequence[Fingerprint]) -> Fin
     if not names:
         raise UsageError(
             f"nothing to export to {engine}",
-            why="it runs on GPUs, and no decision here was made on one",
-            todo=f"{example}\nderives the rows by formula, measuring nothing",
+            why="it runs on GPUs, and this ledger has no decisions of a GPU",
+            todo=f"{example}\nderives the rows by formula, without measurements",
         )
-    raise UsageError(f"which device? decisions were made on {', '.join(names)}", todo=example)
+    raise UsageError(f"ambiguous device: decisions exist for {', '.join(names)}", todo=example)
 
 
 def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
@@ -215,7 +215,7 @@ def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
         )
     for name in folders.changed(folder, made):
         text = f"{name} has been changed or removed"
-        yield Line(what="files", ok=False, text=text, todo="export again, or keep yours and leave the rest")
+        yield Line(what="files", ok=False, text=text, todo="export again, or ignore this if you changed it")
     reply = ask.ask(engine, folder, made, python or sys.executable)
     yield from _versions(made, reply)
     yield from _hits(made, reply)
@@ -231,7 +231,7 @@ def _versions(made: Manifest, reply: Reply) -> Iterator[Line]:
         what="version",
         ok=not stale,
         text=f"{made.engine} {reply.version} is installed, the files were written for {made.engine_version}{moved}",
-        todo="export again, with an autosel that knows this version" if stale else "",
+        todo="export again, with an autosel that supports this version" if stale else "",
     )
 
 

@@ -33,7 +33,7 @@ Line = tuple[str, str]  # name in the margin, text
 @device_option()
 @json_option
 def explain_command(op: str | None, decision_id: int | None, failed: bool, device: str, as_json: bool) -> None:
-    """Show why OP is served as it is: the evidence behind each decision."""
+    """Show why a kernel serves OP: the evidence behind each decision."""
     from autosel.ledger.store import open_ledger
 
     if sum((op is not None, decision_id is not None, failed)) == 0:
@@ -194,7 +194,7 @@ def _what_would_change_it(evidence: Evidence) -> str:
         lengths = f"a context below {low} or above {high} tokens (measured crossover), "
     kernel = "an edited kernel, " if d.arm.build else ""
     if d.op == WHOLE_STEP:
-        kernel += "another decision about an op of it, "
+        kernel += "another decision about one of its ops, "
     return f"{lengths}{kernel}another torch, another {'GPU' if fp is not None and fp.kind == 'cuda' else 'CPU'}"
 
 
@@ -203,7 +203,7 @@ def _how_to_reproduce(evidence: Evidence) -> str:
 
     d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
-        return f"{settings.spelling()} demote {d.id}, then run that model again: it is measured in whole steps"
+        return f"{settings.spelling()} demote {d.id}, then run that model again: whole steps race again"
     if d.arm.recipe.layout is not None or (fp is not None and fp.kind == "cuda"):
         return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"

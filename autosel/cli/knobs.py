@@ -1,4 +1,4 @@
-"""Command `knobs`: show every kernel's settings and their formulas, for this device or a known one that is absent."""
+"""Command `knobs`: show every kernel's settings and their formulas, for this device or a known absent device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def knobs_command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Show the settings of kernels, which formulas derive. Only the fingerprint is measured; there is no search."""
+    """Show the settings of kernels. Formulas derive them from the fingerprint, without a search."""
     from autosel import models
     from autosel.cli.fingerprint import find
     from autosel.fingerprint.describe import remarks

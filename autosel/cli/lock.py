@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 )
 @click.option("--check", is_flag=True, help="check that this machine serves exactly what is pinned; exit code 1 if not")
 @click.option("--build", is_flag=True, help="compile pinned kernels that are missing here, then check")
-@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; refuse if the lock cannot be kept")
+@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; fail if the lock does not hold")
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]")
 def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bool, command: Sequence[str]) -> None:
     """Pin by digest what serves on this machine now. Rows of other devices stay in the file.
 
-    A program serves from the file with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it refuses to start where it cannot.
+    A program serves from the file with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it fails to start if the lock does not
+    hold.
     """
     if bool(command) != frozen:
         raise UsageError(
-            "--frozen and COMMAND go together",
+            "--frozen needs a COMMAND" if frozen else "COMMAND needs --frozen",
             todo=f"{settings.spelling()} lock --frozen -- python serve.py",
         )
     if frozen:
@@ -60,7 +61,7 @@ def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bo
     if as_json:
         emit_json({"file": str(path), "pinned": pinned, "of_other_devices": kept})
         return
-    more = f"; {kept} of other devices or thread counts stay in it" if kept else ""
+    more = f"; {kept} rows of other devices or thread counts are kept" if kept else ""
     click.echo(f"{pinned} decisions pinned in {path}{more}")
     click.echo(f"serve from it: AUTOSEL_LOCK={shlex.quote(str(path))}       check a machine: {_words('--check')}")
 
@@ -136,7 +137,7 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
 
     found = snapshot.read(path)
     if found is None:
-        raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
+        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} lock`")
     return _of_this_machine(found.rows)
 
 
@@ -199,7 +200,7 @@ def _run(path: Path, command: Sequence[str]) -> int:
     The command checks the lock itself at its first call of `best`, because its threads and libraries may differ.
     """
     if not path.is_file():
-        raise BadConfig(f"there is no {path}", todo=f"{settings.spelling()} lock writes one")
+        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} lock`")
     environment = settings.passed_to_children() | {"AUTOSEL_LOCK": str(path.absolute()), "AUTOSEL_FROZEN": "1"}
     try:
         done = subprocess.run(list(command), env=environment)

@@ -47,7 +47,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "verify": ("verify", "check a certificate; measure it again"),
     "whatif": ("whatif", "try another torch before you deploy it"),
     "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
-    "status": ("serve", "the daemon, what serves, what is being tuned"),
+    "status": ("serve", "the daemon, its serving kernels and current tune"),
     "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; suggest fixes"),
     "export": ("transfer", "decisions as one file, or one decision's race as a script"),
     "import": ("transfer", "decisions from an exported file"),
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks "≥" prints "?" instead of an exception
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop keeps what Ctrl-C keeps
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is handled like Ctrl-C
     code = run(argv)
     if code in AT_ONCE:  # a thread may still wait for a proof; workers end with this process
         for stream in (sys.stdout, sys.stderr):
@@ -195,11 +195,11 @@ def _no_room(error: OSError) -> AutoselError:
     if error.errno == errno.ENOMEM:
         return AutoselError(
             f"not enough memory: {reason}",
-            todo="use a smaller model, batch or context; everything acknowledged is safe",
+            todo="use a smaller model, batch or context; all acknowledged results are safe",
         )
     return AutoselError(
         f"cannot write{f' {error.filename}' if error.filename else ''}: {reason}",
-        todo="free some space, or set AUTOSEL_HOME (or TMPDIR) to another disk; everything acknowledged is safe",
+        todo="free some space, or set AUTOSEL_HOME (or TMPDIR) to another disk; all acknowledged results are safe",
     )
 
 

@@ -17,7 +17,7 @@ Decorator = Callable[[Callable[..., Any]], click.Command]
 
 
 class Verb(click.Command):
-    """Verb whose help ends with examples, in the words that the user would type."""
+    """A verb whose help ends with examples of its use."""
 
     def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -28,7 +28,7 @@ class Verb(click.Command):
 
 
 class VerbGroup(click.Group):
-    """Verb with verbs below it."""
+    """A verb with subcommands."""
 
     command_class = Verb
 
@@ -128,7 +128,7 @@ def renamed(old: str, new: str) -> Option:
 
 
 def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:
-    """Return those of the named options that differ from their default, as words of a command line."""
+    """Return the named options that differ from their default, as words of a command line."""
     words: list[str] = []
     for parameter in ctx.command.params:
         value = ctx.params.get(str(parameter.name))

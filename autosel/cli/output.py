@@ -96,7 +96,7 @@ def note_lines(notes: Sequence[str]) -> list[str]:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), wrap: int | None = None
 ) -> str:
-    """Format a table with columns as wide as their widest cell; nothing is cut. `right` lists right-aligned columns.
+    """Format a table with columns as wide as their widest cell. `right` lists right-aligned columns.
 
     A table wider than 80 columns gets narrower gaps; then column `wrap` is wrapped.
     """

@@ -1,7 +1,7 @@
 """Progress on stderr: stage, candidate, pairs so far, elapsed time, ETA.
 
-A terminal shows one line that is redrawn, also while nothing is reported. A file or a pipe gets a line for each stage
-and each decision, and one for the current stage after 15 s of silence.
+A terminal shows one line, which is redrawn every 0.5 s. A file or a pipe gets a line for each stage and each decision,
+and one for the current stage after 15 s of silence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autosel.values import Decision
 
 # Share of each stage in a cold tune, measured on two cores (docs/figures.md). Only the ETA depends on it.
 WEIGHTS = {"fingerprint": 0.03, "parity": 0.32, "screening": 0.25, "confirming": 0.40}
-KNOWN_FROM = 0.1  # share of the work below which an ETA would be a guess
+KNOWN_FROM = 0.1  # finished share of the work from which an ETA is shown
 BEAT_S = 0.5
 QUIET_S = 15.0  # longest silence in a pipe
 
@@ -155,7 +155,7 @@ class Progress:
 
 
 Stage = tuple[str, str]  # the run ("" if there is only one), and the stage's name
-DOUBT = 0.05  # share of the work after which the pace so far has the same weight as the expected times
+DOUBT = 0.05  # finished share of the work at which the measured pace has the same weight as the expected times
 
 
 class Eta:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
-TARGET = "h200"  # the device that a CUDA source is compiled for if there is no GPU
+TARGET = "h200"  # the device for which a machine without a GPU compiles CUDA sources
 CALL_S = 60.0  # equals parity.session.CALL_S, whose module loads torch
 EXAMPLES = (
     "race rmsnorm --candidate mykernels:fast_rmsnorm",
@@ -71,7 +71,7 @@ EXAMPLES = (
     default=TARGET,
     show_default=True,
     metavar="NAME",
-    help="compile a CUDA source for this known device if there is no GPU here",
+    help="on a machine without a GPU, compile a CUDA source for this known device",
 )
 @click.option("--watch", is_flag=True, help="race again after each save of the source, until Ctrl-C")
 @click.option("--case", default="", metavar="NAME", help="run one case of parity, and show expected and actual values")
@@ -106,7 +106,7 @@ def race_command(
     """Prove and time a candidate for OP against the baseline, as `tune` would. Nothing is recorded.
 
     Exit codes: 4 if it failed parity or failed in the race, 5 if the race was too noisy to decide, 2 if it accepts none
-    of the workloads, or if it was only compiled because there is no GPU.
+    of the workloads, or if a machine without a GPU could only compile it.
     """
     from autosel import fingerprint, models
     from autosel.candidates import registry
@@ -131,7 +131,7 @@ def race_command(
     fp = fingerprint.take(device)
     compiled_for = known.load(target_device) if source_kind(first) == "cuda" and fp.kind == "cpu" else None
     if compiled_for is None and not _defaulted("target_device"):
-        raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="leave it out")
+        raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="remove --fingerprint")
     again = again_command(click.get_current_context())
 
     def once() -> AutoselError | None:
@@ -192,7 +192,7 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tu
 
     contract, found = ops.find(op), []
     if weight != PLAIN and "weight" not in contract.trait_defaults:
-        raise UsageError(f"--format {weight}", why=f"{contract.name} takes no weights")
+        raise UsageError(f"--format {weight}", why=f"{contract.name} has no weights", todo="remove --format")
     traits = {"weight": weight} if weight != PLAIN else {}
     for text in shapes:
         told = re.findall(r"([A-Za-z]+)(\d{1,12})", text)
@@ -228,7 +228,7 @@ def sources(candidate: Candidate) -> tuple[Path, ...]:
     if isinstance(candidate, UserCandidate) and candidate.path:
         file = Path(candidate.path).joinpath(*candidate.target.partition(":")[0].split("."))
         return _beside(file.with_suffix(".py"), (".py",))
-    raise UsageError(f"--watch with {candidate.name}", why="it is not one of your files", todo="name a file to edit")
+    raise UsageError(f"--watch cannot follow {candidate.name}", why="it is not in a file of yours", todo="name a file")
 
 
 def _beside(file: Path, suffixes: Sequence[str]) -> tuple[Path, ...]:
@@ -237,9 +237,9 @@ def _beside(file: Path, suffixes: Sequence[str]) -> tuple[Path, ...]:
 
 
 def keep_racing(files: Callable[[], Sequence[Path]], once: Callable[[], AutoselError | None]) -> NoReturn:
-    """Race, and race again after each save, until Ctrl-C. An error is reported and the next save awaited.
+    """Race now and after each save, until Ctrl-C. After an error, report it and wait for the next save.
 
-    A save is complete when two looks in a row see the same files: some editors write in steps or replace the file.
+    A save is complete when two checks in a row find the same files: some editors write in steps or replace the file.
     """
     raced: Stamp | None = None
     before = _stamp(files)
@@ -269,7 +269,7 @@ def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
         return None
 
 
-# --- a CUDA source where there is no GPU ------------------------------------------------------------------------------
+# --- CUDA sources on a machine without a GPU --------------------------------------------------------------------------
 
 
 def source_kind(candidate: Candidate) -> str:
@@ -282,7 +282,7 @@ def source_kind(candidate: Candidate) -> str:
 
 
 def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, as_json: bool) -> AutoselError:
-    """Compile for a device that is absent, and show what can be known without it. Nothing is proven or timed.
+    """Compile for an absent device, and show resources and the lower bound of the time. Do not prove or time.
 
     Raises BuildError with the compiler's output.
     """
@@ -311,8 +311,8 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
     lines.append(f"floor      the bytes at {bandwidth(known.read)}, the read rate of {fp.name}; caches may be faster")
     failure = UsageError(
         "not run: this machine has no GPU",
-        why="nothing was proven and nothing was timed; parity and race need the device",
-        todo="--fingerprint NAME compiles for another one; the same command where there is a GPU races it",
+        why="the candidate was only compiled; parity and race need the device",
+        todo="run the same command on a machine with a GPU, or compile for another device with --fingerprint NAME",
     )
     if as_json:
         emit_json(

@@ -1,4 +1,4 @@
-"""`doctor --ranks`: show what each rank of a distributed job would serve, and which ranks differ."""
+"""`doctor --ranks`: show the decisions that each rank of a distributed job would serve, and which ranks differ."""
 
 from __future__ import annotations
 

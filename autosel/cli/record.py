@@ -39,13 +39,13 @@ SHOWN = 12  # rows of the table; the file has all
 def record_command(output: Path, command: Sequence[str]) -> None:
     """Run COMMAND and count its workloads: shapes, ragged or not, and how often each was called.
 
-    All its processes count, and calls through best(), torch.ops.autosel, activate() and patch(), whichever kernel
-    serves. Output and exit code are the command's; afterwards `tune --recorded FILE` tunes exactly these workloads.
+    Counts calls of all its processes through best(), torch.ops.autosel, activate() and patch(), with any kernel. Keeps
+    the command's output and exit code. `tune --recorded FILE` then tunes exactly these workloads.
     """
     from autosel.dispatch import recorded
 
     if not is_folder(output.absolute().parent):
-        raise BadConfig(f"cannot write {output}", why=f"there is no folder {output.parent}")
+        raise BadConfig(f"cannot write {output}", why=f"folder {output.parent} does not exist")
     for left in _parts(output):
         left.unlink()
     code = _run(command, output)

@@ -32,7 +32,7 @@ def script(evidence: Evidence) -> str:
     d = evidence.decision
     if evidence.race is None:
         raise UsageError(
-            f"decision {d.id} has no race in this ledger, so there is nothing to reproduce",
+            f"decision {d.id} has no race in this ledger, so it cannot be reproduced",
             why=d.reason,
             todo=f"{settings.spelling()} explain --id {d.id}",
         )

@@ -54,7 +54,7 @@ EXAMPLES = (
     "run --suite quick --json",
 )
 PATH = click.Path(path_type=Path)
-# Options that a rerun needs. Output files, prices and objectives do not change what is measured.
+# Options that a rerun needs. Output files, prices and objectives do not affect the measurement.
 MEASURED = (
     "model", "weights", "weight_format", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step",
     "persistent", "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
@@ -191,7 +191,9 @@ class Asked:
         refuse_absent(self["device"])
         model = replace(models.load(self.model), weight=self["weight_format"])
         if self["small_batch"] and self["batch"] != 1:
-            raise UsageError("--small-batch with --batch", why="each sets the number of sequences in a step")
+            raise UsageError(
+                "--small-batch and --batch are mutually exclusive", why="each sets the number of sequences in a step"
+            )
         if (self["layers"] or 0) > model.layers:
             raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
         return Plan(
@@ -227,7 +229,9 @@ class Asked:
         asked: AskedStep = self["step"]
         if self["persistent"] and asked not in ("auto", "whole"):
             raise UsageError(
-                f"--persistent with --step {asked}", why="--persistent is --step whole", todo="leave one of them out"
+                f"--persistent and --step {asked} are mutually exclusive",
+                why="--persistent is --step whole",
+                todo="remove one of them",
             )
         return "whole" if self["persistent"] else asked
 
@@ -259,17 +263,25 @@ class Asked:
         if not self["slo"]:
             return ()
         if self["layers"]:
-            raise UsageError("--slo with --layers", why="a part of a model does not show what the whole model reaches")
+            raise UsageError(
+                "--slo and --layers are mutually exclusive",
+                why="objectives are for the whole model",
+                todo="remove one of them",
+            )
         found = slo.parse(self["slo"])
         if self["prompt"] == "synthetic" and any(o.metric == "ttft" for o in found):
-            raise UsageError("--slo ttft with --prompt synthetic", why="no prompt is run")
+            raise UsageError(
+                "--slo ttft and --prompt synthetic are mutually exclusive",
+                why="a synthetic prompt is not run",
+                todo="use another --prompt, or remove ttft",
+            )
         return found
 
     def key(self) -> Any:
         """Return the signing key, or None. The default key is made on first use."""
         if not self["sign"]:
             if self["key"]:
-                raise UsageError("--key without --sign", todo="add --sign")
+                raise UsageError("--key needs --sign", todo="add --sign")
             return None
         from autosel.certify import sign
 
@@ -277,7 +289,7 @@ class Asked:
         if self["key"] or path.exists():
             return sign.private_key(path)
         made = sign.make_key(path)
-        click.echo(f"made the key {path}; its public half is {sign.public_hex(made)}", err=True)
+        click.echo(f"created the key {path}; its public key is {sign.public_hex(made)}", err=True)
         return made
 
 

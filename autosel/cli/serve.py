@@ -63,7 +63,7 @@ def _command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool) -> str
 @click.option("--coverage", is_flag=True, help="the share of each process's time in ops that decisions serve")
 @json_option
 def status_command(coverage: bool, as_json: bool) -> None:
-    """Show the daemon of this home, which candidates serve how many calls, and what is being tuned.
+    """Show the daemon of this home, the number of calls that each candidate serves, and the current tune.
 
     Exit code 1 if there is no daemon.
 

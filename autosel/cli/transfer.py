@@ -65,22 +65,29 @@ def export_command(
 
     if baked is not None:
         if sign or decision_id is not None or engine is not None or str(path) != "-":
-            raise UsageError("--bake allows no other options", why="it writes a folder", todo=f"export --bake {baked}")
+            raise UsageError(
+                "--bake accepts no other options and no PATH",
+                why="--bake writes a folder with all decisions",
+                todo=f"{settings.spelling()} export --bake {baked}",
+            )
         _export_baked(baked)
         return
     if engine is not None:
         if sign or decision_id is not None:
-            raise UsageError(f"--to with --{'sign' if sign else 'repro'}", todo="give one of them")
+            other = "sign" if sign else "repro"
+            raise UsageError(f"--to and --{other} are mutually exclusive", todo="remove one of them")
         export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
         return
     if model or dtype or device or tp != 1:
-        raise UsageError("--model, --dtype, --tp and --fingerprint belong to --to ENGINE")
+        raise UsageError("--model, --dtype, --tp and --fingerprint need --to ENGINE", todo="add --to ENGINE")
     if key and not sign:
-        raise UsageError("--key without --sign", todo="add --sign")
+        raise UsageError("--key needs --sign", todo="add --sign")
 
     if not is_folder(path.parent):
         raise BadConfig(
-            f"cannot write {path}", why=f"there is no folder {path.parent}", todo="make it, or check the path"
+            f"cannot write {path}",
+            why=f"folder {path.parent} does not exist",
+            todo="create it, or check the path",
         )
 
     with open_ledger() as ledger:
@@ -165,8 +172,8 @@ def import_command(
     Decisions for this machine's kinds of device serve once their kernel is built and has passed parity here; until then
     the earlier kernel serves. Decisions for other devices are kept as history.
 
-    A folder is read as a flashinfer-bench dataset. Its traces are kept as outside evidence, which decides nothing, and
-    its workloads are written as a recording for `tune --recorded`.
+    A folder is read as a flashinfer-bench dataset. Its traces are kept as outside evidence, which does not affect
+    decisions, and its workloads are written as a recording for `tune --recorded`.
     """
     from autosel.ledger.store import open_ledger
 
@@ -174,7 +181,11 @@ def import_command(
         from autosel.cli.dataset import import_traces
 
         if definition is not None or key:
-            raise UsageError(f"{path} is a folder: a dataset", why="it needs neither --definition nor --key")
+            raise UsageError(
+                f"--definition and --key do not apply to {path}",
+                why="a folder is read as a dataset",
+                todo="remove them",
+            )
         import_traces(path, into, as_json)
         return
     if definition is not None or into is not None:
@@ -183,7 +194,7 @@ def import_command(
         import_solution(path, definition, into, as_json)
         return
     if path is None and key:
-        raise UsageError("--key without PATH", todo="name the bundle that it signed")
+        raise UsageError("--key needs PATH", todo="name the signed bundle")
     with open_ledger() as ledger:
         taken = _taken_in(ledger, path, key) if path else None
         adopted = _adopted(ledger) if check else []

@@ -75,7 +75,7 @@ EXAMPLES = (
 @click.option("--budget", default="", metavar="TIME", help="stop after 90s or 5m; unfinished workloads stay undecided")
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="`full` also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures settled decisions again")
-@click.option("--wait", is_flag=True, help="wait until other processes leave the machine alone")
+@click.option("--wait", is_flag=True, help="wait until other processes are idle")
 @click.option("--realtime", is_flag=True, help="on a busy machine, take samples at real-time priority")
 @device_option()
 @click.option(
@@ -105,7 +105,7 @@ def tune_command(
 ) -> None:
     """Prove and race the eligible kernels of a model's decode step, decide, and keep the evidence.
 
-    Settled decisions are not measured again. Ctrl-C keeps what is decided; the same command continues. Exit code 5:
+    Settled decisions are not measured again. Ctrl-C keeps finished decisions; the same command continues. Exit code 5:
     some workloads stayed undecided.
     """
     from autosel import models
@@ -150,7 +150,7 @@ def refuse_ordinary() -> None:
         raise UsageError(
             "--realtime: the system does not allow real-time priority",
             why="the process lacks the capability CAP_SYS_NICE",
-            todo="leave it out, and tune on a quiet machine; or run as root",
+            todo="run as root, or tune on a quiet machine without --realtime",
         )
 
 
@@ -163,7 +163,7 @@ def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
         raise UsageError(
             f"--recorded and --{asked[0].rstrip('s')} are mutually exclusive",
             why="a recording lists its workloads",
-            todo="leave one of them out",
+            todo="remove one of them",
         )
     note = mode_note(path)
     if note:
@@ -232,7 +232,7 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
 
 
 def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", counts: Sequence[int] = (0,)) -> Report:
-    """Run the pipeline here or on a cluster, with progress. Raise Stopped on Ctrl-C, with what was kept."""
+    """Run the pipeline here or on a cluster, with progress. Raise Stopped on Ctrl-C, with the number of decisions."""
     from autosel.cli.progress import Progress
     from autosel.ledger.store import open_ledger
     from autosel.pipeline import tune_at

@@ -33,7 +33,7 @@ PATH = click.Path(path_type=Path)
 @verb("verify", *EXAMPLES)
 @click.argument("where", metavar="FILE[:LINE]", required=False, default="")
 @click.option("--rerun", is_flag=True, help="measure LINE (default: the last) again, and compare")
-@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="where the scored text is now (--rerun)")
+@click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="path of the scored text (--rerun)")
 @click.option("--key", default="", metavar="KEY", help="require signatures by this key: a file, or hex digits")
 @click.option("--head", default="", metavar="SHA256", help="require this checksum of the last line")
 @click.option("--strict", is_flag=True, help="refuse certificates that are not checkable")
@@ -53,7 +53,7 @@ def verify_command(
     from autosel.certify.verify import not_checkable, verify
 
     if score is not None and not rerun:
-        raise UsageError("--quality without --rerun", todo="add --rerun")
+        raise UsageError("--quality needs --rerun", todo="add --rerun")
     path, line = located(where)
     found = verify(path, signer=sign.public_key(key) if key else "", head=_head(head), keep=line, strict=strict)
     again = run_again(found.last, score) if rerun else None
@@ -103,7 +103,7 @@ def _head(text: str) -> str:
 
 
 def words(path: Path, found: Verified) -> str:
-    """Return the result in words, and what it does not prove."""
+    """Return the result as text, with the limits of the checks."""
     count, holding = found.certificates, found.certificates - len(found.unchecked)
     signed = f"{found.signed} signed" if found.signed else "none signed"
     held = f"{count} certificate{'s' if count > 1 else ''} hold{'' if count > 1 else 's'}"
@@ -113,9 +113,9 @@ def words(path: Path, found: Verified) -> str:
         f"{path}: {held}, {signed}",
         f"head sha256:{found.head}",
         paragraph(
-            "The checksums show accidents and partial edits. A person who can rewrite the file can also compute them "
-            "again, and a file cut at the end looks complete: keep the head elsewhere, and sign. None of this proves "
-            "that a measurement was honest; --rerun measures it again."
+            "The checksums detect accidents and partial edits. A person who rewrites the file can also recompute them, "
+            "and a truncated file looks complete: store the head elsewhere, and sign. No check proves that a "
+            "measurement was honest; --rerun measures it again."
         ),
     ]
     return "\n".join(lines)
@@ -143,7 +143,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
 
 
 def command_of(certified: Certificate) -> Any:
-    """Parse the certificate's command line as data. Only `run`'s options are read; nothing is executed."""
+    """Parse the certificate's command line as data: read the options of `run`, and execute no command."""
     from autosel.certify.command import translated
     from autosel.cli.run import Asked, run_command
 
@@ -158,7 +158,7 @@ def command_of(certified: Certificate) -> Any:
     arguments = translated(parts[parts.index("run") + 1 :], certified.mode.partition(".")[0])
     try:
         if {"-h", "--help"} & set(arguments):
-            raise BadConfig("the certificate's repro_cmd asks for help instead of a run", why=certified.repro_cmd[:200])
+            raise BadConfig("the certificate's repro_cmd is a --help command, not a run", why=certified.repro_cmd[:200])
         return Asked(run_command.make_context("run", arguments, default_map={"device": "cpu"}))
     except (click.ClickException, click.exceptions.Exit) as error:
         why = f"{certified.repro_cmd[:200]}: {error}"

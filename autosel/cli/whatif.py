@@ -80,7 +80,7 @@ def whatif_command(
 ) -> None:
     """Show what would be decided under another Python's torch and libraries, and the gain or loss.
 
-    It tunes there with a temporary home; decisions here stay as they are.
+    It tunes there with a temporary home; decisions here do not change.
     """
     from autosel.cli.tune import parse_budget
 
@@ -191,8 +191,8 @@ def _workloads(path: Path | None, ops: Sequence[str], hw_id: str) -> dict[Worklo
     found = {w: n for w, n in found.items() if not wanted or w.op in wanted}
     if not found:
         raise AutoselError(
-            "there is no workload to try",
-            why="nothing is decided here" if path is None else f"{path} has no such workload",
+            "no workload to try",
+            why="this device has no decisions" if path is None else f"{path} has no such workload",
             todo=f"{settings.spelling()} tune, or name a recording with --recorded",
         )
     return found

@@ -22,22 +22,22 @@ def refuse_file(path: Path) -> None:
     """Raise UsageError if the file cannot be written. Its folder must exist."""
     with _refused(path):
         if not path.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {path}", why=f"there is no folder {path.parent}")
+            raise UsageError(f"cannot write {path}", why=f"folder {path.parent} does not exist")
         if path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "no regular file"
+            what = "a folder" if path.is_dir() else "not a regular file"
             raise UsageError(f"cannot write {path}", why=f"it is {what}", todo="name a file")
         _try(path.absolute())
 
 
 def refuse_folder(path: Path) -> None:
-    """Raise UsageError if the folder cannot be made or written. Leave nothing behind."""
+    """Raise UsageError if the folder cannot be created or written. Remove what the check creates."""
     with _refused(path):
         if path.exists() and not path.is_dir():
             raise UsageError(f"cannot write into {path}", why="it is a file", todo="name a folder")
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         _try(path.absolute() / "report")
-        with suppress(OSError):  # another process has put something there
+        with suppress(OSError):  # another process has created a file there
             for folder in missing:
                 folder.rmdir()
 

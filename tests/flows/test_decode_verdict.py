@@ -215,4 +215,4 @@ def test_a_run_under_another_number_of_threads_says_for_which_its_ops_are_decide
         torch.set_num_threads(threads)
     told = f"tuned with {threads} threads, running with {threads + 1}"
     assert made.per_op["lm_head"].candidate == "torch:lm_head" and made.per_op["lm_head"].reason == told
-    assert f"{told}: PyTorch serves them all" in " ".join(summary(made, audit(made)).split())
+    assert f"{told}: PyTorch serves all of them" in " ".join(summary(made, audit(made)).split())

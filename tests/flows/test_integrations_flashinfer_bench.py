@@ -269,7 +269,7 @@ def test_imported_traces_decide_nothing_and_can_be_tuned(
     dataset, traffic = foreign(tmp_path / "theirs", "rmsnorm_h4096"), tmp_path / "traffic.json"
     assert run(["import", str(dataset), "--into", str(traffic)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "theirs 500 3.0x NVIDIA H100" in said and "2 of them new here; they decide nothing" in said
+    assert "theirs 500 3.0x NVIDIA H100" in said and "2 of them new; they do not affect decisions" in said
     assert run(["import", str(dataset)]) == 0  # the same again
     assert "0 of them new here" in capsys.readouterr().out
     (named,) = named_workloads(traffic)

@@ -71,9 +71,7 @@ def test_verify_says_what_holds_and_what_that_does_not_say(file: Path, said: Any
     code, text, _ = said("verify", str(file))
     assert code == 0
     assert "2 certificates hold, none signed" in text and "head sha256:" in text
-    assert "file cut at the end looks complete" in " ".join(text.split()) and "None of this proves" in " ".join(
-        text.split()
-    )
+    assert "truncated file looks complete" in " ".join(text.split()) and "No check proves" in " ".join(text.split())
     code, text, _ = said("verify", f"{file}:1", "--json")
     found = json.loads(text)
     assert (code, found["certificates"], found["rerun"], found["error"]) == (0, 2, None, None)
@@ -159,12 +157,12 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
         (("--seq", "1"), "--seq"),
         (("--seq", "999999"), "made for contexts of at most"),
         (("--layers", "17"), "llama-1b has 16"),
-        (("--small-batch", "2", "--batch", "2"), "--small-batch with --batch"),
+        (("--small-batch", "2", "--batch", "2"), "--small-batch and --batch are mutually exclusive"),
         (("--speculate", "4"), "ngram:K"),
         (("--speculate", "ngram:0"), "ngram:K"),
         (("--slo", "ttft"), "is not an objective"),
-        (("--slo", "ttft<1s", "--layers", "4"), "--slo with --layers"),
-        (("--slo", "ttft<1s", "--prompt", "synthetic"), "no prompt is run"),
+        (("--slo", "ttft<1s", "--layers", "4"), "--slo and --layers are mutually exclusive"),
+        (("--slo", "ttft<1s", "--prompt", "synthetic"), "a synthetic prompt is not run"),
         (("--price-per-hour", "0"), "price-per-hour"),
         (("--price-per-hour", "nan"), "nan is not between"),
         (("--price-per-hour", "inf"), "inf is not between"),
@@ -172,7 +170,7 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
         (("--seed", "9007199254740993"), "9007199254740993 is not between"),
         (("--seed", str(-(2**70))), "is not between -(2^53 - 1) and 2^53 - 1"),
         (("--weights", "n" * 300), "has no model.safetensors"),
-        (("--key", "k.pem"), "--key without --sign"),
+        (("--key", "k.pem"), "--key needs --sign"),
         (("--sign", "--key", "absent.pem"), "cannot read the key"),
         (("--device", "cuda"), "cuda"),
         (("--temperature", "-1"), "temperature"),
@@ -183,8 +181,8 @@ def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
         (("--suite", "quick", "--prompt", "synthetic"), "--prompt with --suite"),
         (("--suite", "quick", "--persistent", "--price-per-hour", "2"), "--persistent, --price-per-hour with --suite"),
         (("--suite", "quick", "--plan"), "--plan with --suite"),
-        (("--audit", "/nonexistent/a.json"), "there is no folder"),
-        (("--trace", "/nonexistent/t.json"), "there is no folder"),
+        (("--audit", "/nonexistent/a.json"), "does not exist"),
+        (("--trace", "/nonexistent/t.json"), "does not exist"),
         (("--compare", "absent.json"), "cannot read"),
         (("--compare", "n" * 300), "cannot read"),
     ],
@@ -382,7 +380,7 @@ def test_a_run_without_decisions_prints_the_command_to_tune() -> None:
         decode_run(choices=undecided, ttft_ns=123_456_789_000), repro_cmd="./run run --model 'a b' --seq 9"
     )
     text = summary(made, audit(made))
-    assert "nothing is decided for these ops" in text and "tune --model 'a b'" in text
+    assert "no decisions for these ops" in text and "tune --model 'a b'" in text
     assert "first token 123 457 ms" in text and max(map(len, text.splitlines())) <= 80
     assert "nothing is decided" not in summary(certificate(), audit(certificate()))
     told = "tuned with 2 threads, running with 1"
@@ -390,7 +388,7 @@ def test_a_run_without_decisions_prints_the_command_to_tune() -> None:
     made = certificate(decode_run(choices=elsewhere))
     assert {o.reason for o in made.per_op.values()} == {told}
     text = summary(made, audit(made))
-    assert f"{told}: PyTorch serves them all" in text and "tune first:" in text
+    assert f"{told}: PyTorch serves all of them" in text and "tune first:" in text
     assert "nothing is decided" not in text
 
 
@@ -552,7 +550,7 @@ UNWRITABLE = [
     ("--report", "/sys/below", "cannot write /sys/below"),
     ("--report", "{long}", "File name too long"),
     ("--audit", ".", "it is a folder"),
-    ("--audit", "/dev/null", "it is no regular file"),
+    ("--audit", "/dev/null", "it is not a regular file"),
     ("--trace", "{long}", "File name too long"),
 ]
 

@@ -117,9 +117,9 @@ def test_without_a_gpu_the_cpu_is_used_and_a_gpu_is_refused_with_the_reason(
 def test_missing_decisions_of_the_gpu_are_reported_with_the_command_to_measure(with_gpu: None, said: Said) -> None:
     decided(devices.this_device(), 50.0)
     _, out, err = said("best", "rmsnorm")
-    assert "nothing is decided on cuda" in out and err.rstrip().endswith("tune --op rmsnorm")
+    assert "no decision on cuda" in out and err.rstrip().endswith("tune --op rmsnorm")
     _, out, err = said("best", "attn", "--device", "cpu")
-    assert "nothing is decided on this device" in out and err.rstrip().endswith("tune --op attn --device cpu")
+    assert "no decision on this device" in out and err.rstrip().endswith("tune --op attn --device cpu")
     _, _, err = said("explain", "rmsnorm")
     assert "no decision for rmsnorm on cuda" in err
 
@@ -143,7 +143,7 @@ def test_a_decision_for_other_conditions_is_said_instead_of_none(cpu_alone: None
     assert told in " ".join(said("best", "swiglu")[1].split())
     assert told in json.loads(said("best", "swiglu", "--json")[1])["reason"]
     assert told in " ".join(said("explain", "swiglu")[2].split())
-    assert "nothing is decided on this device" in said("best", "geglu")[1]
+    assert "no decision on this device" in said("best", "geglu")[1]
 
 
 @pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "whatif", "knobs", "fingerprint", "best", "explain"])

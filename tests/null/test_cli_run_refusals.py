@@ -54,7 +54,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--step", "whole", "--batch", "9"), "multiplies at most 8 rows"),
         (("--persistent", "--no-prealloc"), "preallocated buffers"),
         (("--persistent", "--speculate", "ngram:2"), "several tokens per sequence"),
-        (("--step", "graph", "--persistent"), "leave one of them out"),
+        (("--step", "graph", "--persistent"), "remove one of them"),
         (("--step", "graph"), "graphs are captured on a GPU"),
         (("--step", "persistent"), "known: auto, ops, graph, whole"),
         (("--weights-layout", "packed"), "known: auto, plain"),

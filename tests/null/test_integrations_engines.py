@@ -133,11 +133,11 @@ def test_an_engine_that_does_not_answer_in_full_is_an_error(tmp_path: Path, out:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["export", "--to", "vllm"], "--to writes a folder"),
+        (["export", "--to", "vllm"], "--to needs a folder"),
         (["export", "--to", "vlm", "x"], "unknown engine"),
-        (["export", "--model", "llama-8b", "x"], "belong to --to"),
+        (["export", "--model", "llama-8b", "x"], "need --to ENGINE"),
         (["export", "--to", "inductor", "--fingerprint", "h2000", "x"], "unknown device"),
-        (["export", "--to", "inductor", "x"], "no decision here was made on one"),
+        (["export", "--to", "inductor", "x"], "this ledger has no decisions of a GPU"),
         (["doctor", "x"], "belong to --engine"),
         (["doctor", "--engine", "vllm"], "needs the folder"),
         (["doctor", "--engine", "vllm", "."], "no export of autosel"),
