@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(f"--on-day {option.on_day}: a day is meant, as 2026-11-24") from error
     drawn.seed = drawn.seed if option.seed is None else option.seed
-    option.on_day, option.seed = drawn.day, drawn.seed
+    option.on_day, option.seed, drawn.every = drawn.day, drawn.seed, option.every_target
     if option.hypothesis_seed is None:
         option.hypothesis_seed = str(drawn.seed)
 

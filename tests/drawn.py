@@ -18,6 +18,7 @@ Choice = TypeVar("Choice")
 
 day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
 seed = secrets.randbits(32)
+every = False  # --every-target: all choices of the rotating tests
 
 
 def turn() -> int:
@@ -33,6 +34,11 @@ def todays(choices: Sequence[Choice], shift: int = 0) -> Choice:
     count = len(choices)
     step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)
     return choices[(turn() + shift) * step % count]
+
+
+def share(choices: Sequence[Choice], days: int) -> list[Choice]:
+    """Return the part for today: every choice has its turn within so many days."""
+    return [c for number, c in enumerate(choices) if every or (turn() + number) % days == 0]
 
 
 def options() -> str:

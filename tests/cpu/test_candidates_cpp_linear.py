@@ -130,11 +130,11 @@ def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
 
 
 def instruction_sets(name: str, every: bool) -> tuple[Isa, ...]:
-    """All for gemv; of the others, which share its products, this CPU's own and another one each day: a build of one
-    takes 6 s."""
+    """All for gemv; of the others, which share its products, this CPU's own, and another one for a third of them each
+    day: a build of one takes 6 s."""
     if every or name == "gemv" or len(HERE) < 3:
         return HERE
-    return NATIVE, drawn.todays(HERE[1:], NAMES.index(name))
+    return (NATIVE, drawn.todays(HERE[1:], NAMES.index(name))) if name in drawn.share(NAMES, days=3) else (NATIVE,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,8 +279,11 @@ def test_same_inputs_give_the_same_bits(name: str) -> None:
 # --- prepared weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", [isa for isa in HERE if isa != "portable"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_packed")])
+PACKED = [name for name in NAMES if name.endswith("_packed")]
+PACKED_BUILDS = list(itertools.product(PACKED, [isa for isa in HERE if isa not in (NATIVE, "portable")]))
+
+
+@pytest.mark.parametrize(("name", "isa"), [(n, NATIVE) for n in PACKED] + drawn.share(PACKED_BUILDS, days=3))
 def test_a_kernel_on_packed_weights_gives_the_bits_of_the_kernel_on_plain_ones(name: str, isa: Isa) -> None:
     """With short rows and long ones, and numbers of rows of weights that are no eights. Above 8 rows of x the plain
     fused kernels multiply blocked, in another order."""

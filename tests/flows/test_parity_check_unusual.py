@@ -11,6 +11,7 @@ from autosel.parity.check import Proof, Prover, Terms
 from autosel.testing.mutants.trial import plain_workload
 from autosel.tuning.prove import FIRST_PAIRS
 from autosel.values import Parity, Passed
+from tests import drawn
 from tests.cpu.planting import proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
@@ -41,7 +42,8 @@ ALLOCATING = (
     "linear_row_by_row", "paged_in_double", "rmsnorm_element_of_a_vector", "added_row_by_row", "rope_in_double",
     "swiglu_in_double", "gate_up_interleaved", "head_in_double", "sample_all_rows",
 )  # fmt: skip
-KERNELS = [(op, function) for op, functions in WAYS.items() for function in functions]
+ALL = [(op, function) for op, functions in WAYS.items() for function in functions]
+KERNELS = drawn.share(ALL, days=2)
 
 
 def proof_of(op: str, function: str, seed: int) -> Proof:
@@ -73,4 +75,4 @@ def test_a_right_kernel_passes_however_unusual(verdicts: dict[str, Parity], func
 def test_every_op_has_two_and_there_are_thirty() -> None:
     assert set(WAYS) == set(OPS)
     assert all(len(functions) >= 2 for functions in WAYS.values())
-    assert len(KERNELS) >= 30
+    assert len(ALL) >= 30

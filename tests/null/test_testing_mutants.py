@@ -17,8 +17,8 @@ from autosel.testing.mutants.score import score
 from autosel.testing.mutants.trial import Trial
 
 SEED = 26
-SHARE = 0.25  # of the mutants, drawn; all of them in tests/soak/test_mutants.py
-SHARE_OF_ATTENTION = 0.14  # whose references take long
+SHARE = 0.12  # of the mutants, drawn; all of them in tests/soak/test_mutants.py
+SHARE_OF_ATTENTION = 0.08  # whose references take long
 POINTS = 100
 
 by_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
@@ -29,8 +29,8 @@ def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
     share = SHARE_OF_ATTENTION if op.name in ("attn", "paged_attn", "prefill_attn") else SHARE
     found = score(op, SEED, share=share, points=POINTS, calls=False)
     assert found.survived == []
-    assert found.mutants >= 30
-    assert len(found.equivalent) <= 0.05 * found.mutants
+    assert found.mutants >= 10
+    assert len(found.equivalent) <= 1
     assert sum(found.killed.values()) + len(found.equivalent) == found.mutants
 
 
