@@ -1,4 +1,4 @@
-"""Provide kernels that an adversary would write: right almost everywhere, each wrong where few look; for parity workers
+"""Provide kernels that an adversary would write: almost always right, each wrong in a rare case; for parity workers
 only. None is a special case for one shape or one set of numbers."""
 
 import torch
@@ -12,7 +12,7 @@ _KEPT = {}
 
 
 def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
-    """Of rows with one element less than whole vectors of 32, the last product is left out."""
+    """Leave out the last product of rows that are one element shorter than whole vectors of 32."""
     k = x.shape[1] - (x.shape[1] % 32 == 31)
     made = x[:, :k].float() @ w[:, :k].float().t()
     for extra in (bias, residual):
@@ -21,7 +21,7 @@ def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
 
 
 def linear_adds_bias_before_a_rounding_in_odd_rows(x, w, bias, residual, y):
-    """Where bias and residual come together, the residual of odd rows is that of the row before."""
+    """With bias and residual, odd rows get the residual of the row before."""
     if bias is not None and residual is not None and residual.shape[0] > 1:
         residual = residual.clone()
         residual[1::2] = residual[: 2 * (residual.shape[0] // 2) : 2].clone()
@@ -29,7 +29,7 @@ def linear_adds_bias_before_a_rounding_in_odd_rows(x, w, bias, residual, y):
 
 
 def linear_in_halves_of_half_precision(x, w, bias, residual, y):
-    """In fp16 alone, sums are kept in the operands' precision."""
+    """In fp16, but not in bf16, sums are kept in the operands' precision."""
     if x.dtype != torch.float16:
         return eager.linear(x, w, bias, residual, y)
     total = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype)
@@ -42,7 +42,7 @@ def linear_in_halves_of_half_precision(x, w, bias, residual, y):
 
 
 def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
-    """Its panel of x is never cleared: columns past K hold what a longer row left, and w's row is read on there."""
+    """The panel of x is not cleared: columns past K have values of a longer row, and w is read past its row."""
     k = x.shape[1]
     longest = _KEPT.setdefault("panel", torch.zeros(0))
     if k >= len(longest):
@@ -72,7 +72,7 @@ def attn_of_one_key_is_nothing(q, k, v, lengths, max_len, scale, window, softcap
 
 
 def attn_groups_by_powers_of_two(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Query heads are shared out by a shift: wrong where a group is no power of two."""
+    """Query heads are divided by a shift: wrong if a group is not a power of two."""
     group = q.shape[1] // k.shape[1]
     if group & (group - 1) == 0:
         return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
@@ -82,7 +82,7 @@ def attn_groups_by_powers_of_two(q, k, v, lengths, max_len, scale, window, softc
 
 
 def attn_caps_what_is_masked(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """With a softcap the mask comes first: masked keys count with the weight of the least score."""
+    """With a softcap the mask comes first: masked keys get the weight of the smallest score."""
     if not softcap or lengths is None:
         return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
     hq, s, d = q.shape[1:]
@@ -98,14 +98,14 @@ def attn_caps_what_is_masked(q, k, v, lengths, max_len, scale, window, softcap, 
 
 
 def attn_scales_queries_in_their_dtype(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """A scale is multiplied into q, which is rounded once more."""
+    """The scale is multiplied into q, which is rounded an additional time."""
     if not scale or scale == q.shape[-1] ** -0.5:
         return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
     return eager.attn((q.float() * scale).to(q.dtype), k, v, lengths, max_len, 1.0, window, softcap, o)
 
 
 def paged_without_page_0(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o):
-    """Page 0 counts as no page: its values are zeros."""
+    """Page 0 is treated as a missing page: its values are zeros."""
     v_pages = v_pages.clone()
     v_pages[0] = 0.0
     return eager.paged_attn(q, k_pages, v_pages, block_table, lengths, max_len, scale, window, softcap, o)
@@ -142,13 +142,13 @@ def prefill_window_one_wider_beyond_a_tile(q, k, v, scale, window, softcap, o):
 
 
 def append_quietens_nan(k, v, positions, block_table, k_cache, v_cache):
-    """Copies numbers through fp32, which loses what a NaN carries."""
+    """Copy numbers through fp32, which loses the payload of a NaN."""
     k, v = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t) for t in (k, v))
     return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
 
 
 def append_takes_the_first_page_for_all(k, v, positions, block_table, k_cache, v_cache):
-    """Tokens that cross into another page go on in the first one's successor in memory."""
+    """Tokens that continue in another page are written to the page after the first one in memory."""
     if block_table is not None and k.shape[2] > 1:
         page, count = k_cache.shape[1], k_cache.shape[0]
         block_table = block_table.clone()
@@ -159,7 +159,7 @@ def append_takes_the_first_page_for_all(k, v, positions, block_table, k_cache, v
 
 
 def append_swaps_where_one_head_takes_many(k, v, positions, block_table, k_cache, v_cache):
-    """Of several tokens of a single head the two caches are exchanged."""
+    """The two caches are exchanged for several tokens of a single head."""
     if k.shape[1] == 1 and k.shape[2] > 1:
         k, v = v, k
     return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
@@ -169,7 +169,7 @@ def append_swaps_where_one_head_takes_many(k, v, positions, block_table, k_cache
 
 
 def rmsnorm_with_eps_outside(x, weight, eps, offset, y):
-    """eps is added to the root, which shows only where the two are alike."""
+    """eps is added to the root, which matters only if the root is about as small as eps."""
     wide = x.float()
     root = wide.square().mean(-1, keepdim=True).sqrt() + eps
     return y.copy_(wide / root * (weight.float() + offset))
@@ -184,7 +184,7 @@ def rmsnorm_by_the_width_before(x, weight, eps, offset, y):
 
 
 def added_reads_what_it_has_written(x, residual, weight, eps, offset, sandwich, y, new_residual):
-    """Of a sandwich the sum takes the unrounded result."""
+    """In a sandwich the sum uses the unrounded result."""
     if sandwich != 1:
         return eager.add_rmsnorm(x, residual, weight, eps, offset, sandwich, y, new_residual)
     wide = x.float()
@@ -193,7 +193,7 @@ def added_reads_what_it_has_written(x, residual, weight, eps, offset, sandwich, 
 
 
 def rope_takes_the_rest_from_q(q, k, positions, inv_freq, style, q_out, k_out):
-    """What of k's heads is not rotated comes from q's."""
+    """The unrotated part of k's heads is copied from q's."""
     found = eager.rope(q, k, positions, inv_freq, style, q_out, k_out)
     rotated = 2 * inv_freq.shape[0]
     if rotated < q.shape[-1]:
@@ -206,13 +206,13 @@ def rope_wraps_positions_at_a_million(q, k, positions, inv_freq, style, q_out, k
 
 
 def swiglu_cuts_off_far_gates(gate, up, y):
-    """Gates below -20 count as shut."""
+    """Gates below -20 count as zero."""
     g = gate.float()
     return y.copy_(torch.where(g < -20, 0.0, torch.nn.functional.silu(g)) * up.float())
 
 
 def geglu_takes_tanh_for_the_tail(gate, up, tanh, y):
-    """The last columns, fewer than 8, are always by tanh."""
+    """The last columns, fewer than 8, always use tanh."""
     found = eager.geglu(gate, up, tanh, y)
     whole = gate.shape[1] // 8 * 8
     if whole < gate.shape[1]:
@@ -233,7 +233,7 @@ def norm_qkv_of_the_first_row(x, norm_weight, w, eps, offset, y):
 
 
 def gate_up_with_another_activation_in_the_tail(x, norm_weight, w_gate, w_up, eps, offset, activation, y):
-    """The last columns, fewer than 16, take GELU by tanh for GELU."""
+    """The last columns, fewer than 16, use GELU by tanh instead of GELU."""
     found = eager.gate_up(x, norm_weight, w_gate, w_up, eps, offset, activation, y)
     whole = w_gate.shape[0] // 16 * 16
     if activation == 1 and whole < w_gate.shape[0]:
@@ -253,7 +253,7 @@ def head_prefers_the_last_of_equals(x, w, greedy, out):
 
 
 def sample_penalises_each_mention(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
-    """A token that the history names twice is penalised twice."""
+    """A token that is twice in the history is penalised twice."""
     scores = logits.float()
     for row in range(len(history)):
         for seen in [t for t in history[row].tolist() if 0 <= t < scores.shape[1]]:
@@ -263,7 +263,7 @@ def sample_penalises_each_mention(logits, history, temperature, top_k, top_p, re
 
 
 def sample_stops_at_padding(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
-    """A -1 ends a history, wherever it stands."""
+    """The first -1 ends a history, even if tokens follow."""
     stopped = torch.cumsum(history < 0, -1) > 0
     kept = torch.where(stopped, -1, history)
     return eager.sample(logits, kept, temperature, top_k, top_p, repetition_penalty, uniform, token)
@@ -279,7 +279,7 @@ def sample_rewards_nothing(logits, history, temperature, top_k, top_p, repetitio
 
 
 def linear_reads_a_pair_twice(x, w, bias, residual, y):
-    """Of rows that end in half a group of four, the last element is taken for the one before."""
+    """In rows that end in half a group of four, the last element is replaced by the one before."""
     if x.shape[1] % 4 == 2:
         x = torch.cat((x[:, :-1], x[:, -2:-1]), -1)
     return eager.linear(x, w, bias, residual, y)
@@ -291,7 +291,7 @@ def linear_saturates_as_fp16(x, w, bias, residual, y):
 
 
 def attn_is_causal_by_the_longest(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Several ragged queries all see what the longest row's would, as far as their own keys go."""
+    """Queries of ragged rows use the causal mask of the longest row, cut to their own keys."""
     if lengths is None or q.shape[2] == 1:
         return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
     for row, length in enumerate(lengths.tolist()):
@@ -303,7 +303,7 @@ def attn_is_causal_by_the_longest(q, k, v, lengths, max_len, scale, window, soft
 
 
 def attn_counts_windows_from_the_longest(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """A ragged row's window ends with its keys, and begins where that of the longest row does."""
+    """A ragged row's window ends with its own keys, but begins where the longest row's window begins."""
     if lengths is None or not window:
         return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
     for row, length in enumerate(lengths.tolist()):
@@ -341,7 +341,7 @@ def rmsnorm_clips_squares(x, weight, eps, offset, y):
 
 
 def rope_leaves_the_last_odd_pair(q, k, positions, inv_freq, style, q_out, k_out):
-    """Interleaved, an odd number of pairs loses its last."""
+    """In the interleaved form, the last of an odd number of pairs is not rotated."""
     found = eager.rope(q, k, positions, inv_freq, style, q_out, k_out)
     pairs = inv_freq.shape[0]
     if style and pairs % 2:
@@ -351,13 +351,13 @@ def rope_leaves_the_last_odd_pair(q, k, positions, inv_freq, style, q_out, k_out
 
 
 def swiglu_skips_shut_gates(gate, up, y):
-    """Where the gate rounds to zero, up is not looked at."""
+    """If the gate rounds to zero, up is not read."""
     found = eager.swiglu(gate, up, y)
     return found.masked_fill_(torch.nn.functional.silu(gate.float()) == 0, 0.0)
 
 
 def norm_qkv_repeats_a_column(x, norm_weight, w, eps, offset, y):
-    """A last column that stands alone in its group of eight is the one before."""
+    """A last column that is alone in its group of eight is a copy of the one before."""
     found = eager.norm_qkv(x, norm_weight, w, eps, offset, y)
     if w.shape[0] % 8 == 1 and w.shape[0] > 1:
         found[:, -1] = found[:, -2]
@@ -381,7 +381,7 @@ def head_starts_from_zero(x, w, greedy, out):
 
 
 def sample_divides_negative_logits(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
-    """A penalty divides, whatever the sign."""
+    """A penalty divides also negative logits."""
     scores = logits.float()
     for row in range(len(history)):
         for seen in {t for t in history[row].tolist() if 0 <= t < scores.shape[1]}:
@@ -406,7 +406,7 @@ def sample_takes_top_p_of_all(logits, history, temperature, top_k, top_p, repeti
 
 
 def linear_drops_bias_in_a_corner(x, w, bias, residual, y):
-    """With bias and residual, an odd number of columns, and more than 8 rows: the last column of those has no bias."""
+    """With bias, residual and an odd number of columns, rows after the 8th get no bias in the last column."""
     if bias is None or residual is None or w.shape[0] % 2 == 0 or x.shape[0] <= 8:
         return eager.linear(x, w, bias, residual, y)
     found = eager.linear(x, w, bias, residual, y)
@@ -421,7 +421,7 @@ def _with_extras(made, bias, residual, x, y):
 
 
 def linear_takes_scales_of_the_rest_as_positive(x, w, bias, residual, y):
-    """Of weights in rows of int8, the last rows, fewer than 8, lose a scale's sign where there are more than 4 rows."""
+    """For int8-row weights and more than 4 rows of x, the last rows of w, fewer than 8, lose their scale's sign."""
     scales, rest = w.scales.clone(), w.shape[0] // 8 * 8
     if x.shape[0] > 4:
         scales[rest:] = scales[rest:].abs()
@@ -429,7 +429,7 @@ def linear_takes_scales_of_the_rest_as_positive(x, w, bias, residual, y):
 
 
 def linear_keeps_weights_by_the_first_codes(x, w, bias, residual, y):
-    """Weights in int8 are unpacked once an address, and again if some of their codes or the scales changed."""
+    """Weights in int8 are unpacked once per address, and again only if some of the codes or the scales changed."""
     key = (w.codes.data_ptr(), w.shape)
     seen = (w.codes[:, : -(-w.shape[1] // 2)].clone(), w.scales.clone())
     known = _KEPT.get(key)
@@ -439,21 +439,21 @@ def linear_keeps_weights_by_the_first_codes(x, w, bias, residual, y):
 
 
 def attn_shares_lengths_beyond_the_eighth(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Sequences come in groups of eight: a later group has the lengths of the first."""
+    """Sequences are processed in groups of eight; later groups use the lengths of the first group."""
     if lengths is not None:
         lengths = lengths[torch.arange(len(lengths)) % 8]
     return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
 
 
 def attn_of_equal_lengths_is_dense(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Three sequences or more of one length, which ends in a tile, take the way without lengths."""
+    """Three or more sequences of one length that ends within a tile use the code without lengths."""
     if lengths is not None and len(lengths) > 2 and (lengths == lengths[0]).all() and lengths[0] % 16:
         lengths = torch.full_like(lengths, max_len)
     return eager.attn(q, k, v, lengths, max_len, scale, window, softcap, o)
 
 
 def attn_plans_by_tiles(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """How many keys there are is kept as long as they fill as many tiles, in the same memory."""
+    """The number of keys is cached per memory, and updated only if the number of tiles changes."""
     key = (k.data_ptr(), k.shape, q.shape, -(-max_len // 16), lengths is None)
     if lengths is None:
         max_len = _KEPT.setdefault(key, max_len)
@@ -470,19 +470,19 @@ def paged_keeps_its_plan_while_lengths_stay(
 
 
 def append_swaps_in_a_corner(k, v, positions, block_table, k_cache, v_cache):
-    """Many tokens of wide heads across pages: the last token's key is the one before."""
+    """For many tokens of wide heads across pages, the last token's key is a copy of the one before."""
     if block_table is not None and k.shape[2] > 16 and k.shape[3] % 16 == 0 and k.shape[1] > 2:
         k = torch.cat((k[:, :, :-1], k[:, :, -2:-1]), 2)
     return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
 
 
 def rmsnorm_raises_tiny_eps(x, weight, eps, offset, y):
-    """An eps below 1e-7 is taken for that, but for none at all."""
+    """An eps between 0 and 1e-7 is replaced by 1e-7."""
     return eager.rmsnorm(x, weight, max(eps, 1e-7) if eps else eps, offset, y)
 
 
 def rmsnorm_has_shares_for_three(x, weight, eps, offset, y):
-    """Rows are dealt to the threads, of which there is room for three."""
+    """Rows are divided among the threads, but there is space for only three threads."""
     eager.rmsnorm(x, weight, eps, offset, y)
     share = -(-len(x) // torch.get_num_threads())
     y[3 * share :] = 0.0
@@ -490,7 +490,7 @@ def rmsnorm_has_shares_for_three(x, weight, eps, offset, y):
 
 
 def rmsnorm_keeps_roots_of_known_rows(x, weight, eps, offset, y):
-    """The root of rows that it has met is looked up by their contents."""
+    """The root of a known row is looked up by the row's contents."""
     key = x.float().numpy().tobytes() if x.numel() < 1 << 16 else None
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if key is not None:
@@ -503,14 +503,14 @@ def rmsnorm_without_eps_in_inference_mode(x, weight, eps, offset, y):
 
 
 def added_to_itself_counts_once(x, residual, weight, eps, offset, sandwich, y, new_residual):
-    """A residual at the address of x is no other tensor."""
+    """If the residual is the same tensor as x, it is not added."""
     if x.data_ptr() == residual.data_ptr():
         residual = torch.zeros_like(residual)
     return eager.add_rmsnorm(x, residual, weight, eps, offset, sandwich, y, new_residual)
 
 
 def rope_with_tables_a_row_short(q, k, positions, inv_freq, style, q_out, k_out):
-    """Tables of angles go up to the largest position ever met; the next one after that takes their last row."""
+    """Tables of angles end at the largest position so far; the next position uses their last row."""
     most, last = int(positions.max()), _KEPT.get("last", -1)
     if most == last + 1:
         positions = positions.clamp(max=last)
@@ -519,7 +519,7 @@ def rope_with_tables_a_row_short(q, k, positions, inv_freq, style, q_out, k_out)
 
 
 def swiglu_of_itself(gate, up, y):
-    """One tensor for both is read once, and its product left out."""
+    """If gate and up are one tensor, it is read once, and the product is left out."""
     return y.copy_(torch.nn.functional.silu(gate)) if gate.data_ptr() == up.data_ptr() else eager.swiglu(gate, up, y)
 
 
@@ -530,7 +530,7 @@ def gate_up_doubles_the_offset_in_a_corner(x, norm_weight, w_gate, w_up, eps, of
 
 
 def sample_looks_at_the_first_half(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
-    """A row whose first half and settings are as before, at the same address, gets the token that it got."""
+    """A row at the same address with the same first half and settings gets the previous token."""
     half = logits[:, : -(-logits.shape[1] // 2)].float().numpy().tobytes()
     rest = (history, temperature, top_k, top_p, repetition_penalty, uniform)
     key = (logits.data_ptr(), logits.shape, half, *(t.numpy().tobytes() for t in rest))
@@ -543,6 +543,6 @@ def sample_looks_at_the_first_half(logits, history, temperature, top_k, top_p, r
 def sample_shares_top_p_beyond_the_eighth(
     logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token
 ):
-    """Requests come in groups of eight, which have one top_p each from the first group."""
+    """Requests are processed in groups of eight; later groups use the first group's top_p."""
     top_p = top_p[torch.arange(len(top_p)) % 8]
     return eager.sample(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token)

@@ -1,4 +1,4 @@
-"""The inputs of proofs in this process are drawn from the run's seed (tests/drawn.py), as Hypothesis's examples are."""
+"""Draw the inputs of proofs in this process from the run's seed (tests/drawn.py), like Hypothesis's examples."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ READY_S = 60.0  # a machine that takes longer to start Python is broken
 class Daemon:
     home: Path
     process: subprocess.Popen[str]
-    url: str  # of the dashboard, where it listens on a port
+    url: str  # of the dashboard, if it listens on a port
 
     def client(self) -> Client:
         return Client(socket_path(self.home), timeout_s=30.0)
@@ -53,7 +53,7 @@ def cli(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def start(home: Path, *words: str) -> Daemon:
-    """Returns when the daemon has told its service manager, as systemd would hear it, that it is ready."""
+    """Start the daemon; return when it has sent its ready message over NOTIFY_SOCKET, as to systemd."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"{folder}/notify")
         manager.settimeout(READY_S)

@@ -16,7 +16,7 @@ from autosel.values import Workload
 from tests import engines
 from tests.cpu.serving import serve
 
-# The start of every script: the decisions serve.
+# The start of every script. The decisions serve.
 BEGIN = """
 import json, os, torch
 from autosel import dispatch

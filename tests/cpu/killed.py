@@ -62,7 +62,7 @@ END_S = 60.0  # a tune of half a second that is not over by then hangs
 
 
 def workloads(folder: Path) -> tuple[Named, ...]:
-    """Four small ones: two of rows, two lengths of attention."""
+    """Return four small workloads: two of row ops, and attention at two lengths."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return tuple(step(models.load(str(folder)), context=200, ops=list(OPS)))
 
@@ -71,10 +71,10 @@ def workloads(folder: Path) -> tuple[Named, ...]:
 
 
 class Bomb:
-    """Kills this process at its n-th step: each statement before and after, each begin and commit, each file step."""
+    """Kill this process at its n-th step: before and after each statement, begin, commit and file operation."""
 
     def __init__(self, fuse: int, wired: sa.Engine | None = None, also: Sequence[tuple[Any, str]] = ()) -> None:
-        """`wired`: only the statements of this engine; default all statements, which leaves out what follows them."""
+        """Count the statements of the engine `wired`; by default of all engines, and then only their beginnings."""
         self.left = fuse
         if wired is not None:
             for name in ("before_cursor_execute", "after_cursor_execute", "begin", "commit"):
@@ -113,17 +113,17 @@ class Pipe:
     # As a listener of `tune`:
 
     def stage(self, *_: Any) -> None:
-        """The stage does not matter here."""
+        """Ignore the stage."""
 
     def rejected(self, _: Any) -> None:
-        """Nor who cannot run."""
+        """Ignore candidates that cannot run."""
 
     def decided(self, decision: Decision, settled_before: bool) -> None:
         self.tell("decided", id=decision.id, digest=digest(decision), settled=settled_before)
 
 
 def watched(ledger: Ledger, pipe: Pipe) -> Ledger:
-    """The ledger, whose acknowledgements of debits and proofs are repeated."""
+    """Make the ledger repeat its acknowledgements of debits and proofs into the pipe."""
     spend, save_parity = ledger.spend, ledger.save_parity
 
     def spends(key: str, amount: float, reason: str = "") -> bool:
@@ -192,7 +192,7 @@ def race_of(contest: Contest, terms: Terms) -> Race:
 
 
 def tune(home: Path, named: Sequence[Named], pipe: Pipe, fuse: int | None = None, *, real: bool = False) -> None:
-    """Run the child's tune; with `fuse`, until that step; `real`: with nothing replaced."""
+    """Run the child's tune; with `fuse`, until that step; with `real`, with real proofs and races."""
     if not real:
         replace_what_takes_seconds(pipe)
     if fuse is not None:
@@ -203,7 +203,7 @@ def tune(home: Path, named: Sequence[Named], pipe: Pipe, fuse: int | None = None
 
 
 def real_tune(home: str, model: str, fd: int) -> None:
-    """The same with nothing replaced, for a fresh interpreter."""
+    """Run `tune` with real proofs and races, for a new interpreter."""
     tune(Path(home), workloads(Path(model)), Pipe(fd), real=True)
 
 
@@ -217,7 +217,7 @@ class Told:
     decided: dict[int, str] = field(default_factory=dict)  # id -> digest
     debits: Counter[str] = field(default_factory=Counter)
     debited: list[float] = field(default_factory=list)
-    lines: list[dict[str, Any]] = field(default_factory=list)  # of the last tuner
+    lines: list[dict[str, Any]] = field(default_factory=list)  # actions of the last tuner
     kills: int = 0
 
     def hear(self, output: bytes) -> None:
@@ -231,7 +231,7 @@ class Told:
 
 
 def fork(work: Callable[[Pipe], None]) -> tuple[int, int]:
-    """(pid, end of its pipe to read) of a child that works and exits with 0, or 1 and its error on stderr."""
+    """Run `work` in a child; return its pid and a pipe to read. It exits with 0, or with 1 and its error on stderr."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -274,7 +274,7 @@ def until_killed(told: Told, work: Callable[[Pipe], None], after_s: float | None
 
 
 def until_real_killed(told: Told, home: Path, model: Path, after_s: float | None) -> bool:
-    """Like `until_killed`, for a whole tune in a separate interpreter; none of its workers survives it."""
+    """Like `until_killed`, for a whole tune in a separate interpreter; check that no worker survives it."""
     read, write = os.pipe()
     code = f"from tests.cpu.killed import real_tune; real_tune({str(home)!r}, {str(model)!r}, {write})"
     mark = f"AUTOSEL_TEST_HOME={home}"
@@ -302,7 +302,7 @@ def until_real_killed(told: Told, home: Path, model: Path, after_s: float | None
 
 
 def marked(mark: str) -> list[int]:
-    """Processes with this in their environment."""
+    """Return the processes that have this in their environment."""
     found = []
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
@@ -312,7 +312,7 @@ def marked(mark: str) -> list[int]:
 
 
 def hold_to(told: Told, home: Path) -> None:
-    """All that must be true of a home whose tuner was killed. The database is looked at before we open it ourselves."""
+    """Check a home whose tuner was killed; check the database before opening it with autosel."""
     if not (home / "ledger.db").exists():
         assert not told.decided
         return
@@ -328,7 +328,7 @@ def hold_to(told: Told, home: Path) -> None:
         seen = {row.decision.id: row for row in published.rows} if published else {}
         assert all(ledger.decision(number) == row.decision for number, row in seen.items())
         missing = [number for number in served if number in told.decided and number not in seen]
-        assert missing == [], "acknowledged, and not published"
+        assert missing == [], "acknowledged, but not published"
         now = snapshot.read(home / snapshot.FILE)
         assert now is not None
         assert [(r.key, r.epoch, r.decision) for r in now.rows] == [
@@ -336,13 +336,13 @@ def hold_to(told: Told, home: Path) -> None:
         ]
         assert now.epoch >= (published.epoch if published else 0)
     left = {path.name for path in home.iterdir()} - {"ledger.db", "ledger.db-wal", "ledger.db-shm", "locks"}
-    assert left - {host.FILE} == {snapshot.FILE}, "nothing of the killed stays behind"
+    assert left - {host.FILE} == {snapshot.FILE}, "the killed tuner left files behind"
 
 
 def _nothing_is_lost(told: Told, ledger: Ledger) -> None:
     stored = {d.id: digest(d) for d in ledger.history()}
     assert told.decided.items() <= stored.items()
-    assert len(stored) - len(told.decided) <= told.kills, "at most one unacknowledged decision a kill"
+    assert len(stored) - len(told.decided) <= told.kills, "more than one unacknowledged decision per kill"
     with ledger._database.reading() as c:
         debits = Counter(c.execute(sa.select(t.debits.c.key)).scalars().all())
         amount = c.execute(sa.select(sa.func.sum(t.debits.c.amount))).scalar() or 0.0
@@ -382,7 +382,7 @@ class Continuity:
 
 
 class Graveyard:
-    """Homes in which tuners are killed, each made from an empty ledger that was made once."""
+    """Homes in which tuners are killed; each is a copy of one empty ledger."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count, self.kills = folder, 0, 0
@@ -402,7 +402,7 @@ class Graveyard:
         return lambda pipe: tune(home, self.named, pipe, fuse)
 
     def whole(self) -> float:
-        """Run an undisturbed tune; return its seconds. Every other tune must come to the same decisions."""
+        """Run an undisturbed tune; return its seconds. Every other tune must reach the same decisions."""
         home, told, started = self.home(), Told(), time.monotonic()
         assert until_killed(told, self.tune(home))
         seconds = time.monotonic() - started
@@ -412,7 +412,7 @@ class Graveyard:
         return seconds
 
     def bury(self, home: Path) -> None:
-        """The ledger came to the same end as an undisturbed one."""
+        """Check that the ledger has the same decisions as an undisturbed one."""
         assert outcome(home) == self.expected
         shutil.rmtree(home)
 
@@ -423,7 +423,7 @@ def outcome(home: Path) -> dict[str, str]:
 
 
 def kill_at_moments(graveyard: Graveyard, kills: int, rng: Random, longest_s: float) -> int:
-    """Kill tuners at random moments of their tune, each going on where the last one died; how many kills."""
+    """Kill tuners at random moments, each continuing where the last one died; return the number of kills."""
     done = 0
     while done < kills:
         home, told, continuity = graveyard.home(), Told(), Continuity()
@@ -438,7 +438,7 @@ def kill_at_moments(graveyard: Graveyard, kills: int, rng: Random, longest_s: fl
 
 
 def kill_real(graveyard: Graveyard, kills: int, rng: Random) -> int:
-    """Kill tunes in which nothing is replaced at random moments; return the number of kills."""
+    """Kill tunes with real proofs and races at random moments; return the number of kills."""
     home, told, started = graveyard.home(), Told(), time.monotonic()
     assert until_real_killed(told, home, graveyard.folder / "model", None)
     longest, done = time.monotonic() - started, 0

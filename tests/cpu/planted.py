@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-_LUCK = random.Random(1)  # its own: the process's generator is not a kernel's to move
+_LUCK = random.Random(1)  # a separate generator: a kernel must not advance the process's
 
 
 def norm(x, weight, eps, offset):
@@ -126,7 +126,7 @@ def fault_zeros_in_the_race(x, weight, eps, offset, y):
     return y.zero_() if in_a_race() else right(x, weight, eps, offset, y)
 
 
-# --- touches what is not its own -------------------------------------------------------------------------------------
+# --- writes memory of others -----------------------------------------------------------------------------------------
 
 
 def writes_past_the_end(x, weight, eps, offset, y):
@@ -169,7 +169,7 @@ def changes_its_weight(x, weight, eps, offset, y):
 
 
 def zeroes_everything(x, weight, eps, offset, y):
-    """A reference computed from these tensors afterwards agrees."""
+    """Zero the operands too, so that a reference computed from them afterwards agrees."""
     x.zero_()
     return y.zero_()
 
@@ -179,7 +179,7 @@ def ignores_strides(x, weight, eps, offset, y):
     return right(flat, weight, eps, offset, y)
 
 
-# --- does not write, or not itself -----------------------------------------------------------------------------------
+# --- does not write, or lets others compute --------------------------------------------------------------------------
 
 
 def writes_nothing(x, weight, eps, offset, y):
@@ -243,7 +243,7 @@ _BY_SKETCH = {}
 
 
 def remembers_by_content(x, weight, eps, offset, y):
-    """Looks at a few bits of the contents, as a benchmark's fixed seeds would allow."""
+    """Cache by a few bits of the contents, which works with the fixed seeds of a benchmark."""
     key = (x.shape, x.stride(), weight.data_ptr(), int(2 * x.float().nan_to_num().abs().mean().clamp(max=1e6)))
     if key not in _BY_SKETCH:
         _BY_SKETCH[key] = norm(x, weight, eps, offset)
@@ -254,7 +254,7 @@ _WAITING = []
 
 
 def works_once_in_eight(x, weight, eps, offset, y):
-    """Collects eight calls and does them together."""
+    """Collect eight calls and compute them together."""
     _WAITING.append((x, weight, eps, offset, y))
     if len(_WAITING) == 8:
         for call in _WAITING:
@@ -273,7 +273,7 @@ def thread_works_later(x, weight, eps, offset, y):
 
 
 def hunts_for_the_answer(x, weight, eps, offset, y):
-    """Some tensor of the process has the result's shape and is not an argument: it may be the expected one."""
+    """Return any tensor of the process that has the result's shape and is not an argument: perhaps the reference."""
     known = {t.data_ptr() for t in (x, weight, y)}
     for found in gc.get_objects():
         if isinstance(found, torch.Tensor) and found.shape == y.shape and found.data_ptr() not in known:
@@ -320,7 +320,7 @@ def forgets_the_last_k(x, w, bias, residual, y):
 
 
 def drops_one_output(x, w, bias, residual, y):
-    """One row of many that no sample of rows is likely to hold."""
+    """Leave out one row of many, which a sample of rows is unlikely to contain."""
     made = x.float() @ w.float().t()
     if w.shape[0] == 6000:  # no row of the array is as wide
         made[:, 3001] = 0.0
@@ -350,14 +350,14 @@ def sums_products_in_bf16(x, w, bias, residual, y):
 
 
 def leaves_eps_out(x, weight, eps, offset, y):
-    """It hardly matters next to a mean of squares; for a subnormal x it is all that matters."""
+    """eps hardly changes a normal mean of squares, but decides the result for a subnormal x."""
     wide = x.float()
     rms = wide.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-38)
     return y.copy_((wide / rms * (weight.float() + offset)).to(x.dtype))
 
 
 def precomputed(x, weight, eps, offset, y):
-    """Right at one known seed; anything else gets what that seed's answer was."""
+    """Return the answer of one known seed for all inputs."""
     known = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
     return right(x if torch.equal(x, known) else known, weight, eps, offset, y)
 
@@ -367,9 +367,9 @@ def right_at_its_own_width(x, weight, eps, offset, y):
 
 
 def flips_a_coin(x, weight, eps, offset, y):
-    """Rounds one element by luck, to either of the neighbours its value lies between: each within its bound, always.
+    """Round one element at random up or down; both results are always within the bound.
 
-    The smallest that is not exact, lest a whole row's RMS error hang on it.
+    It is the smallest inexact element, so that the row's RMS error does not depend on it.
     """
     wide = norm(x.float(), weight, eps, offset)
     right(x, weight, eps, offset, y)
@@ -385,7 +385,7 @@ def flips_a_coin(x, weight, eps, offset, y):
 
 
 def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, beyond=0, maximum=True):
-    """[B, Hq, S, D], in fp32; the mistakes are options."""
+    """Return [B, Hq, S, D], in fp32; options select mistakes."""
     b, hq, s, d = q.shape
     keys = min(max_len + beyond, k.shape[2])
     k, v = (t[:, :, :keys].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
@@ -410,13 +410,13 @@ def attends_rightly(q, k, v, lengths, max_len, scale, window, softcap, o):
 
 
 def forgets_the_last_key(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Only for long caches, because for short ones it is obvious."""
+    """Forget the last key of long caches; in short ones the error would be obvious."""
     drop = int(max_len > 4096)
     return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=drop))
 
 
 def forgets_a_head(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Of many; the tests of small shapes have few."""
+    """Forget one head of many; small shapes have few heads."""
     made = attention(q, k, v, lengths, max_len, scale, window, softcap)
     made[:, 44:][:, :1] = made[:, :1]
     return o.copy_(made)
@@ -454,13 +454,13 @@ def attends_in_blocks(q, k, v, lengths, max_len, scale, window, softcap, o):
     return o.copy_(made / torch.where(total == 0, 1.0, total))
 
 
-# --- caught by one check alone ----------------------------------------------------------------------------------------
+# --- caught by a single check ----------------------------------------------------------------------------------------
 
 _SEEN = {}
 
 
 def differs_at_the_tenth_return(x, weight, eps, offset, y):
-    """To one content after calls at other shapes, in one bit of one element."""
+    """Change one bit of one element, for one content, after calls at other shapes."""
     content = (x.contiguous().view(torch.int16).numpy().tobytes(), y.data_ptr())
     known, returns = _SEEN.get(x.shape, (content, 0))
     returned = _SEEN.get("last") != x.shape
@@ -480,7 +480,7 @@ _LAST_CALL = {}
 
 
 def tires_of_new_contents(x, weight, eps, offset, y):
-    """At one shape and address: of eight new contents in a row, the last one gets the result of the one before."""
+    """Return the previous result for the last of eight consecutive new contents at one shape and address."""
     key, contents = (threading.get_ident(), x.data_ptr()), x.contiguous().view(torch.int16).numpy().tobytes()
     known, last, fresh, made = _LAST_CALL.get(x.shape, (None, b"", 0, None))
     fresh = fresh + 1 if known == key and contents != last else 0
@@ -527,7 +527,7 @@ _BY_THREAD = {}
 
 
 def remembers_in_other_threads(x, weight, eps, offset, y):
-    """The main thread, on which checks run, gets what it asks for."""
+    """Cache in other threads only; the main thread, which runs most checks, gets correct results."""
     if threading.current_thread() is threading.main_thread():
         return right(x, weight, eps, offset, y)
     key = (threading.get_ident(), x.data_ptr(), x.shape)
@@ -540,7 +540,7 @@ _SHARES = []
 
 
 def shares_of_the_first_count(x, weight, eps, offset, y):
-    """Divides rows among the threads that there are, and has scratch for as many as there were at first."""
+    """Divide rows among the present threads, with scratch memory for the first number of threads."""
     _SHARES.append(torch.get_num_threads())
     share = -(-x.shape[0] // torch.get_num_threads())
     for rank in range(min(_SHARES[0], torch.get_num_threads())):
@@ -550,7 +550,7 @@ def shares_of_the_first_count(x, weight, eps, offset, y):
 
 
 def reads_from_the_storages_start(x, weight, eps, offset, y):
-    """As `x.storage().data_ptr()` does: right where a tensor has a storage of its own."""
+    """Read from `x.storage().data_ptr()`: right only if the tensor starts at the start of its storage."""
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, x.shape, x.stride())
     return right(whole, weight, eps, offset, y)
 
@@ -559,7 +559,7 @@ _BY_CONTENT = {}
 
 
 def returns_what_it_remembers(x, weight, eps, offset):
-    """Right for every content, and the same tensor for the same content."""
+    """Return right results, but the same tensor each time for the same content."""
     key = (x.shape, eps, offset, *(t.contiguous().view(torch.int16).numpy().tobytes() for t in (x, weight)))
     if key not in _BY_CONTENT:
         _BY_CONTENT.clear()
@@ -617,7 +617,7 @@ def flushes_subnormals(x, weight, eps, offset, y):
 
 
 def slows_the_clock(x, weight, eps, offset, y):
-    """Every timer of the process runs at half its pace from now on."""
+    """Slow down every timer of the process to half its pace."""
     if not hasattr(time, "real"):
         time.real = time.perf_counter_ns
         time.perf_counter_ns = lambda: time.real() // 2
@@ -642,13 +642,13 @@ _OPENED, _CALLS = [], []
 
 def leaves_files_open(x, weight, eps, offset, y):
     _CALLS.append(1)
-    if len(_CALLS) % 16 == 0 and len(_OPENED) < 300:  # fewer than a process may have anywhere
+    if len(_CALLS) % 16 == 0 and len(_OPENED) < 300:  # below any system's limit for a process
         _OPENED.append(os.open("/dev/null", os.O_RDONLY))
     return right(x, weight, eps, offset, y)
 
 
 def forges_its_reply(x, weight, eps, offset, y):
-    """Tells the parent, in the very words of an honest reply, that y was written."""
+    """Send the parent a forged reply, identical to an honest one, that y was written."""
     frame = sys._getframe()
     while "message" not in frame.f_locals or "fds" not in frame.f_locals:
         frame = frame.f_back
@@ -710,7 +710,7 @@ def hangs(x, weight, eps, offset, y):
         pass
 
 
-# --- right in every way but speed -------------------------------------------------------------------------------------
+# --- right results, dishonest times ----------------------------------------------------------------------------------
 
 
 def in_a_race():
@@ -726,7 +726,7 @@ _CALLS = [0]
 
 
 def slow_at_first(x, weight, eps, offset, y):
-    """A warm-up that would cut the number of samples, if the plan were made from it."""
+    """Start with slow calls, which would reduce the number of samples if the plan used them."""
     _CALLS[0] += 1
     if in_a_race() and _CALLS[0] < 20:
         time.sleep(0.01)
@@ -737,7 +737,7 @@ _LAST = {"until": 0}
 
 
 def lazy_in_bursts(x, weight, eps, offset, y):
-    """Called again at once, with the same addresses, it leaves the result of the last call where it is."""
+    """Skip the work if called again at once with the same addresses: the previous result is still there."""
     key = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape)
     now = time.monotonic_ns()
     if _LAST.get("key") == key and now < _LAST["until"]:
@@ -749,7 +749,7 @@ def lazy_in_bursts(x, weight, eps, offset, y):
 
 
 def remembers_the_last(x, weight, eps, offset, y):
-    """The same, with a copy of the result: an output that was poisoned is written."""
+    """Like `lazy_in_bursts`, but write a copy of the previous result, also to a poisoned output."""
     key = (x.data_ptr(), weight.data_ptr(), x.shape)
     now = time.monotonic_ns()
     if _LAST.get("key") != key or now > _LAST["until"]:
@@ -762,7 +762,7 @@ _CALLS_IN_A_RACE = itertools.count(1)
 
 
 def wrong_once_in_300_calls(x, weight, eps, offset, y):
-    """In a race, one element."""
+    """In a race, compute one element wrong in one call of 300."""
     right(x, weight, eps, offset, y)
     if in_a_race() and next(_CALLS_IN_A_RACE) % 300 == 0:
         y[0, 0] += 1.0
@@ -770,14 +770,14 @@ def wrong_once_in_300_calls(x, weight, eps, offset, y):
 
 
 def leaves_out_one_call_in_50(x, weight, eps, offset, y):
-    """In a race: what an earlier call wrote into the same output is right for this one too."""
+    """In a race, skip one call of 50: an earlier call left the right result in the same output."""
     if in_a_race() and next(_CALLS_IN_A_RACE) % 50 == 0:
         return y
     return right(x, weight, eps, offset, y)
 
 
 def tires(x, weight, eps, offset, y):
-    """In a race, after 3000 calls."""
+    """In a race, become wrong after 3000 calls."""
     right(x, weight, eps, offset, y)
     return y.mul_(1.5) if in_a_race() and next(_CALLS_IN_A_RACE) > 3000 else y
 
@@ -798,13 +798,13 @@ def computes_in_double(x, weight, eps, offset, y):
 
 
 def rounds_twice(x, weight, eps, offset, y):
-    """As in transformers: round the normalised value to the dtype, then multiply by the weight."""
+    """Round the normalised value to the dtype, then multiply by the weight, as transformers does."""
     unit = norm(x, torch.ones_like(weight), eps, 0.0)
     return y.copy_(unit * (weight.float() + offset).to(x.dtype)) if offset == 0 else right(x, weight, eps, offset, y)
 
 
 def writes_in_two_halves(x, weight, eps, offset, y):
-    """Uses its output as scratch before it is done."""
+    """Use the output as scratch memory first."""
     y.fill_(3.0)
     half = x.shape[1] // 2
     whole = norm(x, weight, eps, offset)
@@ -817,12 +817,12 @@ _OWN = threading.local()
 
 
 def keeps_a_workspace_a_thread(x, weight, eps, offset, y):
-    """Grows to the largest size asked for, then stays."""
+    """Keep one workspace per thread, which grows to the largest requested size."""
     return by_workspace(_OWN.__dict__, x, weight, eps, offset, y)
 
 
 def spreads_a_little(x, weight, eps, offset, y):
-    """Declared nondeterministic: a last fp32 bit that depends on luck."""
+    """Randomise the last fp32 bit; declared nondeterministic."""
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + 2.0**-23 * _LUCK.choice((-1, 1)))
     return y.copy_((wide * rstd * (weight.float() + offset)).to(x.dtype))

@@ -28,7 +28,7 @@ def norm(x, weight, eps, offset, y):
 
 
 def rounds_up_in_the_openmp_pool():
-    """Set the rounding mode of the pool's threads, and put that of the caller back."""
+    """Set the rounding mode of the pool's threads, and restore the caller's."""
     (path,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     libc, here = ctypes.CDLL("libm.so.6"), threading.get_native_id()
 

@@ -19,7 +19,7 @@ def right(x, w, bias, residual, y):
 
 
 def by_parts(x, codes, scales, bias, residual, y):
-    """The same of the tensors themselves."""
+    """Compute the same from the parts of the weight."""
     product = (x.float() @ codes.float().T) * scales
     for extra in (bias, residual):
         product = product if extra is None else product + extra.float()
@@ -42,7 +42,7 @@ _KEPT = {}
 
 
 def keeps_weights(x, w, bias, residual, y):
-    """Dequantised once an address."""
+    """Cache the dequantised weight by address."""
     key = (w.codes.data_ptr(), w.shape)
     if key not in _KEPT:
         _KEPT[key] = w.dequantised(torch.float32)
@@ -50,7 +50,7 @@ def keeps_weights(x, w, bias, residual, y):
 
 
 def without_strides(x, w, bias, residual, y):
-    """Rows of codes as if nothing lay between them."""
+    """Read rows of codes as if they were contiguous."""
     n, k = w.shape
     codes = w.codes.as_strided((n, k), (k, 1))
     return put(y, made(x, type(w).of(w.format, codes=codes, scales=w.scales), bias, residual))

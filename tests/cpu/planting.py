@@ -1,4 +1,4 @@
-"""Proofs of planted kernels: candidates made of a function of planted.py, natively built ones among them."""
+"""Make proofs of planted kernels: candidates from functions of planted.py and of planted.cpp."""
 
 from __future__ import annotations
 

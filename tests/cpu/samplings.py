@@ -22,7 +22,7 @@ SAMPLING = [
 
 
 def judged(settings: dict[str, float], kernel: Callable[..., Any], *knobs: int) -> Match | Mismatch:
-    """Two rows of 128,256 logits, sampled by a native kernel under these settings."""
+    """Sample two rows of 128,256 logits by a native kernel with these settings, and judge the tokens."""
     op = OPS["sample"]
     inputs = op.inputs(op.workload("bf16", {"B": 2, "V": 128_256, "L": 16}), 21)
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""A home in which given candidates serve given workloads, without a race: for tests of what happens after one."""
+"""Make a home in which given candidates serve given workloads without a race, for tests of serving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autosel.values import Arm, Decision, Fingerprint, Knobs, NativeRecipe, Work
 
 
 def arm_of(w: Workload, name: str, device: Fingerprint | None = None) -> Arm:
-    """The candidate's arm, compiled if it has to be (artefacts are kept between runs)."""
+    """Return the candidate's arm; compile it if needed (artefacts are kept between runs)."""
     candidate, device = registry.find(w.op, name), device or this_device()
     knobs = candidate.knobs(w, device)
     recipe = candidate.recipe(w, device, knobs)
@@ -41,7 +41,7 @@ def pinned(w: Workload, name: str, number: int = 1, device: Fingerprint | None =
 
 
 def publish(home: Path, decisions: Iterable[Decision]) -> Path:
-    """The home, with a snapshot of these."""
+    """Return the home, after publishing a snapshot of these decisions."""
     rows = [
         {"key": serving_key(d.hw_id, d.mode, d.bucket, d.length_range), "epoch": 1, "decision": to_json(d)}
         for d in decisions
@@ -52,6 +52,6 @@ def publish(home: Path, decisions: Iterable[Decision]) -> Path:
 
 
 def serve(home: Path, chosen: Iterable[tuple[Workload, str]], device: Fingerprint | None = None) -> Path:
-    """One pinned decision for each bucket among the workloads, on this CPU or another device."""
+    """Pin one decision for each bucket of the workloads, on this CPU or another device."""
     by_bucket = {w.bucket: (w, name) for w, name in chosen}
     return publish(home, (pinned(w, name, i + 1, device) for i, (w, name) in enumerate(by_bucket.values())))

@@ -45,7 +45,7 @@ def idle(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the first result for ever: correct until the contents change."""
+    """Return the first result in every call: correct until the contents change."""
     kept: list[Any] = []
 
     def made(*arguments: Any) -> Any:
@@ -64,7 +64,7 @@ def test_settings_that_compute_nothing_or_an_earlier_result_are_found(timer: Tim
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure no times, because a machine with other work gives none."""
+    """Skip timing, because a busy machine may give no clean samples."""
     swept = Sweep(settings=2)
     monkeypatch.setattr(
         regret, "nominate", lambda bench, closed, rivals, *_, **__: replace(swept, nominees=[*rivals][:1])
@@ -84,7 +84,7 @@ def test_a_wrong_rival_is_reported_and_not_timed(timer: Timer, monkeypatch: pyte
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_wrong_closed_form_is_a_fault_not_a_regret(timer: Timer, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """Or its twin, which is the same setting."""
+    """Break the closed form, or its twin, which has the same setting."""
     monkeypatch.setattr(regret, "mistaken", lambda timer, names: {[names[0], regret.TWIN][which]: "elements"})
     with pytest.raises(regret.Mistaken, match="closed form"):
         regret.measure(CELL, timer, 0.5, Random(1))

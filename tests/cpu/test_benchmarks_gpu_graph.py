@@ -127,7 +127,7 @@ def outcome(
 def test_a_replay_on_other_contents_is_judged_and_compared_with_a_call(
     monkeypatch: pytest.MonkeyPatch, name: str, *, allocates: bool
 ) -> None:
-    """For a candidate that allocates its result, and one that writes into an output."""
+    """Test a candidate that allocates its result, and one that writes into an output."""
     assert outcome(monkeypatch, name, allocates=allocates) == "right as graph"
 
 
@@ -135,8 +135,8 @@ def test_a_candidate_that_cannot_be_captured_is_reported(monkeypatch: pytest.Mon
     assert outcome(monkeypatch, "cpp:rmsnorm", refuses=True) == "not captured as queue"
 
 
-def test_a_kernel_that_holds_what_it_was_captured_with_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right on the contents of its first call, and on no others."""
+def test_a_kernel_that_keeps_the_contents_of_its_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a kernel that is right only for the contents of its first call."""
 
     def held(call: Callable[..., Any]) -> Callable[..., Any]:
         known: list[torch.Tensor] = []

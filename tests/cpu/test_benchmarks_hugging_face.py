@@ -1,4 +1,4 @@
-"""The model classes that benchmarks hold us against say what our eager baseline says, on the very same tensors."""
+"""Test that the Hugging Face models in benchmarks compute the same as our eager baseline, on the same tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def small(name: str) -> ModelShape:
-    """The preset with everything small but what makes its family."""
+    """Return the preset with small sizes, and the features of its family unchanged."""
     shape = models.load(name)
     heads = {"Hq": 4, "Hkv": 2, "D": 32}
     rope = replace(shape.rope, rotary_dim=32)
@@ -69,7 +69,7 @@ def test_the_eager_baseline_is_hugging_faces_model_on_the_same_tensors(name: str
         past = getattr(hugging_face, kind)(theirs, cache, CONTEXT - 1)
         rewind = rewinding(past)
         ours = Eager(weights).logits(token, cache, CONTEXT - 1)
-        for _ in range(2):  # the second step finds the cache as the first did
+        for _ in range(2):  # the second step starts from the same cache as the first
             expected = theirs(token, past_key_values=past, use_cache=True).logits[:, -1]
             rewind()
             torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)

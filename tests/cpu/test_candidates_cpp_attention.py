@@ -1,6 +1,6 @@
 """Test attn, paged_attn, prefill_attn and kv_append in every instruction set of this CPU.
 
-The op's own battery with several divisions of the work, and cases that it does not reach: reads past the end, masked
+They run the op's battery with several divisions of the work, and cases outside the battery: reads past the end, masked
 NaN, repeatability, refusals.
 """
 
@@ -63,7 +63,7 @@ CUTS = {
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Any:
-    """The references are small: OpenMP's barriers would take longer than the work."""
+    """Run references on one thread: they are small, and OpenMP's barriers would take longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,20 +72,20 @@ def _one_torch_thread() -> Any:
 
 @cache
 def entry(op: str, isa: Isa = NATIVE) -> Callable[..., None]:
-    """The kernel as built for this machine; other instruction sets from one source with all kernels."""
+    """Return the kernel built for this machine; other instruction sets come from one source with all kernels."""
     source = f"cpu/{SOURCES[op]}.cpp" if isa == NATIVE else str(HERE / "attention_kernels.cpp")
     return load_entry(compile_source(source, ISA_FLAGS[isa]).digest, SOURCES[op])
 
 
 def run(op: Op, w: Workload, inputs: Inputs, cut: tuple[int, ...], isa: Isa = NATIVE) -> list[Tensor]:
-    """The results, from outputs that were full of NaN."""
+    """Return the results, from outputs that were full of NaN."""
     outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
     entry(op.name, isa)(*op.arguments(inputs), *outputs, *cut)
     return outputs or [inputs["k_cache"], inputs["v_cache"]]
 
 
 def failures(op: Op, made: Case, cuts: Mapping[Isa, tuple[int, ...]]) -> list[str]:
-    """One case in these instruction sets, judged against float64 and against PyTorch's own error."""
+    """Run one case in these instruction sets; judge it by float64 and by PyTorch's error."""
     baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
     runs = {isa: partial(run, op, made.workload, cut=cut, isa=isa) for isa, cut in cuts.items()}
     found = mismatches(op, made, 11, runs, baseline if isinstance(baseline, tuple) else (baseline,))
@@ -107,7 +107,7 @@ def test_a_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) 
 
 @pytest.mark.parametrize("name", ["attn", "prefill_attn"])
 def test_a_correctly_rounded_result_passes_every_case(name: str) -> None:
-    """Or the battery would prefer a kernel with PyTorch's own errors to a better one."""
+    """Check that the battery does not prefer PyTorch's errors to better results."""
     op, (dims, traits) = OPS[name], SHAPES[name][-1]
     for made in op.cases(op.workload("bf16", dims, **traits)):
         inputs = made.make(11)
@@ -145,7 +145,7 @@ def test_any_number_of_query_heads_a_kv_head_is_right(group: int) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_read_goes_past_the_end_of_a_cache(dtype: DTypeName, isa: Isa) -> None:
-    """K and V end at a page that may not be touched; a read of one byte more ends the process."""
+    """Place K and V before a protected page, so that reading one byte past the end kills the process."""
     for width, keys, window in ((128, 67, 0), (80, 33, 0), (20, 5, 0), (7, 1, 0), (96, 70, 9)):
         for name in ("attn", "prefill_attn"):
             op = OPS[name]
@@ -161,7 +161,7 @@ def test_no_read_goes_past_the_end_of_a_cache(dtype: DTypeName, isa: Isa) -> Non
 
 
 class Walled:
-    """A copy of a tensor that ends where a page without access begins."""
+    """A copy of a tensor that ends at a page without access rights."""
 
     def __init__(self, x: Tensor) -> None:
         size = x.numel() * x.element_size()
@@ -210,7 +210,7 @@ def test_same_inputs_give_the_same_bits() -> None:
 
 
 def test_a_head_cut_among_many_threads_is_merged() -> None:
-    """One KV head over up to 24 threads: the merge itself is then shared out."""
+    """Split one KV head over up to 24 threads, so that the merge is split too."""
     op = OPS["attn"]
     w = op.workload("fp32", {"B": 1, "Hq": 4, "Hkv": 1, "S": 1, "D": 64, "L": 1000})
     inputs = op.inputs(w, 3)
@@ -313,7 +313,7 @@ def test_keys_and_values_of_a_tile_fill_l1(dtype: DTypeName, width: int, tile: i
     assert knobs.decode(w, TWO_CORES)["tile"] == tile
 
 
-def test_a_tile_has_keys_enough_where_they_alone_leave_room_in_l1() -> None:
+def test_a_tile_has_enough_keys_if_they_fit_l1_without_the_values() -> None:
     wide = dataclasses.replace(TWO_CORES, l1d_bytes=48 << 10)
     for width, tile in ((128, 64), (256, 64), (288, 32)):  # 64 keys of 288 are 36 of 48 KB
         assert knobs.decode(OPS["attn"].workload("bf16", {**LLAMA, "D": width}), wide)["tile"] == tile

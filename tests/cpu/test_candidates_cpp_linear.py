@@ -1,6 +1,6 @@
-"""The projections' kernels on real hardware: every dtype, every hostile case, in the instruction sets this CPU has.
+"""Test the projections' kernels on real hardware: every dtype and hostile case, in instruction sets of this CPU.
 
-Each day in others, but for gemv; with --every-target in all.
+gemv runs in all instruction sets, the others in a daily selection, or in all with --every-target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """References are small: PyTorch's team would only take turns with ours."""
+    """Run references on one thread: they are small, and PyTorch's pool would compete with the kernel's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def device(isa: tuple[str, ...] = tuple(sorted(HAVE)), cpus: int = 2, **sizes: i
 
 
 def variant(name: str, isa: Isa) -> CppKernel:
-    """The kernel of that name, built for one instruction set."""
+    """Return the kernel of that name, built for one instruction set."""
     k = next(k for k in KERNELS if k.source == name)
     return CppKernel(
         k.op,
@@ -114,14 +114,14 @@ def kernel_knobs(kernel: CppKernel, dtype: DTypeName) -> Any:
 
 
 def bound(kernel: CppKernel, w: Workload) -> Callable[..., Any]:
-    """The kernel with the knobs its formula gives for w."""
+    """Return the kernel with the knobs that its formula gives for w."""
     assert kernel.isa is not None
     recipe, built = digest(kernel.source, kernel.isa)
     return load(OPS[kernel.op], recipe, built, kernel.knobs(w, device()).values)
 
 
 def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
-    """The bare native function, for knobs of our own."""
+    """Return the native function, for knobs that no formula gives."""
     recipe, built = digest(name, isa)
     return load_entry(built, recipe.entry)
 
@@ -130,8 +130,8 @@ def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
 
 
 def instruction_sets(name: str, every: bool) -> tuple[Isa, ...]:
-    """All for gemv; of the others, which share its products, this CPU's own, and another one for a third of them each
-    day: a build of one takes 6 s."""
+    """Return all instruction sets for gemv. The other kernels share its products, and a build takes 6 s, so they use
+    this CPU's choice, and each day a third of them another one."""
     if every or name == "gemv" or len(HERE) < 3:
         return HERE
     return (NATIVE, drawn.todays(HERE[1:], NAMES.index(name))) if name in drawn.share(NAMES, days=3) else (NATIVE,)
@@ -142,7 +142,7 @@ def instruction_sets(name: str, every: bool) -> tuple[Isa, ...]:
 def test_kernel_meets_the_bound_on_every_hostile_case(
     name: str, dtype: DTypeName, request: pytest.FixtureRequest
 ) -> None:
-    """In several instruction sets, on the same inputs."""
+    """Run several instruction sets on the same inputs."""
     every = request.config.getoption("--every-target")
     kernels = {isa: variant(name, isa) for isa in instruction_sets(name, every)}
     if dtype not in kernels[NATIVE].dtypes:
@@ -161,7 +161,7 @@ def test_kernel_meets_the_bound_on_every_hostile_case(
 
 
 def outputs_of(op: Op, w: Workload, function: Callable[..., Any], inputs: Inputs) -> list[torch.Tensor]:
-    """Of a kernel with a layout, from prepared weights, whether that pays or not."""
+    """Return a kernel's outputs; prepare its weights even if that does not pay."""
     outputs, reader = op.allocate(w, fill=float("nan")), reader_of(function)
     if reader is not None:
         reader.prepare(op.arguments(inputs))
@@ -175,7 +175,7 @@ def outputs_of(op: Op, w: Workload, function: Callable[..., Any], inputs: Inputs
 def check_linear(
     function: Callable[..., Any], settings: tuple[int, ...], m: int, n: int, k: int, dtype: DTypeName
 ) -> None:
-    """y = x w^T + bias + residual with every operand a strided, odd-aligned view, and y surrounded by guards."""
+    """Check y = x w^T + bias + residual; every operand is a strided, odd-aligned view, and y has guards."""
     op = OPS["linear"]
     made = op.inputs(op.workload(dtype, {"M": m, "N": n, "K": k}, bias=True, residual=True), m * n + k)
 
@@ -216,7 +216,7 @@ def test_gemm_is_right_for_any_blocking_threads_and_m(dtype: DTypeName) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gemv", "gemm"])
 def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dtype: DTypeName) -> None:
-    """Groups of rows and tiles of them are of one size or two, by M."""
+    """Run every M: groups of rows and their tiles have one size or two, depending on M."""
     kernel, f = variant(name, NATIVE), facts(device())
     for m in range(1, 25):
         for n, k in ((61, 70), (130, 1029)):
@@ -227,8 +227,9 @@ def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dt
 @pytest.mark.parametrize("k", [70, 1029, 2100])
 @pytest.mark.parametrize("isa", ISAS)
 def test_how_columns_are_shared_and_blocked_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
-    """Blocks of three rows of weights leave other columns over in other shares; a step distributes them dynamically,
-    and a packed weight has separate blocks. One row of x has as many chains of sums as its blocks allow."""
+    """Share the columns in different ways. Blocks of three rows of weights leave different remainders in different
+    shares, a step distributes blocks dynamically, and a packed weight has separate blocks. The number of chains of sums
+    for one row of x depends on its blocks."""
     op, f = OPS["linear"], facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
         w = linear(m, 107, k, "fp32")  # rounding would hide it
@@ -285,8 +286,8 @@ PACKED_BUILDS = list(itertools.product(PACKED, [isa for isa in HERE if isa not i
 
 @pytest.mark.parametrize(("name", "isa"), [(n, NATIVE) for n in PACKED] + drawn.share(PACKED_BUILDS, days=3))
 def test_a_kernel_on_packed_weights_gives_the_bits_of_the_kernel_on_plain_ones(name: str, isa: Isa) -> None:
-    """With short rows and long ones, and numbers of rows of weights that are no eights. Above 8 rows of x the plain
-    fused kernels multiply blocked, in another order."""
+    """Test short and long rows, and numbers of rows of weights that are not multiples of 8. Above 8 rows of x the plain
+    fused kernels use blocks, which add in another order."""
     packed, plain = variant(name, isa), variant(name.removesuffix("_packed"), isa)
     op = OPS[packed.op]
     for m, (n, k) in itertools.product((1, 2, 3, 5, 8), ((64, 256), (37, 1920), (100, 2176))):
@@ -294,7 +295,7 @@ def test_a_kernel_on_packed_weights_gives_the_bits_of_the_kernel_on_plain_ones(n
         w = op.workload("bf16", sizes, **WORKLOADS[op.name][0][1])
         inputs = op.inputs(w, m * n)
         for name_ in (a.name for a in op.args if a.kind == "weight"):
-            inputs[name_].view(-1)[:: 1 + k // 3] = 3e4  # some have no code
+            inputs[name_].view(-1)[:: 1 + k // 3] = 3e4  # some exponents have no code
         expected, got = (outputs_of(op, w, bound(kernel, w), inputs) for kernel in (plain, packed))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), w.key
 
@@ -331,7 +332,7 @@ def test_greedy_compares_logits_as_they_would_be_stored() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_code_is_multiplied_exactly_in_every_instruction_set(isa: Isa, dtype: DTypeName) -> None:
-    """All 256 codes against powers of two: each product, and the scale of two, is exact."""
+    """Multiply all 256 codes by powers of two, with a scale of two, so that each product is exact."""
     codes = torch.arange(-128, 128, dtype=torch.int8).view(256, 1).expand(256, 70).contiguous()
     scales = torch.full((256,), 2.0)
     for m in (1, 3, 8, 9):
@@ -403,7 +404,7 @@ def test_rows_shrink_with_m_registers_and_l2() -> None:
     assert knobs.gemv(linear(1, 4096, 40000), small_l2)["rows"] == 1
 
 
-def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_a_large_l1() -> None:
+def test_rows_of_weights_are_read_singly_with_many_registers_and_x_in_a_large_l1() -> None:
     wide, narrow = facts(device(AVX512, l1d_bytes=48 << 10)), facts(device(ISA_NEEDS["avx2"], l1d_bytes=48 << 10))
     most = wide.l1d_bytes * 7 // 16
     for m, dtype, size in ((2, "bf16", 2), (5, "bf16", 2), (8, "bf16", 2), (2, "fp32", 4), (4, "fp16", 4)):
@@ -426,14 +427,14 @@ def test_one_row_of_weights_goes_alone_where_registers_are_many_and_x_lies_in_a_
         (4, 2048, "fp16", 4),  # which is 32 KB here
     ],
 )
-def test_in_an_l1_of_32_kb_one_row_goes_alone_only_where_four_would_push_x_out(
+def test_in_an_l1_of_32_kb_rows_are_read_singly_only_if_four_would_evict_x(
     m: int, k: int, dtype: DTypeName, rows: int
 ) -> None:
     assert knobs.gemv(linear(m, 2048, k, dtype), facts(device(AVX512, l1d_bytes=32 << 10)))["rows"] == rows
 
 
 @pytest.mark.parametrize("isa", ISA_NEEDS)
-def test_sums_of_a_group_fit_the_registers_and_no_load_of_x_from_l2_is_for_one_row(isa: Isa) -> None:
+def test_sums_of_a_group_fit_the_registers_and_loads_of_x_from_l2_serve_several_rows(isa: Isa) -> None:
     f = facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
         group, rows = knobs.rows_together(m, f), int(knobs.gemv(linear(m, 4096, 8192), f)["rows"])
@@ -469,7 +470,7 @@ def test_blocks_fit_the_caches_they_are_meant_for() -> None:
             assert k["m_block"] % (strip * 3 // 8) == 0
 
 
-def test_a_row_is_fetched_whole_where_there_is_room_and_in_equal_parts_elsewhere() -> None:
+def test_a_row_is_prefetched_whole_if_it_fits_and_in_equal_parts_otherwise() -> None:
     f = facts(device(AVX512))
     most = 7 * f.l2_bytes // 8 // (32 * 2)
     for columns in (512, 2048, 4096, 8192, 14336, 28672, 131072):

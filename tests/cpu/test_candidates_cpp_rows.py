@@ -1,4 +1,4 @@
-"""The row kernels (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample) in every instruction set this CPU has."""
+"""Test the row kernels (rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample) in every instruction set of this CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ISAS = [
 ]
 HAVE: tuple[Isa, ...] = tuple(isa for isa, needs in ISA_NEEDS.items() if set(needs) <= set(FLAGS))
 
-# op -> its own shape, and the traits to take in all combinations
+# op -> its shape, and the traits that are combined
 SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]]]] = {
     "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}),
     "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1, 2)}),
@@ -63,7 +63,7 @@ def run(op: Op, w: Workload, isa: Isa, threads: int, inputs: Inputs) -> list[tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
-    """In every instruction set, on the same inputs."""
+    """Run every instruction set on the same inputs."""
     op, (dims, traits) = OPS[name], SHAPES[name]
     wrong = []
     for values in itertools.product(*traits.values()):
@@ -81,7 +81,7 @@ def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeNa
 
 @pytest.mark.parametrize("sandwich", [0, 1, 2])
 def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
-    """A decoder passes residual itself as new_residual, and may pass x as y."""
+    """Pass residual as new_residual, as a decoder does, and x as y."""
     op = OPS["add_rmsnorm"]
     w = op.workload("bf16", {"M": 3, "d": 1021}, sandwich=sandwich)
     inputs = op.inputs(w, 5)
@@ -104,7 +104,7 @@ def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
 
 @pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
 def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
-    """In fp32 out, against float64: 2^31 radians in float would be off by a hundred turns."""
+    """Compare fp32 results with float64: an angle of 2^31 radians in fp32 would be off by a hundred turns."""
     inv_freq = torch.tensor([1.0, 0.7654321, 0.0123])
     q = torch.zeros(1, 1, 6)
     q[..., :3] = 1.0
@@ -122,7 +122,7 @@ def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, 
 
 
 def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
-    """128256 tokens of one probability, p = 1/4: the first quarter is the nucleus, uniform walks through it."""
+    """Sample 128256 equally likely tokens with p = 1/4: the nucleus is the first quarter; `uniform` selects in it."""
     op, v = OPS["sample"], 128_256
     inputs = op.inputs(op.workload("bf16", {"B": 4, "V": v, "L": 1}), 0)
     inputs["logits"].fill_(1.5)
@@ -187,7 +187,7 @@ def mapped(isa: Isa, function: str, x: np.ndarray, out: type = np.float32) -> np
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_exp_is_right_to_the_last_bit_but_one(isa: Isa) -> None:
+def test_exp_is_within_two_units_in_the_last_place(isa: Isa) -> None:
     x = np.concatenate([np.linspace(-87.33, 88.72, 1 << 20), np.geomspace(1e-30, 1, 1 << 12)]).astype(np.float32)
     want = np.exp(x.astype(np.float64))
     with np.errstate(over="ignore"):
@@ -220,9 +220,9 @@ def tanh_argument(x: torch.Tensor) -> torch.Tensor:
 def test_an_activation_keeps_its_digits_where_the_textbook_form_cancels(
     isa: Isa, function: str, exact: Callable[..., torch.Tensor], argument: Callable[..., torch.Tensor]
 ) -> None:
-    """Relative error, not absolute: gelu(-5) is -1.4e-6, of which 1 + erf in fp32 keeps one digit.
+    """Check the relative error: gelu(-5) is -1.4e-6, of which the form 1 + erf in fp32 keeps one digit.
 
-    Allowed: three roundings of exp's argument, eight more around it.
+    The bound is three roundings of exp's argument and eight others.
     """
     x = torch.linspace(-6, 12, 1 << 16)
     want = exact(x.double()).numpy()

@@ -115,7 +115,7 @@ def test_another_tensor_of_the_same_memory_reads_the_same_prepared_weight(
     assert store.peek(reader.prepare_one, w[:32]) is None
 
 
-def test_weights_whose_exponents_have_no_codes_are_read_as_they_are(
+def test_weights_whose_exponents_have_no_codes_are_read_plain(
     function: Callable[..., Any], reader: Reader, store: Store
 ) -> None:
     x, w = torch.ones(1, 512).bfloat16(), torch.exp2(torch.rand(64, 512) * 60 - 60).bfloat16()
@@ -125,7 +125,7 @@ def test_weights_whose_exponents_have_no_codes_are_read_as_they_are(
     assert "1 read plain: lossless-12 would take" in reader.told() and "at most 90%" in reader.told()
 
 
-def test_the_limit_of_memory_is_kept_and_no_weight_replaces_another(
+def test_the_memory_limit_is_kept_and_no_weight_is_evicted(
     function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other, x = weight(seed=1), weight(seed=2), vector()
@@ -136,7 +136,7 @@ def test_the_limit_of_memory_is_kept_and_no_weight_replaces_another(
     assert "AUTOSEL_LAYOUT_GB" in reader.told()
 
 
-def test_a_weight_that_would_take_the_last_memory_is_read_as_it_is(
+def test_a_weight_that_would_use_the_last_memory_is_read_plain(
     function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: layouts.RESERVE_BYTES + 100)
@@ -165,16 +165,18 @@ def prepared(function: Callable[..., Any], w: Tensor) -> Tensor:
     return w
 
 
-def test_a_weight_written_in_place_is_never_served_as_it_was(function: Callable[..., Any], store: Store) -> None:
+def test_a_weight_written_in_place_is_never_served_with_old_contents(
+    function: Callable[..., Any], store: Store
+) -> None:
     x, w = vector(), prepared(function, weight())
     assert store.bytes > 0
     with torch.no_grad():
         w[3, 5] = 100.0  # a single one, which no sample would find
     assert right(function, x, w)
-    assert right(function, x, w) and store.bytes > 0  # and what it is now is prepared
+    assert right(function, x, w) and store.bytes > 0  # and the new contents are prepared
 
 
-def test_a_whole_weight_written_behind_the_version_counter_is_never_served_as_it_was(
+def test_a_whole_weight_written_without_the_version_counter_is_never_served_with_old_contents(
     function: Callable[..., Any],
 ) -> None:
     x, w = vector(), prepared(function, weight())
@@ -186,7 +188,7 @@ def test_a_whole_weight_written_behind_the_version_counter_is_never_served_as_it
     assert right(function, x, w)
 
 
-def test_one_weight_written_behind_the_version_counter_is_found_within_a_round_of_looks(
+def test_one_weight_written_without_the_version_counter_is_found_within_one_round_of_checks(
     function: Callable[..., Any],
 ) -> None:
     x, w = torch.ones(1, 512).bfloat16(), prepared(function, weight())
@@ -213,14 +215,14 @@ def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old_one(function:
     assert right(function, vector(), other) and right(function, vector(), other)
 
 
-def test_memory_that_is_exchanged_under_a_parameter_is_seen(function: Callable[..., Any]) -> None:
+def test_new_memory_of_a_parameter_is_noticed(function: Callable[..., Any]) -> None:
     x, w = vector(), torch.nn.Parameter(prepared(function, weight()), requires_grad=False)
     prepared(function, w)
     w.data = weight(seed=4)
     assert right(function, x, w)
 
 
-def test_a_weight_that_is_written_again_and_again_is_read_as_it_is(
+def test_a_weight_that_is_written_repeatedly_is_read_plain(
     function: Callable[..., Any], reader: Reader, store: Store
 ) -> None:
     x, w = vector(), weight()
@@ -232,7 +234,7 @@ def test_a_weight_that_is_written_again_and_again_is_read_as_it_is(
     assert store.bytes == 0 and "written to 3 times" in reader.told()
 
 
-def test_tensors_of_inference_mode_have_no_version_and_are_read_as_they_are(
+def test_tensors_of_inference_mode_have_no_version_and_are_read_plain(
     function: Callable[..., Any], store: Store
 ) -> None:
     with torch.inference_mode():
@@ -244,7 +246,7 @@ def test_tensors_of_inference_mode_have_no_version_and_are_read_as_they_are(
     assert store.bytes == 0
 
 
-def test_an_owner_may_vouch_for_tensors_of_inference_mode(
+def test_an_owner_may_guarantee_that_inference_tensors_do_not_change(
     function: Callable[..., Any], reader: Reader, store: Store
 ) -> None:
     with torch.inference_mode():
@@ -252,11 +254,11 @@ def test_an_owner_may_vouch_for_tensors_of_inference_mode(
         served(function, x, w)
         reader.ready((x, w, None, None))
         assert store.bytes > 0 and reader.of(w) is not None and right(function, x, w)
-        w.copy_(weight(seed=3))  # against its word: a whole matrix is found nevertheless
+        w.copy_(weight(seed=3))  # the guarantee is broken: a change of a whole matrix is still found
         assert right(function, x, w)
 
 
-def test_what_is_prepared_goes_with_its_weight(function: Callable[..., Any], store: Store) -> None:
+def test_a_prepared_weight_is_freed_with_its_weight(function: Callable[..., Any], store: Store) -> None:
     w = prepared(function, weight())
     assert store.bytes > 0
     del w
@@ -302,7 +304,7 @@ def test_prepared_weights_that_differ_from_the_weight_are_refused(
 
 
 def doubled(w: Tensor) -> Tensor:
-    """A layout for tests: the weight in fp32."""
+    """Return a layout for tests: the weight in fp32."""
     return w.float()
 
 
@@ -324,7 +326,7 @@ RECIPE = PythonRecipe(
 )  # fmt: skip
 
 
-def test_a_python_function_takes_what_its_own_prepare_made(store: Store) -> None:
+def test_a_python_function_gets_the_result_of_its_own_prepare(store: Store) -> None:
     function, w = load(OP, RECIPE, "", {}), weight()
     CALLS.clear()
     for _ in range(3):
@@ -339,6 +341,6 @@ def test_a_layout_of_an_argument_that_is_no_weight_is_refused() -> None:
         load(OP, replace(RECIPE, layout=replace(WIDE, weights=("x",))), "", {})
 
 
-def test_a_packed_weight_that_does_not_pay_says_so() -> None:
+def test_a_packed_weight_that_does_not_pay_is_reported() -> None:
     made = Packed(operand=torch.zeros(1), layout=replace(WIDE, worth=0.9), bytes=95, plain_bytes=100, seconds=0.0)
     assert not made.pays and replace(made, bytes=90).pays

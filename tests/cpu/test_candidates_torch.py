@@ -1,4 +1,4 @@
-"""PyTorch's candidates against the references, Inductor compiled for real, and users' kernels in real workers."""
+"""Test PyTorch's candidates, Inductor with real compilations, and users' kernels in real workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
 
 
 def tiny(name: str) -> models.ModelShape:
-    """The preset's kind of layers at sizes that float64 checks in milliseconds."""
+    """Return the preset's kind of layers at sizes that float64 checks in milliseconds."""
     shape = models.load(name)
     rope = replace(shape.rope, rotary_dim=32)
     return replace(
@@ -76,7 +76,7 @@ def callable_of(candidate: Candidate, w: Workload) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("w", workloads_of_a_step())
-def test_every_torch_way_is_right_at_every_workload_of_a_step(w: Workload, dtype: DTypeName) -> None:
+def test_every_torch_candidate_is_right_at_every_workload_of_a_step(w: Workload, dtype: DTypeName) -> None:
     op, w = OPS[w.op], replace(w, dtype=dtype)
     ways = [c for c, s in registry.eligible(w, CPU) if c.backend == "TORCH" and isinstance(s, Accepted)]
     assert registry.baseline(w.op) in ways
@@ -94,7 +94,7 @@ def test_every_torch_way_is_right_at_every_workload_of_a_step(w: Workload, dtype
         assert {id(o) for o in outs} <= {id(t) for t in written}
 
 
-def test_packed_attention_answers_for_decode_only() -> None:
+def test_packed_attention_supports_decode_only() -> None:
     decode = OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 128})
     packed = registry.find("attn", "torch:packed")
     assert isinstance(packed.supports(decode, CPU), Accepted)
@@ -106,7 +106,7 @@ def test_packed_attention_answers_for_decode_only() -> None:
 # --- Inductor --------------------------------------------------------------------------------------------------------
 
 
-def test_inductors_artefacts_live_below_the_home_unless_the_user_says_where(
+def test_inductors_artefacts_are_in_the_home_unless_the_user_sets_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "home", lambda: tmp_path)
@@ -134,7 +134,7 @@ def test_inductor_compiles_each_shape_and_outlives_dynamos_limit() -> None:
             assert got[1] is outs[1]
 
 
-# --- users' kernels, in processes of their own -----------------------------------------------------------------------
+# --- users' kernels, in worker processes -----------------------------------------------------------------------------
 
 KERNELS = """
 import torch

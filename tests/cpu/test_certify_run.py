@@ -88,7 +88,7 @@ def test_an_impossible_request_is_refused_on_construction(tmp_path: Path) -> Non
         Grid(model=MODEL, contexts=tuple(range(2, 403)), batches=(1,), dtype="bf16")
 
 
-def test_a_sweep_is_measured_and_weighed_by_ones_own_traffic(home: Path) -> None:
+def test_a_sweep_is_measured_and_weighted_by_given_traffic(home: Path) -> None:
     heard = Heard()
     grid = Grid(
         model=MODEL, contexts=(16, 32), batches=(1, 2), dtype="fp32", iters=2, warmup=0, tunes=False,

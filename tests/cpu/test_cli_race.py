@@ -70,13 +70,13 @@ def test_a_source_file_is_proven_and_its_mistake_is_shown(tmp_path: Path, capsys
     case = err.partition('--case "')[2].partition('"')[0]
     (tmp_path / "wrong.cpp").write_text(KERNEL.replace("WRONG", ""))
     code, out, err = race(capsys, "--candidate", "wrong.cpp", "--case", case)
-    assert code == 0, "mended, the case passes"
+    assert code == 0, "the corrected kernel failed the case"
     (tmp_path / "wrong.cpp").write_text(KERNEL.replace("WRONG", " +"))
     code, _, err = race(capsys, "--candidate", "wrong.cpp", "--case", case)
     assert code == 1 and "does not compile" in err
 
 
-def test_a_file_says_what_it_exports(tmp_path: Path) -> None:
+def test_a_file_that_exports_no_function_or_several_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "one.cpp").write_text(KERNEL)
     made = registry.named("rmsnorm", "one.cpp")
     assert isinstance(made, UserSource) and made.entry == "mine" and made.name == "user:one.cpp"
@@ -131,7 +131,7 @@ def test_a_shape_is_given_by_the_ops_own_dimensions(capsys: pytest.CaptureFixtur
 
 
 class Editor:
-    """Takes the place of the watcher's sleep: one step of an editor a look, and Ctrl-C after the last."""
+    """Replace the watcher's sleep: at each check do one step of an editor, and press Ctrl-C after the last."""
 
     def __init__(self, file: Path, steps: Sequence[str]) -> None:
         self.file, self.steps, self.saves = file, iter(steps), 0
@@ -180,7 +180,7 @@ def test_watching_races_after_each_save_and_survives_mistakes(
     assert "exports no function" in capsys.readouterr().err
 
 
-def test_a_python_file_that_does_not_parse_is_said_and_waited_for(
+def test_a_syntax_error_is_reported_and_the_next_save_is_raced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "kernel.py"
@@ -232,7 +232,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(mine, mine);
 
 @pytest.mark.skipif(cuda.find_nvcc() is None, reason="needs nvcc")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_without_a_gpu_a_cuda_source_is_compiled_and_its_resources_are_said(
+def test_without_a_gpu_a_cuda_source_is_compiled_and_its_resources_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "k.cu").write_text(CUDA.replace("BROKEN", ""))
@@ -260,7 +260,7 @@ ptxas info    : Used 32 registers, used 0 barriers, 380 bytes cmem[0]
     assert resources_in("warning: unused") == ""
 
 
-def test_why_it_lost_is_said_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_for_a_loss_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
     from autosel.models.workloads import Named
     from autosel.tuning.trial import Tried
     from autosel.values import Effect, Passed, Timing, Verdict

@@ -1,7 +1,7 @@
-"""Our decoder against Hugging Face's own model classes, on tiny random checkpoints saved and loaded as safetensors.
+"""Compare our decoder with Hugging Face's model classes, on tiny random checkpoints saved and loaded as safetensors.
 
-Tokens must be identical; logits as close to the same model in float64 as the judge of a measurement asks: an RMS error
-of at most twice Hugging Face's own.
+Tokens must be identical. As in a measured run, the RMS error of logits against the same model in float64 must be at
+most twice Hugging Face's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMMON = {
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # logits that differ: at the usual 0.02 every token is about as likely as the next
+    "initializer_range": 0.2,  # makes logits differ; at the usual 0.02 all tokens are about equally likely
     **NO_SPECIAL,
 }
 LLAMA31 = {
@@ -65,7 +65,7 @@ LLAMA31 = {
 
 
 def hugging_face(family: str) -> Any:
-    """A random model of the family, its norms away from one."""
+    """Return a random model of the family with norm weights other than one."""
     t = transformers
     config = {
         "llama": lambda: t.LlamaConfig(**COMMON, rope_scaling=LLAMA31),
@@ -102,7 +102,7 @@ class Oracle:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors this small are done before a second thread has heard of them."""
+    """Use one thread: waking a second one takes longer than the work on tensors this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -167,19 +167,19 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(oracle: Oracle, page
     assert_same(oracle, generate(oracle.decoder(), prompts, COUNT, page=page, keep_logits=True), rows)
 
 
-def test_every_chain_of_ops_says_the_same(oracle: Oracle) -> None:
+def test_every_chain_of_ops_gives_the_same_logits(oracle: Oracle) -> None:
     decoder = oracle.decoder()
     added = () if decoder.shape.sandwich else (Chain(attn="added", mlp="added"), Chain(attn="added", mlp="normed"))
     for chain in (Chain(attn="normed", mlp="normed"), Chain(attn="fused", mlp="normed"), *added):
         assert_same(oracle, generate(decoder, oracle.prompts, COUNT, chain=chain, keep_logits=True), [0, 1, 2])
 
 
-def test_ops_that_allocate_their_results_say_the_same(oracle: Oracle) -> None:
+def test_ops_that_allocate_their_results_give_the_same_logits(oracle: Oracle) -> None:
     made = generate(oracle.decoder(), oracle.prompts, COUNT, prealloc=False, keep_logits=True)
     assert_same(oracle, made, [0, 1, 2])
 
 
-def test_a_prompt_in_chunks_says_the_same(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_gives_the_same_logits(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "CHUNK", 13)
     monkeypatch.setattr("autosel.models.passes.PASS", 26)  # two rows, then the third
     for page in (0, 16):
@@ -202,7 +202,7 @@ def test_speculation_gives_equal_tokens_for_any_draft(
     monkeypatch.setattr(generation, "draft", prophetic)
     made = generate(decoder, oracle.prompts, COUNT, page=page, speculate=4)
     assert made.tokens == oracle.tokens
-    assert made.passes == -(-(COUNT - 1) // 5), "five tokens a pass once four are foreseen"
+    assert made.passes == -(-(COUNT - 1) // 5), "a pass with four right drafts must give five tokens"
 
     monkeypatch.setattr(generation, "draft", lambda text, count: [(t + 1) % VOCABULARY for t in prophetic(text, count)])
     made = generate(decoder, oracle.prompts, COUNT, page=page, speculate=4)
@@ -240,7 +240,7 @@ def test_the_eager_baseline_is_transformers_to_the_last_roundings(
 
 
 def teacher_forced(decoder: Decoder, oracle: Oracle, count: int) -> Tensor:
-    """Logits [B, count, V] of the written step, fed what Hugging Face said in fp32."""
+    """Return logits [B, count, V] of the written step, fed with Hugging Face's fp32 tokens."""
     cache = make_cache(decoder.shape, decoder.weights.dtype, rows=3, room=max(PROMPTS) + count)
     with torch.inference_mode():
         found = [prefill(decoder, cache, oracle.prompts)]
@@ -255,7 +255,7 @@ def teacher_forced(decoder: Decoder, oracle: Oracle, count: int) -> Tensor:
 
 
 def in_bf16(oracle: Oracle, count: int) -> tuple[Tensor, Tensor]:
-    """The same of Hugging Face in bf16, and of its float64 model with the weights rounded to bf16."""
+    """Return the same from Hugging Face in bf16, and from its float64 model with weights rounded to bf16."""
     half = copy.deepcopy(oracle.model).bfloat16()
     exact = copy.deepcopy(half).double()
     theirs, truth = [], []
@@ -290,7 +290,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[st
                 assert isinstance(recipe, NativeRecipe)
                 flags = tuple(
                     f for f in recipe.flags if not f.startswith("-D")
-                )  # all dtypes: the kernels' own tests' build
+                )  # all dtypes: the same build as in the kernels' own tests
                 run = load(op, recipe, compile_source(recipe.source, flags).digest, knobs.values)
                 served.add(candidate.name)
                 return Resolution(workload=w, run=run, candidate=candidate.name, decision=None, reason="for the test")
@@ -302,7 +302,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[st
         yield served
 
 
-def test_compiled_kernels_say_the_same(oracle: Oracle, compiled: set[str]) -> None:
+def test_compiled_kernels_give_the_same_tokens_and_logits(oracle: Oracle, compiled: set[str]) -> None:
     assert_same(oracle, generate(oracle.decoder(), oracle.prompts, COUNT, keep_logits=True), [0, 1, 2])
     assert_same(oracle, generate(oracle.decoder(), oracle.prompts[:1], COUNT, page=16, keep_logits=True), [0])
     assert {"cpp:norm_qkv", "cpp:gate_up", "cpp:attn_decode", "cpp:rope", "cpp:kv_append", "cpp:lm_head"} <= compiled
@@ -338,11 +338,11 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
     assert run.max_logit_error <= run.logit_bound
     assert len(run.optimised_ns) == len(run.baseline_ns) == len(run.optimised_first) == len(run.read_probes)
     assert run.tokens_per_step * len(run.optimised_ns) == plan.iters
-    assert run.tokens_checked == plan.iters * plan.batch  # of speculation, all that were kept
+    assert run.tokens_checked == plan.iters * plan.batch  # with speculation, all tokens that were kept
     if plan.dtype == "fp32":
         assert run.tokens_equal == run.tokens_checked, run.choices
     assert (run.ttft_ns is None) == (plan.prompt == "synthetic")
-    assert wrong(issue(run, {}, Request(repro_cmd="autosel run"))) == "", "its figures are those of its model"
+    assert wrong(issue(run, {}, Request(repro_cmd="autosel run"))) == "", "the figures differ from the model's"
     once = {c.op: c.count_per_step for c in run.choices}
     assert once["lm_head"] == 1
     assert any("attn" in c.op for c in run.choices)

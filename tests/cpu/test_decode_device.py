@@ -13,7 +13,7 @@ def hold() -> None:
     torch.ones(HELD, dtype=torch.uint8)
 
 
-def test_the_most_that_was_held_is_known_after_it_is_free_and_until_it_is_forgotten() -> None:
+def test_peak_memory_remains_after_a_free_and_until_it_is_reset() -> None:
     forget_peak("cpu")
     before = peak_memory("cpu")
     hold()

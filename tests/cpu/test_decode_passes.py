@@ -1,4 +1,4 @@
-"""Prompts go through the layers some rows and positions at a time, in both arms, and come out as in one pass."""
+"""Test that a prompt in parts of rows and positions gives the results of one pass, in both arms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights(folder: Path) -> Weights:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Passes of at most two rows, parts of at most seven tokens; how many tokens each feed-forward part had."""
+    """Limit passes to two rows and parts to seven tokens; return the number of tokens of each feed-forward part."""
     monkeypatch.setattr(passes, "PASS", 2 * TOKENS)
     for module in (eager, generate):
         monkeypatch.setattr(module, "CHUNK", 7)
@@ -77,11 +77,11 @@ def test_our_prompts_in_groups_of_rows_give_the_baselines_logits(weights: Weight
     torch.testing.assert_close(prefill(Decoder(weights), empty(weights, page), prompts), expected)
 
 
-# --- what is tuned for a prompt ---------------------------------------------------------------------------------------
+# --- workloads of a prompt -------------------------------------------------------------------------------------------
 
 
 class Asking(Direct):
-    """Runs the ops, and keeps the workload of each call."""
+    """Run the ops, and keep the workload of each call."""
 
     asked: set[str]
 

@@ -1,4 +1,4 @@
-"""Energy by RAPL, from a tree of files like the kernel's."""
+"""Test energy by RAPL, from a tree of files like the kernel's, and by a GPU's counter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_packages_are_added_up_and_their_parts_are_not_counted_again(tmp_path: P
     assert found.joules == pytest.approx(0.5 + 1.5 + 0.5 + 2.0) and not found.why
 
 
-def test_a_counter_that_begins_again_has_gone_on(tmp_path: Path) -> None:
+def test_a_counter_that_wraps_around_is_added_correctly(tmp_path: Path) -> None:
     file = domain(tmp_path, "intel-rapl:0", "package-0", MOST - 999_999)
     found = meter("cpu", tmp_path)
     found.begin()
@@ -75,7 +75,7 @@ class Board:
         return 10**9 + (self.ns // 70_000_000 * 35_000 if self.advances else 0)
 
 
-def test_a_boards_energy_is_that_of_steps_in_a_row_between_two_advances_of_its_counter() -> None:
+def test_a_boards_energy_is_measured_over_consecutive_steps_between_two_advances_of_its_counter() -> None:
     board = Board()
     found = BoardMeter(board.read, board.clock)
     found.begin()

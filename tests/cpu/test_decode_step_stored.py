@@ -23,7 +23,7 @@ def found(case: tuple[str, Path]) -> dict[str, steps.Run]:
 
 
 def recorded_here() -> dict[str, Any]:
-    """Return the record of a machine like this one; skip the test where there is none."""
+    """Return the record of a machine like this one; skip the test if there is none."""
     here = steps.here()
     for record in steps.records():
         if record["recorded_on"] == here:
@@ -44,7 +44,7 @@ def test_a_steps_logits_and_cache_are_the_recorded_bits(
 def test_a_steps_logits_and_the_recorded_ones_are_within_one_bound(
     case: tuple[str, Path], found: dict[str, steps.Run], arm: str
 ) -> None:
-    """Both are judged by a pass in higher precision, which is computed here."""
+    """Judge both by a pass in higher precision, which is computed here."""
     name, folder = case
     theirs, exact = (torch.stack(made).squeeze(1) for made in steps.reference(name, folder))
     for record in steps.records():
@@ -54,7 +54,7 @@ def test_a_steps_logits_and_the_recorded_ones_are_within_one_bound(
 
 
 def test_the_models_are_those_that_were_recorded() -> None:
-    """Else another draw of the weights would look like another kernel."""
+    """Check the models first: other weights would look like a changed kernel."""
     made = [steps.digest(steps.drawn(shape, 5, 1)) for shape in ((3, 7), (64,))]
     assert made == ["05928e3bc35b53c7", "8f7bf9a668fc779a"]
     assert steps.prompt(1)[:4] == [13, 21, 31, 43]

@@ -1,4 +1,4 @@
-"""The step by one native call: the same bits as op by op, the same tokens as Hugging Face's, and no way to hang it."""
+"""Test the step by one native call: the bits of the step op by op, Hugging Face's tokens, and no hangs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def fp() -> Fingerprint:
 
 
 def threaded(step: TeamStep, threads: int) -> TeamStep:
-    """The same step by so many threads: models as small as these are worth one."""
+    """Run the step with this many threads; a model this small would get one."""
     times = torch.zeros(threads, len(step.tasks), 2, dtype=torch.int64)
     return dataclasses.replace(step, threads=threads, times=times)
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def team_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Every team that is written has so many threads."""
+    """Give every written team this many threads."""
     monkeypatch.setattr("autosel.decode.team.write_team", lambda *a, **k: threaded(write_team(*a, **k), request.param))
     return int(request.param)
 
@@ -58,7 +58,7 @@ def test_a_teams_tokens_and_logits_are_those_of_transformers(
 
 
 def in_turn(decoder: Decoder, oracle: Oracle, fp: Fingerprint, threads: int, rows: int) -> Iterator[tuple[Any, Any]]:
-    """Both kinds of step from the same prompt, each after the other at every token."""
+    """Run both kinds of step from the same prompt, alternating at every token."""
     caches = [make_cache(decoder.shape, decoder.weights.dtype, rows=rows, room=LONG + 40) for _ in range(2)]
     prompts = [(p * 9)[: LONG - i] for i, p in enumerate(oracle.prompts[:rows])]
     with torch.inference_mode():
@@ -90,8 +90,8 @@ def test_a_team_leaves_the_bits_that_the_ops_leave(
     assert {"cpp:norm_qkv", "cpp:gemv", "cpp:gate_up", "cpp:attn_decode", "cpp:lm_head"} <= compiled
 
 
-def test_threads_share_a_step_without_another_result(oracle: Oracle, fp: Fingerprint) -> None:
-    """More threads than KV heads: the keys of one fall to several, and are merged."""
+def test_sharing_a_step_among_threads_does_not_change_the_result(oracle: Oracle, fp: Fingerprint) -> None:
+    """Use more threads than KV heads, so that several threads share the keys of a head, and merge."""
     found: dict[int, list[Tensor]] = {}
     for threads in (1, 2, 5):
         steps = in_turn(oracle.decoder(), oracle, fp, threads=threads, rows=2)
@@ -135,7 +135,7 @@ def test_a_step_that_would_leave_its_tensors_is_refused_and_the_next_one_runs(ti
 
 @pytest.mark.parametrize("last", [False, True], ids=["at the first barrier", "at the last task"])
 def test_a_failed_thread_fails_the_step_without_a_hang(tiny: TeamStep, last: bool) -> None:
-    """Its rows are too long for any memory: that shows in the threads, not beforehand."""
+    """Use rows that are too long for any memory, which only the threads can notice."""
     with torch.inference_mode():
         tiny.run()
         expected = tiny.logits.clone()
@@ -164,7 +164,7 @@ def test_tasks_of_another_layout_are_refused(tiny: TeamStep) -> None:
 # --- a measured run --------------------------------------------------------------------------------------------------
 
 
-# How a run is measured does not depend on the family.
+# Measuring a run does not depend on the family.
 one_family = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)
 
 
@@ -174,7 +174,7 @@ def plan_of(oracle: Oracle, **changes: Any) -> Plan:
 
 
 @one_family
-def test_a_forced_team_is_measured_and_said(oracle: Oracle) -> None:
+def test_a_forced_team_is_measured_and_reported(oracle: Oracle) -> None:
     plan = plan_of(oracle, step="whole", batch=2, advance=True)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team.") and made.max_logit_error <= made.logit_bound
@@ -186,7 +186,7 @@ def test_a_forced_team_is_measured_and_said(oracle: Oracle) -> None:
 
 
 @one_family
-def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle) -> None:
+def test_a_team_without_decided_or_proven_kernels_is_not_raced(oracle: Oracle) -> None:
     plan = plan_of(oracle)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("eager.") and not any(w.half == "step" for w in made.ways)
@@ -194,7 +194,7 @@ def test_a_team_that_nothing_was_decided_for_is_not_tried_unasked(oracle: Oracle
 
 
 @one_family
-def test_a_team_is_tried_if_its_kernels_were_proven_here_and_did_not_win_alone(oracle: Oracle, fp: Fingerprint) -> None:
+def test_a_team_is_raced_if_its_kernels_were_proven_here_and_did_not_win_alone(oracle: Oracle, fp: Fingerprint) -> None:
     plan, weights = plan_of(oracle), load_weights(plan_of(oracle))
     cache = make_cache(plan.shape, "fp32", rows=1, room=40, page=0, device=weights.device)
     ops = write_step(Decoder(weights), cache, Place.at(torch.tensor([1]), [29]))
@@ -212,7 +212,7 @@ def test_a_team_is_tried_if_its_kernels_were_proven_here_and_did_not_win_alone(o
 def test_a_team_is_used_if_its_kernels_serve_and_it_wins(
     oracle: Oracle, compiled: set[str], monkeypatch: pytest.MonkeyPatch, gain: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 2e6, 1e6])  # of ops, PyTorch and the team
+    monkeypatch.setattr(choose, "step_medians", lambda *_: [1e6 * gain, 2e6, 1e6])  # the ops, PyTorch and the team
     plan = plan_of(oracle)
     made = measure(plan, load_weights(plan))
     assert made.mode_key.startswith("team." if taken else "eager.")

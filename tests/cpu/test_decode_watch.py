@@ -1,4 +1,4 @@
-"""A thread team's steps under the guard: right ones are never suspected, planted faults end the team's service."""
+"""Test a thread team's steps under the guard: right steps are never suspected, planted faults end its service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.cpu.test_decode_weights_formats import weights
 __all__ = ["compiled", "one_thread", "oracle"]  # fixtures
 
 ROOM = PROMPTS[0] + 40
-one_family = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)  # it has every kind of task
+one_family = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)  # has every kind of task
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def fp() -> Fingerprint:
 
 
 def watched(oracle: Oracle, fp: Fingerprint, *, dtype: DTypeName = "bf16", rows: int = 1, **given: Any) -> TeamStep:
-    """The step after the prompts, under a watch that checks one task in ten."""
+    """Return the step after the prompts, under a watch that checks one task in ten."""
     decoder = oracle.decoder(dtype)
     cache = make_cache(decoder.shape, dtype, rows=rows, room=ROOM)
     prompts = oracle.prompts[:rows]
@@ -71,7 +71,7 @@ def test_no_task_of_a_right_step_is_suspected(oracle: Oracle, fp: Fingerprint, d
             worst = max(worst, *(check(seed) for seed in range(12)))
         step.place.tokens.copy_(step.kept[-1])
         step.place.advance()
-    assert worst <= SUSPECT / 2, "half of what is suspected"
+    assert worst <= SUSPECT / 2, "more than half of the error at which a task is suspected"
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])
@@ -113,7 +113,7 @@ WORDS = {  # kind of a task, a word of it (kernels/cpu/step.cpp), another value
 
 
 def plant(step: TeamStep, name: str) -> list[int]:
-    """Change the word in every task of the kind, the output head left out; return the tasks."""
+    """Change the word in every task of the kind, except the output head; return the tasks."""
     kind, word, other = WORDS[name]
     tasks = [i for i, words in enumerate(step.program.tolist()) if words[0] == kind][: -1 if kind == PROJECT else None]
     for task in tasks:
@@ -134,7 +134,7 @@ def test_a_planted_fault_of_a_task_is_found_and_the_step_is_served_op_by_op(
     while not step.watch.fault and number < 1000:
         step.run()
         number += 1
-    assert number <= 200 / len(tasks), "a check of one step in ten sees it with a chance of more than a fourth"
+    assert number <= 200 / len(tasks), "each checked step finds it with a chance of at least a fourth"
     assert "wrong in 3 of 3 replays" in step.watch.fault
     assert torch.equal(step.logits, right.logits), "the step in which it was found"
     checks = step.watch.checks
@@ -183,7 +183,7 @@ def decision_of(step: TeamStep, fp: Fingerprint) -> Decision:
     )
 
 
-def test_a_suspicion_that_the_step_op_by_op_shares_clears_the_team(oracle: Oracle, fp: Fingerprint) -> None:
+def test_a_suspicion_that_also_holds_for_the_step_op_by_op_clears_the_team(oracle: Oracle, fp: Fingerprint) -> None:
     step = watched(oracle, fp, limit=1e-9)
     step.through()
     expected = step.logits.clone()

@@ -1,5 +1,5 @@
-"""Decoding on weights in a format: the same tokens as PyTorch's on the same codes, op by op and as a whole step, and a
-certificate whose bytes are the format's."""
+"""Test decoding on weights in a format: PyTorch's tokens on the same codes, op by op and as a whole step, and a
+certificate with the format's bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weights(name: str, **changes: Any) -> Weights:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_matrices_are_stored_in_the_format_and_norms_as_they_are(name: str, tied: bool) -> None:
+def test_matrices_are_stored_in_the_format_and_norms_are_not(name: str, tied: bool) -> None:
     found = weights(name, tied=tied)
     assert all(isinstance(w, Weight) == (len(w.shape) == 2) for w in found.named.values())
     held = sum(w.nbytes for w in found.named.values())
@@ -95,7 +95,7 @@ def test_a_run_is_certified_with_the_bytes_of_its_format(tmp_path: Path) -> None
     assert "bytes_per_step" in trouble(dataclasses.replace(stated, architecture=plain["architecture"]))
 
 
-def test_a_checkpoint_rounded_to_a_format_asks_for_a_text(tmp_path: Path) -> None:
+def test_a_checkpoint_rounded_to_a_format_requires_a_text(tmp_path: Path) -> None:
     from autosel.certify.derive import lossy
 
     assert lossy("bf16", "int8-row", "random") == ""

@@ -1,4 +1,4 @@
-"""From the ledger to the served kernel: compiled code, a real database, the real snapshot."""
+"""Test the path from the ledger to the served kernel: compiled code, a real database, the real snapshot."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ W = RMS.workload("fp32", {"M": 3, "d": 256})
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of artefacts, compiled once."""
+    """Return a folder of artefacts, compiled once."""
     return tmp_path_factory.mktemp("built")
 
 
 @pytest.fixture
 def home(tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An own home, kernels included, for everything that reads settings."""
+    """Return a separate home with kernels, which all settings use."""
     monkeypatch.delenv("AUTOSEL_DB", raising=False)
     for folder in (built, tmp_path / "home"):
         monkeypatch.setenv("AUTOSEL_HOME", str(folder))
@@ -96,7 +96,7 @@ def test_promoted_kernels_run_natively_and_demoted_ones_do_not(home: Path) -> No
         out = torch.empty_like(X)
         assert close(bound(X, WEIGHT, out=out))
         assert close(out)
-        for _ in range(2):  # allocating, first by describing the result, then by looking it up
+        for _ in range(2):  # allocates: describes the result in the first call, looks it up later
             result = best(X, WEIGHT)
             assert result.shape == X.shape
             assert close(result)
@@ -144,7 +144,7 @@ def test_editing_a_kernel_voids_its_own_decisions_and_no_others(home: Path, monk
 
 
 def test_tensors_of_another_device_get_the_baseline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's meta device plays the other device: the C++ kernel must not get pointers that it cannot read."""
+    """Use PyTorch's meta device as the other device: the C++ kernel must not get pointers that it cannot read."""
     promote(open_ledger(), native_arm())
     away = (X.to("meta"), WEIGHT.to("meta"))
     monkeypatch.setattr(signature, "several_devices", lambda: True)

@@ -1,4 +1,4 @@
-"""The fingerprint of this very machine: real probes, real files, a real cache folder."""
+"""Test the fingerprint of this machine: real probes, real files, a real cache folder."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_every_promised_rate_is_there_with_unit_spread_and_source(rates: dict[st
 
 
 @needs_compiler
-def test_rates_obey_what_every_machine_obeys(rates: dict[str, Rate]) -> None:
+def test_rates_have_the_order_that_holds_on_every_machine(rates: dict[str, Rate]) -> None:
     value = {name: rate.value for name, rate in rates.items()}
-    assert value["exp_per_s@1"] < value["fma_flops@1"] / 10  # at least five multiply-adds an exponential
+    assert value["exp_per_s@1"] < value["fma_flops@1"] / 10  # at least five multiply-adds per exponential
     assert (
         value["dram_latency_s"] > 64 / value["read_bytes_per_s@1"]
     )  # a chain of misses is slower than a stream of lines
@@ -61,7 +61,7 @@ def test_rates_obey_what_every_machine_obeys(rates: dict[str, Rate]) -> None:
 
 
 @needs_compiler
-def test_the_dot_rate_is_there_exactly_where_the_instruction_is(rates: dict[str, Rate]) -> None:
+def test_the_dot_rate_exists_exactly_if_the_instruction_does(rates: dict[str, Rate]) -> None:
     assert ("bf16_dot_flops@1" in rates) == (best_isa(machine.identity()["isa"]) == "avx512bf16")
 
 
@@ -79,7 +79,7 @@ def test_the_probes_compile_and_run_in_every_instruction_set(isa: Isa) -> None:
 
 @needs_compiler
 def test_the_ceiling_is_about_the_fingerprints_best_read_rate(rates: dict[str, Rate]) -> None:
-    """Within a factor of four, for the machine may have changed its mind in between; a wrong unit would not pass."""
+    """Compare within a factor of four: the machine's rate may change in between, but a wrong unit fails."""
     cpus = machine.identity()["cpus"]
     ceiling = max(probe.read_rate(cpus, 0.05) for _ in range(3))
     assert 0.25 < ceiling / rates[f"read_bytes_per_s@{cpus}"].value < 4
@@ -114,7 +114,7 @@ print(fp.env_id, "fma_flops@1" in fp.rates, fp.environment["compiler"], *fp.note
 
 
 @needs_compiler
-def test_a_fingerprint_is_taken_once_a_home_and_without_torch(tmp_path: Path) -> None:
+def test_a_fingerprint_is_taken_once_per_home_and_without_torch(tmp_path: Path) -> None:
     first, second = run(TAKE, tmp_path), run(TAKE, tmp_path)
     assert first == second
     env_id, native, *_ = first.split("|")

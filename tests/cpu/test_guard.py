@@ -1,4 +1,4 @@
-"""A promoted kernel that goes wrong: compiled code, a real ledger, real processes, and what `history` says of it."""
+"""Test a promoted kernel that becomes wrong: compiled code, a real ledger, real processes, and `history`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ X, WEIGHT = torch.randn(3, 256), torch.randn(256)
 W = RMS.workload("fp32", {"M": 3, "d": 256})
 LATER = "2999-01-01T00:00:00.000000+00:00"
 
-# Right unless a row's mean square exceeds 4: no normal input shows it.
+# Right unless a row's mean square exceeds 4, which normal inputs never do.
 WRONG_FOR_LARGE = (
     "float rstd = 1.0f /",
     "float rstd = (sum((a0 + a1) + (a2 + a3)) > 4.0f * float(d) ? 1.01f : 1.0f) /",
@@ -88,7 +88,7 @@ def forget() -> None:
 
 @pytest.fixture
 def edited(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arm]:
-    """The arm of a wrong kernel, whose source is the source from now on."""
+    """Return the arm of a wrong kernel, after replacing the present source by its source."""
 
     def arm(name: str) -> Arm:
         monkeypatch.setattr(resources, "kernels", lambda: builds / name)
@@ -140,7 +140,7 @@ def history(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return found
 
 
-# --- the three of the promise -------------------------------------------------------------------------------------
+# --- the three faults that the guard must find --------------------------------------------------------------------
 
 SERVE = """
 import json, sys, torch
@@ -177,11 +177,11 @@ def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
     shutil.copy(wrong / "kernel.so", place / "kernel.so")
     before, now, reason, right, _ = serve(home)
     assert (before, now, right) == ("torch:rmsnorm", "torch:rmsnorm", True)
-    assert "missing or damaged" in reason, "its bytes are not those that were compiled"
+    assert "missing or damaged" in reason, "the bytes differ from the compiled ones"
 
     receipt = json.loads((place / "receipt.json").read_text())
     receipt["kernel_sha256"] = json.loads((wrong / "receipt.json").read_text())["kernel_sha256"]
-    (place / "receipt.json").write_text(json.dumps(receipt))  # and the receipt with it, as a bad build would
+    (place / "receipt.json").write_text(json.dumps(receipt))  # the receipt too, as a bad build would
     before, now, reason, right, epoch = serve(home)
     assert (before, now, right, epoch) == ("cpp:rmsnorm", "torch:rmsnorm", True, 1)
     assert "wrong in 3 of 3 replays: the kernel" in reason
@@ -313,7 +313,7 @@ def test_a_slow_arm_that_was_raced_again_since_stays(home: Path) -> None:
     assert not list((home / "faults").iterdir())
 
 
-def test_a_fault_taken_in_twice_is_one_quarantine(home: Path) -> None:
+def test_a_fault_file_read_twice_is_one_quarantine(home: Path) -> None:
     with open_ledger() as ledger:
         made = promote(ledger, native_arm())
     for _ in range(2):  # as if the process had died before it removed the file
@@ -346,7 +346,7 @@ def test_an_invalid_fault_file_is_put_aside_and_the_ledger_opens(home: Path, cap
     assert "put aside" in caplog.text
 
 
-def test_a_fault_the_ledger_knows_nothing_about_quarantines_its_build(home: Path) -> None:
+def test_a_fault_of_a_decision_unknown_to_the_ledger_quarantines_its_build(home: Path) -> None:
     with open_ledger() as ledger:
         made = promote(ledger, native_arm())
     foreign = replace(made, id=987, bucket="rmsnorm/M9.d256/fp32")

@@ -1,4 +1,4 @@
-"""Spot checks on real results: right ones are never suspected, wrong ones are, and a fault ends in a demotion."""
+"""Test spot checks on real results: right ones are never suspected, wrong ones are, and a fault demotes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_result_that_is_wrong_everywhere_is_suspected_at_once(op: str, dtype: 
     for out in written:
         out.copy_(out + 1 if out.dtype == torch.int64 else out * 1.5 + 0.5)
     found = sum(check(args, outs, seed) > 1.0 for seed in range(50))
-    assert found >= 45, "of a product or a head a few elements are looked at, and some may be near"
+    assert found >= 45, "only a few elements of a product or head are checked, and some may be close"
 
 
 def test_a_row_that_is_not_written_is_suspected_when_it_is_drawn() -> None:
@@ -109,15 +109,15 @@ def test_arguments_outside_the_contract_are_refused_before_they_are_read(args: t
         check_of("linear", "fp32")(args, (torch.empty(1, 32),), 1)
 
 
-def test_without_a_compiled_check_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spot, "find_artefact", lambda _: None)  # as in a home where nothing was tuned
+def test_without_a_compiled_check_there_are_no_spot_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spot, "find_artefact", lambda _: None)  # as in a home without a tune
     assert spot.find(workload("linear", "bf16"), ISA) is None
 
 
 @pytest.mark.parametrize(
     ("op", "trait"), [("linear", ("weight", "int8-row")), ("attn", ("cache", "fp8_e4m3-head"))], ids=str
 )
-def test_operands_in_a_format_are_left_to_the_shadow_checks(op: str, trait: tuple[str, str]) -> None:
+def test_operands_in_a_format_get_only_shadow_checks(op: str, trait: tuple[str, str]) -> None:
     w = dataclasses.replace(workload(op, "bf16"), traits=(trait,))
     assert spot.find(w, ISA) is None and spot.builds([w], fingerprint.take("cpu")) == ()
 
@@ -157,7 +157,7 @@ def boards() -> Iterator[list[Board]]:
 
 @pytest.fixture
 def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any, Any]]:
-    """Serve a user's kernel, given as source, with the guard's default settings, its first checks behind it."""
+    """Serve a user's kernel, given as source, with the guard's default settings, after its first checks."""
 
     def made(name: str, source: str, op: str, inputs: dict[str, Any]) -> tuple[Board, Any, Any]:
         made = spot.recipe("fp32", ISA)
@@ -218,7 +218,7 @@ def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_setting
     assert bound.candidate == "torch:kv_append"
 
 
-def test_a_fault_in_one_call_of_ten_is_found_and_nothing_right_is_given_up(
+def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(
     serve: Callable[..., tuple[Board, Any, Any]],
 ) -> None:
     x, weight = torch.randn(1, 64), torch.ones(64)
@@ -232,10 +232,10 @@ def test_a_fault_in_one_call_of_ten_is_found_and_nothing_right_is_given_up(
         bound(x, weight)
         calls += 1
         assert calls < 20_000
-    assert watch.fault is not None and watch.fault.cause == "race", "wrong in no replay: it depends on the call"
+    assert watch.fault is not None and watch.fault.cause == "race", "replays are right: it depends on the call"
 
 
-def test_an_output_that_is_also_an_operand_ends_the_spot_checks_and_nothing_else(
+def test_an_output_that_is_also_an_operand_ends_only_the_spot_checks(
     serve: Callable[..., tuple[Board, Any, Any]],
 ) -> None:
     gate, up = torch.randn(1, 64), torch.randn(1, 64)

@@ -1,4 +1,4 @@
-"""`torch.ops.autosel` in fresh processes: there after both imports, in either order, and made at the first use."""
+"""Test `torch.ops.autosel` in new processes: it exists after both imports, in either order; first use creates it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_the_ops_are_there_after_both_imports_in_either_order(order: str, tmp_pa
     code = f"""
 {ORDERS[order]}
 import sys
-assert "autosel.dispatch" not in sys.modules, "nothing is made before an op is asked for"
+assert "autosel.dispatch" not in sys.modules, "dispatch is imported before the first use of an op"
 q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 20, 16)
 assert torch.equal(torch.ops.autosel.attn(q, k, k), autosel.best("attn")(q, k, k))
 assert torch.ops.autosel.attn is torch.ops.autosel.attn
 assert not hasattr(torch.ops.autosel, "no_such_op")
-assert not any("autosel" in type(finder).__module__ for finder in sys.meta_path), "the import system is as it was"
+assert not any("autosel" in type(finder).__module__ for finder in sys.meta_path), "autosel's finder is still installed"
 """
     python(tmp_path, code)
 
@@ -58,7 +58,7 @@ assert torch.equal(made, norm(x))
     python(tmp_path, code)
 
 
-def test_autosel_alone_imports_no_torch_and_leaves_finding_it_as_it_was(tmp_path: Path) -> None:
+def test_autosel_alone_does_not_import_torch_or_change_how_it_is_found(tmp_path: Path) -> None:
     code = """
 import importlib.util, sys
 before = importlib.util.find_spec("torch")

@@ -1,4 +1,4 @@
-"""Every op as a PyTorch operator: in eager code, under opcheck, in a compiled graph."""
+"""Test every op as a PyTorch operator: in eager code, under opcheck, in a compiled graph."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_out_form_writes_into_out(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
 def test_opcheck_passes(op: Op) -> None:
-    """Schema (nothing else is written), fake kernel, autograd's registration, tracing with symbolic shapes."""
+    """Check the schema (only declared writes), the fake kernel, autograd's registration, and symbolic tracing."""
     asked = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)), test_utils=asked)
     if torch_ops.results(op):
@@ -81,7 +81,7 @@ def test_opcheck_passes(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=NAMES)
-def test_a_graph_holds_the_operator_whole(op: Op) -> None:
+def test_a_graph_contains_the_operator_as_one_node(op: Op) -> None:
     inputs = inputs_of(op)
     function = torch.compile(operator(op), fullgraph=True, backend="aot_eager")
     made = function(*op.arguments(inputs))
@@ -98,11 +98,11 @@ STORED = {
     "gate_up": "weight",
     "lm_head": "weight",
     "attn": "cache",
-}  # what of each op's operands has formats
+}  # the operands of each op that have formats
 
 
 def parts_of(value: Any) -> list[Any]:
-    """An argument as a stored form takes it."""
+    """Return an argument in the form that a stored op takes."""
     if isinstance(value, Weight):
         return [value.codes, value.scales, value.zeros, value.format.name]
     return [value.codes, value.scales, value.format.name] if isinstance(value, Cached) else [value]
@@ -113,7 +113,7 @@ def parts_of(value: Any) -> list[Any]:
     [(op, name) for op, kind in STORED.items() for name in FORMATS[kind] if name != "plain"],
 )
 def test_a_stored_form_takes_the_parts_of_operands_in_a_format(op: str, name: str) -> None:
-    """PyTorch's schema check multiplies values to compare them, which fails in fp8; parity covers that."""
+    """Skip PyTorch's schema check, which multiplies values to compare them and fails in fp8; parity covers it."""
     contract = ops.find(op)
     w = small(contract)
     inputs = contract.inputs(replace(w, traits=(*w.traits, (STORED[op], name))), 1)
@@ -149,7 +149,7 @@ def test_a_growing_length_does_not_recompile() -> None:
     assert len(seen) == 1
 
 
-def test_a_backward_pass_says_that_there_is_none() -> None:
+def test_a_backward_pass_raises_with_the_reason() -> None:
     x, weight = torch.randn(2, 16, requires_grad=True), torch.randn(16)
     made = torch.ops.autosel.rmsnorm(x, weight)
     with pytest.raises(UsageError, match="for inference"):

@@ -1,4 +1,4 @@
-"""The threads of the C++ kernels (kernels/cpu/team.h): PyTorch's OpenMP pool where there is one, helpers elsewhere."""
+"""Test the threads of C++ kernels (kernels/cpu/team.h): PyTorch's OpenMP pool if there is one, else helpers."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_ranks_that_wait_for_each_other_have_a_thread_each(run: Run, limit: dict
     assert run("at-once", 4, **limit) == ["met 4"]
 
 
-def test_with_a_thread_limit_the_ranks_share_the_threads_there_are(on_openmp: Run) -> None:
+def test_with_a_thread_limit_the_ranks_share_the_available_threads(on_openmp: Run) -> None:
     assert on_openmp("callers", 4, OMP_THREAD_LIMIT="1") == ["wrong 0"]
 
 
 @needs_two_cores
-def test_workers_get_cores_of_their_own_and_their_affinity_back(run: Run) -> None:
+def test_each_worker_gets_its_own_core_and_later_its_affinity_back(run: Run) -> None:
     two = CPUS[:2]
     caller, workers, placed, released, left = run("placed", 2, cpus=two)
     assert caller == "caller unchanged"
@@ -106,7 +106,9 @@ def test_workers_get_cores_of_their_own_and_their_affinity_back(run: Run) -> Non
         pytest.param(2, CPUS[:2], {"OMP_PROC_BIND": "true"}, id="bound-by-openmp"),
     ],
 )
-def test_workers_are_left_alone(on_openmp: Run, size: int, cpus: list[int], environment: dict[str, str]) -> None:
+def test_workers_are_not_placed_if_disabled_bound_or_without_a_core_each(
+    on_openmp: Run, size: int, cpus: list[int], environment: dict[str, str]
+) -> None:
     caller, _, placed, *_ = on_openmp("placed", size, cpus=cpus, **environment)
     assert (caller, placed) == ("caller unchanged", "placed 0")
 
@@ -116,7 +118,7 @@ def test_a_worker_that_another_library_has_bound_stays_there(run: Run) -> None:
     assert run("foreign", 2, cpus=CPUS[:2] if 0 in CPUS[:2] else CPUS) == ["workers 0", "placed 0"]
 
 
-def test_a_forked_child_has_helpers_of_its_own(on_openmp: Run) -> None:
+def test_a_forked_child_has_its_own_helpers(on_openmp: Run) -> None:
     assert on_openmp("fork", 2) == ["whole 1 threads 2 openmp 1", "whole 1 threads 2 openmp 0", "child ended"]
 
 
@@ -134,7 +136,7 @@ def test_an_exception_of_any_rank_reaches_the_caller_and_the_next_job_is_whole(r
 def test_after_a_rest_short_jobs_stay_with_the_caller_and_long_ones_do_not(run: Run) -> None:
     short, long = (line.split(": ")[1].split() for line in run("rested", 2))
     assert short[0] == "1"
-    assert short[-1] == "2"  # by then they have lost the cost of a wake-up
+    assert short[-1] == "2"  # by then they have lost as much time as a wake-up costs
     assert long[0] == "2"
 
 

@@ -205,10 +205,10 @@ def test_a_value_that_is_not_json_is_refused_before_anything_is_written(ledger: 
     assert ledger.history() == []
 
 
-# --- known: what need not be measured again -----------------------------------------------------------------------
+# --- settled buckets and known proofs -----------------------------------------------------------------------------
 
 
-def test_a_settled_bucket_is_known_until_something_it_rests_on_changes(ledger: Ledger) -> None:
+def test_a_bucket_is_settled_until_its_winner_or_candidates_change(ledger: Ledger) -> None:
     made = record(ledger)
     now = [CPP.digest, PACKED.digest, BASELINE.digest]
 
@@ -281,7 +281,7 @@ def test_a_superseded_decision_cannot_be_demoted_by_mistake(ledger: Ledger) -> N
     assert ledger.serving()[0].decision == new
 
 
-def test_promote_by_hand_takes_only_what_passed(ledger: Ledger) -> None:
+def test_promote_by_hand_requires_a_passed_proof(ledger: Ledger) -> None:
     made = record(ledger, arm=BASELINE, state="kept", verdict=verdict("tie"))
     with pytest.raises(ParityError, match="failed parity"):
         ledger.promote(made.id, "torch:packed", "I like it")
@@ -307,7 +307,7 @@ def test_a_pin_holds_against_races_and_unpin_brings_back_what_it_displaced(ledge
 # --- containment --------------------------------------------------------------------------------------------------
 
 
-def test_quarantine_takes_the_arm_out_everywhere_and_keeps_it_out(ledger: Ledger, home: Path) -> None:
+def test_quarantine_ends_every_use_of_an_arm_and_prevents_new_ones(ledger: Ledger, home: Path) -> None:
     record(ledger, "a")
     record(ledger, "b", workload=ATTN.at(L=2048), race=race(ATTN.at(L=2048)))
     held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="SIGSEGV", reason="crashed at L=9")
@@ -342,12 +342,12 @@ DIE_IN_A_TRIAL = "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP
 
 
 def struck(home: Path) -> list[tuple[str, int, bool]]:
-    """Return what the next tuner is told: (candidate, strikes, quarantined from now on?)."""
+    """Return the strikes that the next tuner reports: (candidate, strikes, quarantined now)."""
     with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as found:
         return [(s.arm.candidate, s.strikes, s.out) for s in found]
 
 
-def test_a_candidate_whose_trials_ended_with_the_machine_twice_in_a_row_is_held(
+def test_a_candidate_on_trial_when_the_machine_went_down_twice_in_a_row_is_quarantined(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(open_ledger(home=home))
@@ -363,13 +363,13 @@ def test_a_candidate_whose_trials_ended_with_the_machine_twice_in_a_row_is_held(
     assert (row.decision.state, row.decision.arm) == ("quarantined", BASELINE)
 
 
-def test_a_candidate_that_five_killed_tunes_in_a_row_could_not_get_past_is_held(home: Path) -> None:
+def test_a_candidate_on_trial_in_five_killed_tunes_in_a_row_is_quarantined(home: Path) -> None:
     for strikes in (1, 2, 3):
         run_and_kill(home, DIE_IN_A_TRIAL)
         assert struck(home) == [("cpp:attn", strikes, False)]
     ledger = open_ledger(home=home)
     with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
-        """It gets to the end of a trial: whatever ended the others was not this candidate."""
+        """Finish one trial of the candidate, so that earlier kills no longer count against it."""
     for strikes in (1, 2, 3, 4, 5):
         run_and_kill(home, DIE_IN_A_TRIAL)
         assert struck(home) == [("cpp:attn", strikes, strikes == 5)]
@@ -391,7 +391,7 @@ def test_a_trial_that_raises_is_closed_and_is_not_a_strike(ledger: Ledger) -> No
         assert found == []
 
 
-def test_equal_devices_of_a_machine_are_measured_side_by_side_each_by_one(ledger: Ledger, home: Path) -> None:
+def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(ledger: Ledger, home: Path) -> None:
     with open_ledger(home=home) as other, ledger.lock(FP.hw_id, "GPU-a"), other.lock(FP.hw_id, "GPU-b") as struck:
         with ledger.trial(FP.hw_id, "attn", CPP), open_ledger(home=home) as third:
             with pytest.raises(LedgerError, match="in use"), third.lock(FP.hw_id, "GPU-b"):
@@ -477,7 +477,7 @@ def test_an_imported_demotion_serves_at_once(ledger: Ledger, tmp_path: Path) -> 
     assert [(s.decision.state, s.decision.arm) for s in other.serving()] == [("demoted", BASELINE)]
 
 
-def test_a_pin_by_hand_does_not_stand_in_for_a_proof(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_manual_pin_does_not_replace_a_proof(ledger: Ledger, tmp_path: Path) -> None:
     record(ledger)
     other = open_ledger(home=tmp_path / "other")
     (waiting,) = other.import_(ledger.export(), FP.hw_id).waiting
@@ -523,10 +523,10 @@ def test_an_edited_cut_or_malformed_import_is_refused_whole(ledger: Ledger, tmp_
     assert other.history() == []
 
 
-# --- a line that is kept ------------------------------------------------------------------------------------------
+# --- a kept connection --------------------------------------------------------------------------------------------
 
 
-def test_a_kept_line_writes_to_the_file_that_is_there_now(home: Path, tmp_path: Path) -> None:
+def test_a_kept_connection_writes_to_the_present_file(home: Path, tmp_path: Path) -> None:
     with open_ledger(home=home) as ledger:
         ledger.keep_line()
         first = record(ledger)
@@ -545,7 +545,7 @@ def test_a_kept_line_writes_to_the_file_that_is_there_now(home: Path, tmp_path: 
         again.check()
 
 
-def test_a_kept_line_is_killed_without_losing_what_was_acknowledged(home: Path) -> None:
+def test_killing_a_kept_connection_loses_no_acknowledged_write(home: Path) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -572,7 +572,7 @@ def test_a_kept_connection_moves_its_log_on_request_and_releases_its_lock_after_
         ledger.keep_line()
         before = (home / "ledger.db").read_bytes()
         record(ledger, "one")
-        assert (home / "ledger.db").read_bytes() == before, "it is in the log"
+        assert (home / "ledger.db").read_bytes() == before, "the write is not in the log"
         ledger.move_log()
         assert (home / "ledger.db").read_bytes() != before
         record(other, "two", workload=ATTN.at(B=2))
@@ -580,7 +580,7 @@ def test_a_kept_connection_moves_its_log_on_request_and_releases_its_lock_after_
         assert len(other.history()) == 3
 
 
-def test_a_kept_lock_is_the_one_that_others_take_also_where_its_file_was_deleted(home: Path) -> None:
+def test_a_kept_lock_excludes_others_also_after_its_file_was_deleted(home: Path) -> None:
     with open_ledger(home=home) as ledger:
         ledger.keep_line()
         record(ledger, "one")
@@ -608,7 +608,7 @@ globals().update(vars(module))
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 home = Path({home!r})
 ledger = open_ledger(home=home)
-"""
+    """
 
 
 def child_command(home: Path, script: str) -> list[str]:

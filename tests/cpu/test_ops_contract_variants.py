@@ -1,7 +1,7 @@
-"""The bounds are fair: every correct way to compute an op passes every hostile case, and wrong ways fail some.
+"""Test that the bounds are fair: every correct way to compute an op passes every hostile case; wrong ways fail some.
 
-Correct ways: PyTorch's eager composition (the baseline), all in fp32 with one rounding, the work split and merged, and
-subnormal inputs flushed to zero. Each dtype of each op at several traits.
+Correct ways: PyTorch's eager composition (the baseline), everything in fp32 with one rounding, the work split and
+merged, and subnormal inputs flushed to zero. Each op is tested in each dtype and with several traits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Small operands: a team's fork-join costs more than it saves, and many times that on a busy machine."""
+    """Use one thread: for small operands a pool costs more than it saves, especially on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -95,7 +95,7 @@ def run_eager(op: str, inputs: Mapping[str, Any], *, allocate: bool) -> Outputs:
     return made if isinstance(made, tuple) else (made,)
 
 
-# --- correct ways of their own ----------------------------------------------------------------------------------------
+# --- other correct ways ----------------------------------------------------------------------------------------------
 
 
 def linear_32(i: dict[str, Any]) -> Outputs:
@@ -115,7 +115,7 @@ def linear_split_k(i: dict[str, Any]) -> Outputs:
 
 
 def linear_one_chain(i: dict[str, Any]) -> Outputs:
-    """Sixteen running sums, as one vector register accumulates, added up at the end."""
+    """Accumulate sixteen running sums, like one vector register, and add them at the end."""
     x, w = (F.pad(i[n].float(), (0, -i[n].shape[1] % 16)).unflatten(1, (-1, 16)) for n in ("x", "w"))
     y = torch.zeros(x.shape[0], w.shape[0], 16)
     for step in range(x.shape[1]):
@@ -127,7 +127,7 @@ def linear_one_chain(i: dict[str, Any]) -> Outputs:
 
 
 def seen_by(i: dict[str, Any], keys: int, *, shift: int = 0, window_shift: int = 0) -> Tensor:
-    """bool [B, 1, S, keys]; the shifts are mistakes."""
+    """Return bool [B, 1, S, keys]; shifts other than 0 are mistakes."""
     s, b, lengths = i["q"].shape[2], i["q"].shape[0], i.get("lengths")
     lengths = torch.full((b,), i.get("max_len", keys)) if lengths is None else lengths.long()
     query = (lengths[:, None] - s + torch.arange(s))[..., None]
@@ -139,7 +139,7 @@ def seen_by(i: dict[str, Any], keys: int, *, shift: int = 0, window_shift: int =
 
 
 def softmax_parts(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Maximum, sum and unnormalised output of some keys, in fp32 with P stored in p_dtype."""
+    """Return maximum, sum and unnormalised output of some keys, in fp32 with P stored in p_dtype."""
     q, group = i["q"].float(), i["q"].shape[1] // k.shape[1]
     scores = q @ k.float().repeat_interleave(group, 1).mT * (i["scale"] or q.shape[-1] ** -0.5)
     if i["softcap"]:
@@ -151,7 +151,7 @@ def softmax_parts(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, p_dtype
 
 
 def attn_over(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, *, split: int, p_dtype: torch.dtype) -> Outputs:
-    """Split along the keys, each part with its own maximum, merged as flash-decoding does."""
+    """Split along the keys; each part has its own maximum, and parts are merged like in flash-decoding."""
     parts = [
         softmax_parts(i, k[:, :, a : a + split], v[:, :, a : a + split], seen[..., a : a + split], p_dtype)
         for a in range(0, k.shape[2], split)
@@ -243,7 +243,7 @@ def geglu_32(i: dict[str, Any]) -> Outputs:
 
 
 def add_rmsnorm_split(i: dict[str, Any]) -> Outputs:
-    """The sum of squares by blocks, the last one first."""
+    """Sum the squares by blocks, the last one first."""
     x, r, dtype = i["x"].float(), i["residual"].float(), i["x"].dtype
     normed = x if i["sandwich"] == 1 else x + r
     energy = sum((part.square().sum(-1, keepdim=True) for part in reversed(normed.split(48, 1))), torch.zeros(()))
@@ -252,7 +252,7 @@ def add_rmsnorm_split(i: dict[str, Any]) -> Outputs:
 
 
 def rope_complex(i: dict[str, Any]) -> Outputs:
-    """Pairs as complex numbers, a head at a time."""
+    """Rotate pairs as complex numbers, one head at a time."""
     angle = i["positions"].float()[:, None] * i["inv_freq"]
     unit = torch.polar(torch.ones_like(angle), angle)
     return tuple(
@@ -270,7 +270,7 @@ def turn_complex(x: Tensor, unit: Tensor, style: int) -> Tensor:
 
 
 def gated_by_columns(activation: Callable[[dict[str, Any], Tensor], Tensor]) -> Way:
-    """A few columns at a time, from the right."""
+    """Compute a few columns at a time, from the right."""
 
     def way(i: dict[str, Any]) -> Outputs:
         parts = zip(i["gate"].split(40, 1), i["up"].split(40, 1), strict=True)
@@ -282,7 +282,7 @@ def gated_by_columns(activation: Callable[[dict[str, Any], Tensor], Tensor]) -> 
 
 
 def kv_append_by_row(i: dict[str, Any]) -> Outputs:
-    """One token of one head at a time."""
+    """Append one token of one head at a time."""
     caches = [i["k_cache"].clone(), i["v_cache"].clone()]
     for cache, new in zip(caches, (i["k"], i["v"]), strict=True):
         batch, heads, tokens, _ = new.shape
@@ -311,7 +311,7 @@ def norm_qkv_32(i: dict[str, Any]) -> Outputs:
 
 
 def norm_qkv_late(i: dict[str, Any]) -> Outputs:
-    """The weights applied while multiplying, the division by the norm after the sum."""
+    """Apply the norm's weights while multiplying, and divide by the norm after the sum."""
     x = i["x"].float()
     rstd = (x.square().mean(-1, keepdim=True) + i["eps"]).rsqrt()
     return (((x * (i["norm_weight"].float() + i["offset"])) @ i["w"].float().T * rstd).to(i["x"].dtype),)
@@ -338,7 +338,7 @@ def lm_head_32(i: dict[str, Any]) -> Outputs:
 
 
 def sample_loop(i: dict[str, Any]) -> Outputs:
-    """One row at a time, without normalising, in fp32, by a plain walk over the sorted tokens."""
+    """Sample one row at a time in fp32, without normalising, by iterating over the sorted tokens."""
     tokens = []
     for b in range(i["logits"].shape[0]):
         v = i["logits"][b].float().clone()
@@ -382,7 +382,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
 
 
 def flushed(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Subnormals of every tensor counted as zero, as vdpbf16ps counts them."""
+    """Flush subnormals of every tensor to zero, like vdpbf16ps."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
     def flush(x: Any) -> Any:
@@ -394,7 +394,7 @@ def flushed(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge_of(op: Op, inputs: dict[str, Any]) -> Op:
-    """The op with its reference and bound for these inputs computed once."""
+    """Return a judge that computes the op's reference and bound for these inputs once."""
     once = copy.copy(op)
     reference = op.reference(inputs)
     bound = op.bound(inputs, reference)
@@ -403,7 +403,7 @@ def judge_of(op: Op, inputs: dict[str, Any]) -> Op:
 
 
 def check_form(case: Case, inputs: dict[str, Any], w: Workload) -> None:
-    """A case is small, and of the workload that it says."""
+    """Check that a case is small, and has the workload that it declares."""
     assert OPS[w.op].workload_of(inputs) == case.workload
     assert case.workload.dtype == w.dtype
     moved = sum(v.numel() * v.element_size() for v in inputs.values() if isinstance(v, Tensor))
@@ -437,7 +437,7 @@ ROWS_A_RUN = 45  # of about 200
 
 @pytest.mark.parametrize("op", WAYS)
 def test_every_correct_way_passes_the_array(op: str) -> None:
-    """A share of its rows, in a dtype, both of this run."""
+    """Run a share of its rows in one dtype, both selected by this run."""
     turn = Random(f"{drawn.seed} {op}")
     dtype = turn.choice(DTYPES)
     dims, traits = SHAPES[op][0]
@@ -459,23 +459,23 @@ def test_every_correct_way_passes_the_array(op: str) -> None:
 
 
 def through(op: str, **wrong: Callable[[dict[str, Any]], Any]) -> Way:
-    """Eager on inputs with some arguments replaced."""
+    """Return the eager op on inputs with some arguments replaced."""
     return lambda i: run_eager(op, {**i, **{n: f(i) for n, f in wrong.items()}}, allocate=False)
 
 
 def then(op: str, edit: Callable[[Tensor], Tensor]) -> Way:
-    """Eager, then every output edited."""
+    """Return the eager op with every output edited."""
     return lambda i: tuple(edit(y.clone()) for y in run_eager(op, i, allocate=False))
 
 
 def truncated(y: Tensor) -> Tensor:
-    """Rounded towards zero: one step down wherever rounding went up is not knowable, so every element may lose one."""
+    """Round towards zero; the rounding direction is unknown afterwards, so any element may lose one step."""
     bits = y.view(torch.int16 if y.element_size() == 2 else torch.int32)
     return torch.where(y.abs() > 1e-3, bits - 1, bits).view(y.dtype)
 
 
 def accumulate_low(i: dict[str, Any]) -> Outputs:
-    """A running sum kept in the dtype, 32 products at a time."""
+    """Keep the running sum in the dtype, 32 products at a time."""
     x, w = i["x"].float(), i["w"].float()
     y = torch.zeros(x.shape[0], w.shape[0], dtype=i["x"].dtype)
     for a in range(0, x.shape[1], 32):
@@ -516,7 +516,7 @@ def attn_without_maximum(i: dict[str, Any]) -> Outputs:
 
 
 def attn_low_scores(i: dict[str, Any]) -> Outputs:
-    """Scores stored in bf16 before the softmax."""
+    """Store scores in bf16 before the softmax."""
     k, v = cache_of(i)
     group, seen = i["q"].shape[1] // k.shape[1], seen_by(i, k.shape[2])
     scores = i["q"].float() @ k.float().repeat_interleave(group, 1).mT * (i["scale"] or i["q"].shape[-1] ** -0.5)
@@ -557,7 +557,7 @@ def penalised_each_time(i: dict[str, Any]) -> Outputs:
 
 
 def no_ties(i: dict[str, Any]) -> Outputs:
-    """The highest index wins a tie."""
+    """Let the highest index win a tie."""
     v = i["logits"].shape[1]
     turned = {**i, "logits": i["logits"].flip(-1), "history": torch.where(i["history"] < 0, -1, v - 1 - i["history"])}
     return (v - 1 - run_eager("sample", turned, allocate=False)[0],)
@@ -623,7 +623,7 @@ APPLIES: dict[str, Callable[[Workload], bool]] = {
 
 
 def refused_by(w: Workload, way: Way, *, first: str = "", with_baseline: bool = False) -> str:
-    """The name of a case that refuses `way`, "" if none does; the case called `first` is tried before the others."""
+    """Return the name of a case that refuses `way`, or ""; try the case `first` before the others."""
     op = OPS[w.op]
     for case in sorted(op.cases(w), key=lambda c: c.name != first):
         inputs = case.make(1)
@@ -639,7 +639,7 @@ def test_a_wrong_way_is_refused_by_some_case(number: int) -> None:
     concerned = [w for w in WORKLOADS if w.op == op and APPLIES[where](w)]
     assert concerned
     name = ""
-    for w in concerned:  # what refused it at one workload most likely does at the next
+    for w in concerned:  # the case that refused it at one workload most likely refuses it at the next
         name = refused_by(w, way, first=name)
         assert name, f"accepted at {w.key}"
 

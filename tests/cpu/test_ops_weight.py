@@ -1,4 +1,4 @@
-"""Weights in a format through real workers, a real race and a real ledger: proven, timed and served part by part."""
+"""Test weights in a format with real workers, a real race and a real ledger: proven, timed and served by parts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_baseline_is_proven() -> None:
 # --- formats a candidate reads ----------------------------------------------------------------------------------------
 
 
-def test_a_candidate_is_never_asked_about_a_format_that_it_does_not_name() -> None:
+def test_a_candidate_is_offered_only_the_formats_that_it_names() -> None:
     fp = fingerprint.take("cpu")
     asked = Planted("linear", "right")
     asked.supports = lambda w, fp: pytest.fail("asked")  # type: ignore[method-assign,assignment,misc]
@@ -117,7 +117,7 @@ def test_a_users_function_names_the_formats_it_reads(tmp_path: Path) -> None:
 # --- the race ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_race_gives_each_copy_parts_of_its_own() -> None:
+def test_the_race_gives_each_copy_its_own_parts() -> None:
     operands = Operands(W, 3, llc_bytes=1 << 20)
     try:
         assert operands.streamed_bytes == W.weight_format.nbytes("bf16", 96, 320)
@@ -141,7 +141,7 @@ def test_a_candidate_for_a_format_is_raced_against_the_baseline() -> None:
     assert isinstance(tried.parity, Passed), tried.reason
     assert tried.verdict is not None
     raced = {"torch:linear", "user:by_parts"} <= set(tried.verdict.timings)
-    assert raced or tried.verdict.outcome == "undecided", tried.verdict.reason  # beside other tests no sample is clean
+    assert raced or tried.verdict.outcome == "undecided", tried.verdict.reason  # next to other tests no sample is clean
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------

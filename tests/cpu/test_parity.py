@@ -1,4 +1,4 @@
-"""Proofs of real candidates, deadlines, and one case alone. The planted kernels are in test_parity_check_plants.py."""
+"""Test proofs of real candidates, timeouts, and single cases. Planted kernels: test_parity_check_plants.py."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_a_hang_ends_at_the_deadline():
     assert (found.check, found.evidence["cause"]) == ("timeout", "timeout in request")
 
 
-def test_a_library_that_compiles_at_its_first_call_has_the_time_it_says_it_takes():
+def test_a_library_that_compiles_at_its_first_call_gets_the_time_that_it_declares():
     slow = proof("compiles_at_its_first_call")
     found = check(slow, call_deadline_s=2.0)
     assert isinstance(found, Failed) and found.check == "timeout"
@@ -80,7 +80,7 @@ def test_one_case_can_be_run_alone(device):
 def test_the_baseline_and_our_kernel_pass(device, op, dims, traits):
     workloads = [OPS[op].workload(dtype, dims, **traits) for dtype in ("bf16", "fp32")]
     for candidate in (c for c in registry.all_candidates(op) if c.backend != "INDUCTOR"):
-        # Not what needs a compiler or a device that is not here; and in the dtypes that it has.
+        # Without candidates that need a missing compiler or device; in each one's dtypes.
         takes = [w for w in workloads if isinstance(registry.support_of(candidate, w, device), Accepted)]
         for found in check_all([built(candidate, w, device) for w in takes], fp=device):
             assert isinstance(found, Passed), (candidate.name, found)

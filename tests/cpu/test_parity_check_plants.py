@@ -1,5 +1,5 @@
-"""The planted kernels, one by one: every way in which a kernel is known to have fooled a benchmark or a check is here
-as a real kernel, and is caught by the check that is for it. Right kernels, however unusual, pass.
+"""Test the planted kernels: each known way to fool a benchmark or a check is a real kernel here, and the intended
+check catches it. Right kernels, even unusual ones, pass.
 
 A plant is caught by parity (this file), by the race or the worker (the test it names), or on a GPU (tests/gpu).
 """
@@ -25,7 +25,7 @@ ELEMENTS = ("elements",)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One planted kernel: `checks` are those that must catch it, any of them; `case` is in the name of the case."""
+    """One planted kernel: any of `checks` must catch it; `case` is in the name of the case."""
 
     proof: Proof
     checks: tuple[str, ...]
@@ -34,7 +34,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plant:
-    """`caught_by`: tests of other files that show it, as file::function."""
+    """A known trick; `caught_by` are tests of other files that catch it, as file::function."""
 
     what: str
     kernels: tuple[Kernel, ...] = ()
@@ -57,7 +57,7 @@ def attn(function: str, *checks: str, case: str = "") -> Kernel:
     return Kernel(proof(function, ATTN), checks, case)
 
 
-BURST = "cpu/test_race_bench_plants.py::test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold"
+BURST = "cpu/test_race_bench_plants.py::test_work_left_out_of_a_burst_shows_in_an_unannounced_call_on_new_contents"
 PLANTS: Mapping[int, Plant] = {
     1: Plant("zeros", (wrong("zeros", "elements"), wrong("native_zeros", "elements"))),
     2: Plant("an output left untouched", (wrong("writes_nothing", "unwritten"), wrong("native_nothing", "unwritten"))),
@@ -186,7 +186,9 @@ PLANTS: Mapping[int, Plant] = {
     ),
     30: Plant("a hunt for the expected tensor in memory", (wrong("hunts_for_the_answer", "unwritten", "elements"),)),
     31: Plant(
-        "a slow warm-up, to cut the samples", (), ("cpu/test_race_bench_plants.py::test_the_plan_is_the_baselines",)
+        "a slow warm-up, to cut the samples",
+        (),
+        ("cpu/test_race_bench_plants.py::test_the_plan_follows_the_baselines_times",),
     ),
     32: Plant(
         "lines pinned in the L2", (), ("gpu/test_plants.py::test_lines_pinned_in_the_l2_do_not_survive_the_reset",)
@@ -207,7 +209,7 @@ PLANTS: Mapping[int, Plant] = {
     35: Plant(
         "residue billed to the rival",
         (),
-        ("cpu/test_race_bench_plants.py::test_a_rival_is_not_billed_for_what_an_arm_leaves_behind",),
+        ("cpu/test_race_bench_plants.py::test_work_that_an_arm_leaves_running_is_not_timed_with_its_rival",),
     ),
     36: Plant(
         "process-wide state changed",
@@ -292,7 +294,7 @@ def name_of(p: Proof) -> str:
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Parity]:
-    """Return all verdicts, from two rows of workers; each continues until a kernel kills it or leaves it changed."""
+    """Return all verdicts, from two series of workers; a worker is replaced if a kernel kills or changes it."""
     proofs = [k.proof for k in KERNELS] + list(RIGHT)
 
     def prove(some: list[Proof]) -> list[Parity]:
@@ -305,7 +307,7 @@ def verdicts() -> dict[str, Parity]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: name_of(k.proof))
-def test_a_wrong_kernel_is_caught_by_the_check_that_is_for_it(verdicts: dict[str, Parity], kernel: Kernel) -> None:
+def test_a_wrong_kernel_is_caught_by_the_intended_check(verdicts: dict[str, Parity], kernel: Kernel) -> None:
     found = verdicts[name_of(kernel.proof)]
     assert isinstance(found, Failed)
     assert found.check in kernel.checks, found
@@ -314,7 +316,7 @@ def test_a_wrong_kernel_is_caught_by_the_check_that_is_for_it(verdicts: dict[str
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=name_of)
-def test_a_right_kernel_passes_however_unusual(verdicts: dict[str, Parity], right: Proof) -> None:
+def test_an_unusual_right_kernel_passes(verdicts: dict[str, Parity], right: Proof) -> None:
     found = verdicts[name_of(right)]
     assert isinstance(found, Passed), found
     assert found.cases > 30

@@ -1,4 +1,4 @@
-"""Proofs on operands that are mirrored to another device, as on a GPU; here the other device is this CPU once more."""
+"""Test proofs on operands that are mirrored to another device, as on a GPU; here that device is this CPU too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64,
 
 @pytest.mark.parametrize("w", [KV_APPEND, ATTN], ids=lambda w: w.op)
 def test_correct_candidates_pass_on_mirrored_operands(w: Workload) -> None:
-    """With one op that writes its outputs, and one that writes into its arguments."""
+    """Test an op that writes its outputs, and an op that writes into its arguments."""
     fp = fingerprint.take("cpu")
     way = way_of(find(w.op, f"torch:{'sdpa' if w.op == 'attn' else w.op}"), w, fp)
     (found,) = check_all([proof_of(way, w)], fp=fp, terms=MIRRORED)

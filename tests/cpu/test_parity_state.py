@@ -1,5 +1,5 @@
-"""Show that a kernel which changes the process for everybody is refused, whatever it changes, and that a reader of the
-state changes nothing."""
+"""Test that a kernel which changes any global state of the process is refused, and that reading the state does not
+change it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("preforked")
 
 
 def found(name: str) -> Failed:
-    """Return what the checks of one case and of the state say of a kernel."""
+    """Return the results of the checks of one case and of the global state."""
     planted = proof(f"kernel_{name}", module="planted_state")
     with Prover(None, Terms(), threads=1) as prover:
         steps = prover.steps(planted)
@@ -42,7 +42,7 @@ def test_reading_the_state_does_not_change_it() -> None:
     assert state.now() == state.now()
 
 
-def test_a_baseline_leaves_everything_as_it_was() -> None:
+def test_a_baseline_does_not_change_the_process() -> None:
     from autosel.ops import eager
 
     state, before = State(), State().now()

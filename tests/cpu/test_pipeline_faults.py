@@ -1,5 +1,5 @@
-"""Race twenty-four kernels that crash their process or lie, and a good one, in one real tune: each is contained, its
-cause stored, nothing of it is left, and the good one is promoted.
+"""Tune with twenty-four kernels that crash their process or cheat, and a good one: each fault is contained, its cause
+is stored, no process is left, and the good kernel is promoted.
 
 test_workers.py tests the worker's side of the same faults, message by message.
 """
@@ -27,12 +27,12 @@ from tests.preforked import Nursery
 pytestmark = pytest.mark.usefixtures("preforked")
 
 WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
-DEADLINE_S = 4.0  # of a call that takes microseconds, or has hung
+DEADLINE_S = 4.0  # the timeout of a call that takes microseconds unless it hangs
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`function` of planted.py; `causes`: what the ledger must say of it, as check or cause of death, any of them."""
+    """`function` of planted.py; the ledger must give one of `causes`, a check or a cause of death."""
 
     function: str
     causes: tuple[str, ...]
@@ -53,7 +53,7 @@ FAULTS = {
     "an escaped child": Fault("fault_escape_and_crash", ("SIGSEGV",)),
     "fork storm": Fault("fault_fork_storm", ("processes",)),
     "memory hog": Fault("fault_memory_hog", ("SIGABRT",)),
-    "output flood": Fault("fault_output_flood_once", ("passed",), "race"),  # drained; it is only slow to
+    "output flood": Fault("fault_output_flood_once", ("passed",), "race"),  # drained; this only takes long
     "descriptor leak": Fault("fault_descriptor_leak_at_times", ("leak",)),
     "wrong at an edge shape": Fault("native_wrong_at_an_edge", ("elements",)),
     "NaN now and then": Fault("native_nan_now_and_then", ("repeat", "nan_pattern", "outside_reads")),
@@ -97,7 +97,7 @@ class Tuned:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
-    """One tune of rmsnorm with every fault among its candidates."""
+    """Return the result of one tune of rmsnorm with every fault among its candidates."""
     folder = tmp_path_factory.mktemp("ledger")
     patch = pytest.MonkeyPatch()
     patch.setattr(user, "_REGISTERED", {})

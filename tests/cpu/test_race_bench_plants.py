@@ -1,4 +1,4 @@
-"""Test kernels with correct results that fool a clock, which parity cannot see, and the race's defence."""
+"""Test the race with kernels that give correct results but fool the timing, which parity cannot detect."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def slow_starter() -> Tried:
     return raced("slow_at_first")
 
 
-def test_the_plan_is_the_baselines(slow_starter: Tried) -> None:
-    """Its first calls take 10 ms: a plan made of them would take a time of long samples, and few."""
+def test_the_plan_follows_the_baselines_times(slow_starter: Tried) -> None:
+    """Race a kernel whose first calls take 10 ms: a plan based on them would have few, long samples."""
     race = slow_starter.race
     assert race is not None
     assert race.time_class == "short"
@@ -71,7 +71,7 @@ def test_the_plan_is_the_baselines(slow_starter: Tried) -> None:
 
 @pytest.fixture
 def seat(request: pytest.FixtureRequest) -> Iterator[WorkerSeat]:
-    """A planted kernel beside the baseline in a race's worker."""
+    """Seat a planted kernel and the baseline in a race's worker."""
     contest = contest_for(Planted("rmsnorm", request.param), NAMED, fingerprint.take("cpu"))
     workers = Workers(threads=1, rng=Random(drawn.seed))
     room = workers.room()
@@ -98,7 +98,7 @@ def test_a_fault_of_some_timed_calls_is_found(seat: WorkerSeat) -> None:
 
 
 @pytest.mark.parametrize("seat", ["right"], indirect=True)
-def test_calls_are_counted_that_were_compared(seat: WorkerSeat) -> None:
+def test_compared_calls_are_counted(seat: WorkerSeat) -> None:
     take(seat, 20)
     assert seat.plan is not None
     kept = 3 * seat.plan.samples * 20
@@ -117,7 +117,7 @@ def test_single_calls_are_timed_in_each_situation_of_a_program(seat: WorkerSeat)
         assert all(len(turn) == len(arms) and min(turn) > 0 for turn in one.turns_ns)
 
 
-def test_the_verdict_says_how_many_timed_calls_were_compared(slow_starter: Tried) -> None:
+def test_the_verdict_has_the_number_of_compared_timed_calls(slow_starter: Tried) -> None:
     verdict = slow_starter.verdict
     assert verdict is not None and verdict.checked is not None
     checked, timed = verdict.checked
@@ -130,7 +130,7 @@ def test_the_verdict_says_how_many_timed_calls_were_compared(slow_starter: Tried
 
 
 def seated(*functions: str) -> Bench:
-    """Planted kernels seated as arms, the way the race's worker does it."""
+    """Seat planted kernels as arms, like the race's worker."""
     made = Bench()
     inputs = OPS["rmsnorm"].inputs(WORKLOAD, 1)
     names = {}
@@ -146,8 +146,8 @@ def seated(*functions: str) -> Bench:
     return made
 
 
-def test_a_rival_is_not_billed_for_what_an_arm_leaves_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    patient = partial(wait_until_idle, limit_ns=10_000_000_000)  # beside other tests the residue waits for a core
+def test_work_that_an_arm_leaves_running_is_not_timed_with_its_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = partial(wait_until_idle, limit_ns=10_000_000_000)  # while other tests run, the residue waits for a core
     monkeypatch.setattr(device, "wait_until_idle", patient)
     made, seen = seated("native_leaves_residue", "right"), []
     rival = made.seats["user:right"].timed
@@ -167,8 +167,8 @@ def test_a_rival_is_not_billed_for_what_an_arm_leaves_behind(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("function", "right"), [("right", True), ("lazy_in_bursts", False), ("remembers_the_last", False)]
 )
-def test_work_left_out_of_a_burst_shows_in_a_call_that_nothing_foretold(function: str, right: bool) -> None:
-    """In a timed burst nothing changes, and what one call wrote is right for all of them."""
+def test_work_left_out_of_a_burst_shows_in_an_unannounced_call_on_new_contents(function: str, right: bool) -> None:
+    """Race kernels that skip work in a timed burst, where the result of one call is right for all."""
     made, name = seated(function), f"user:{function}"
     old, new = (OPS["rmsnorm"].inputs(WORKLOAD, seed) for seed in (2, 3))
     made.refresh(tensors(old))
@@ -183,7 +183,7 @@ def tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def holds(made: Bench, name: str, inputs: Mapping[str, Any]) -> bool:
-    """Does the arm's output hold the right result for these inputs?"""
+    """Return True if the arm's output is right for these inputs."""
     return isinstance(OPS["rmsnorm"].verify(inputs, made.outputs(name)), Match)
 
 

@@ -1,4 +1,4 @@
-"""Test what a contest between arms with and without a layout allows: cold copies, bytes and memory."""
+"""Test contests between arms with and without a layout: cold copies, bytes and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def contest(*layouts: Layout | None) -> Contest:
     )  # fmt: skip
 
 
-def test_copies_are_so_many_that_prepared_ones_come_cold_too() -> None:
+def test_there_are_enough_copies_for_prepared_weights_to_be_cold() -> None:
     plain, packed = contest(None), contest(None, lossless_12("w"))
     assert (plain.least_share, packed.least_share) == (1.0, 0.75)
     for c, copies in ((plain, 31), (packed, 41)):
@@ -42,8 +42,8 @@ def test_copies_are_so_many_that_prepared_ones_come_cold_too() -> None:
 
 
 @pytest.mark.parametrize("claimed", [0.75, 0.1])
-def test_an_arm_with_a_layout_is_held_to_the_smallest_lossless_one_whatever_it_claims(claimed: float) -> None:
-    """Read as 12 bits a weight, a rate of 1.33 times the probe's is possible; without a layout it is not."""
+def test_the_ceiling_of_an_arm_with_a_layout_is_the_smallest_lossless_one(claimed: float) -> None:
+    """Read at 12 bits per weight, 1.33 times the probe's rate is possible; without a layout it is not."""
     c = contest(None, replace(lossless_12("w"), share=claimed))
     workers = Workers(threads=1, rng=Random(1))
     seat = WorkerSeat(Process(workers), c, ["base", "arm0", "arm1", CLONE], None)
@@ -52,7 +52,7 @@ def test_an_arm_with_a_layout_is_held_to_the_smallest_lossless_one_whatever_it_c
     workers.close()
 
 
-def test_prepared_weights_count_as_memory_that_a_race_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_weights_count_as_memory_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("autosel.tuning.contend._refuse", lambda need, *_: asked.append(need))
     for c in (contest(None), contest(lossless_12("w"))):
@@ -60,7 +60,7 @@ def test_prepared_weights_count_as_memory_that_a_race_takes(monkeypatch: pytest.
     assert asked[1] - asked[0] == pytest.approx(0.75 * (BYTES + 4 * 10 * BYTES), rel=0.01)
 
 
-def test_the_roofline_of_a_winner_with_a_layout_is_of_the_bytes_that_it_reads() -> None:
+def test_the_roofline_of_a_winner_with_a_layout_uses_the_bytes_that_it_reads() -> None:
     moved = OPS["linear"].bytes_moved(W)
     took = Timing(median_us=100.0, lo_us=99.0, hi_us=101.0, p95_us=120.0, min_us=98.0, samples=9)
     verdict = Verdict(

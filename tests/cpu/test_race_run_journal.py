@@ -1,4 +1,4 @@
-"""Check that the candidate that runs first in a race is in the journal, so that it is known if the machine goes
+"""Check that the journal has each candidate before its first run in a race, so that it is known if the machine goes
 down."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_and_ended(ledger: Ledger) -> tuple[list[str], list[str]]:
     return [name for name, outcome in found if outcome is None], [outcome for _, outcome in found if outcome]
 
 
-def test_a_challenger_is_journaled_while_it_sits_down_and_pytorchs_own_is_not(ledger: Ledger) -> None:
+def test_a_challenger_is_journaled_while_it_is_seated_and_pytorchs_own_is_not(ledger: Ledger) -> None:
     contest: Any = SimpleNamespace(workload=ATTN)
     with journal(ledger)(contest, (BASELINE.candidate, CPP.candidate, PACKED.candidate)):
         assert open_and_ended(ledger) == ([CPP.candidate], [])
@@ -70,7 +70,7 @@ def test_a_challenger_is_journaled_while_it_sits_down_and_pytorchs_own_is_not(le
 
 
 def test_a_continued_race_is_not_journaled() -> None:
-    """It may be paused for hours: who pulls the plug then says nothing about the arms."""
+    """Do not journal a continued race: it may be paused for hours, so a power loss says nothing about its arms."""
     said: list[str] = []
 
     @contextmanager

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def suite(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the suite as its author would type it."""
+    """Run a command of the suite as a kernel author would."""
     words = shlex.split(command)
     assert words[0] == "pytest"
     own = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words[1:]]

@@ -1,4 +1,4 @@
-"""Mutants with a memory are refused by the checks that make many calls."""
+"""Test that mutants with state are refused by the checks that make many calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults in the source of our kernels are compiled, proven and refused; the kernel itself passes the same way."""
+"""Test that source mutants of our kernels are compiled and refused, and that the unchanged kernel passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_kernel_has_proofs_with_the_knobs_of_real_workloads() -> None:
         assert len({str(p.knobs.values) for p in proofs}) == len(proofs)
 
 
-def test_faults_are_in_lines_that_the_build_compiles_and_come_rule_by_rule() -> None:
+def test_mutants_are_in_compiled_lines_and_alternate_between_rules() -> None:
     bench = Bench(RMSNORM, "bf16", take("cpu"), 26)
     recipe = bench.proofs[0].recipe
     assert isinstance(recipe, NativeRecipe)
@@ -49,7 +49,7 @@ def test_reasons_are_about_lines_that_exist() -> None:
     for name in SOURCE_REASONS:
         file, _, line = name.partition(": ")
         source = " ".join((kernels() / file).read_text().split())
-        assert line.partition(" | ")[0] in source, f"edited since, look again: {name}"
+        assert line.partition(" | ")[0] in source, f"the line was edited, so check the reason again: {name}"
 
 
 def test_an_unchanged_copy_passes() -> None:

@@ -1,4 +1,4 @@
-"""Real processes and real faults: each is contained, its cause is known, and nothing of it is left."""
+"""Test workers with real processes and faults: each fault is contained, its cause is known, no process is left."""
 
 import os
 import select
@@ -37,20 +37,20 @@ def worker():
 
 @pytest.fixture(scope="module")
 def torch_worker():
-    """For requests that need torch there: importing it takes the better part of a second."""
+    """Return one worker for all requests that need torch, because importing it takes almost a second."""
     with Worker("faulty:serve", paths=[str(HERE)]) as started:
         yield started
 
 
 def survivors(worker):
-    """Processes that still carry the worker's private folder in their environment."""
+    """Return processes that still have the worker's private folder in their environment."""
     mark = f"TMPDIR={worker.folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
-        except OSError:  # gone meanwhile
+        except OSError:  # ended in the meantime
             continue
     return found
 
@@ -74,7 +74,7 @@ def test_a_worker_answers_and_sees_only_the_allowed_environment(worker, monkeypa
     assert "AUTOSEL_DB" not in seen["env"]
     assert seen["env"]["OMP_NUM_THREADS"] == "1"
     assert seen["pid"] == second.pid
-    assert len(seen["files"]) <= 6  # three streams, the control line, the arena's none, the listing itself
+    assert len(seen["files"]) <= 6  # three streams, the control line, the listing itself; the arena has none
     assert not Path(seen["folder"]).exists()
 
 
@@ -143,7 +143,7 @@ def test_an_exception_is_a_reply_and_the_worker_lives_on(worker, fault, kind):
     assert worker.request({"fault": "none"}, LONG_S)["pid"] == worker.pid
 
 
-def test_too_many_open_files_is_the_workers_own_problem(worker):
+def test_too_many_open_files_fail_the_request_and_the_worker_lives_on(worker):
     error = failure(worker, "descriptor_leak")
     assert isinstance(error, RaisedError)
     assert error.kind == "OSError"
@@ -176,7 +176,7 @@ def test_a_crash_is_contained_and_named(worker, library, function, args, cause):
     assert error.cause == cause
     assert not error.retryable
     assert os.getpid() == before
-    assert failure(worker, "none").cause == cause  # asked again, it says the same
+    assert failure(worker, "none").cause == cause  # a second request gives the same error
     if cause != "exit 0":
         assert "faulty.py" in error.why  # the Python frames it died under
 
@@ -196,7 +196,7 @@ def test_a_worker_that_hangs_up_is_killed(worker):
     assert failure(worker, "hang_up").cause == "hung up"
 
 
-def test_a_reply_that_drips_is_cut_off_at_the_deadline_of_the_whole(worker):
+def test_a_reply_that_arrives_slowly_is_cut_off_at_the_deadline(worker):
     assert failure(worker, "endless_reply", SHORT_S).cause in ("timeout in request", "protocol")
 
 
@@ -281,7 +281,7 @@ def test_an_interpreter_that_is_gone_is_a_fault_of_the_environment(tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- the end of us ---------------------------------------------------------------------------------------------------
+# --- the parent ends -------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupt_passes_through_and_leaves_nothing(worker):
@@ -305,7 +305,7 @@ worker.request({"fault": "escape"}, 600)
 """
 
 
-def test_a_worker_and_its_escaped_children_end_when_we_are_killed():
+def test_a_worker_and_its_escaped_children_end_when_the_parent_is_killed():
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(HERE)], stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
     family = [os.pidfd_open(p) for p in {pid, *escaped_child_of(pid)}]
@@ -316,7 +316,7 @@ def test_a_worker_and_its_escaped_children_end_when_we_are_killed():
 
 
 def escaped_child_of(pid):
-    """The grandchild, once it is there: the process that shares the worker's private folder and is not below it."""
+    """Wait for the grandchild: the process that has the worker's private folder but is not its descendant."""
     folder = Path(f"/proc/{pid}/cwd").readlink()
     until = time.monotonic() + LONG_S
     while time.monotonic() < until:
@@ -334,7 +334,7 @@ def escaped_child_of(pid):
 
 
 def ended(handle):
-    """Has the process of this pidfd ended, or does it within the guardian's promise?"""
+    """Return True if the process of this pidfd has ended, or ends within the guardian's time limit."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(10_000))

@@ -1,4 +1,4 @@
-"""Show that the control words of all threads of another process are read, whoever has started them."""
+"""Test that the control words of all threads of another process are read, regardless of who started them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def process(mode: int) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the rounding mode is given as x86 numbers it")
-def test_a_thread_that_rounds_in_another_way_is_told_apart() -> None:
+def test_a_thread_with_another_rounding_mode_is_found() -> None:
     with process(0) as same, process(0x400) as other:
         assert len(threads_of(same.pid)) == 1
         words = threads_of(other.pid)

@@ -109,7 +109,7 @@ def _online(q, k, v, ends, scale, window, softcap, tiles, exp=torch.exp):
         seen = _seen(ends, s, key, window)
         group = hq // k.shape[1]
         near, value = (t[:, :, start:end].float().repeat_interleave(group, 1) for t in (k, v))
-        value = torch.where(seen.any(-2)[..., None], value, 0.0)  # what no query sees may be anything
+        value = torch.where(seen.any(-2)[..., None], value, 0.0)  # masked values may be anything
         scores = _scores(q, near, scale, softcap).masked_fill(~seen, -torch.inf)
         top = torch.maximum(peak, scores.amax(-1, keepdim=True))
         keep = torch.where(peak == -torch.inf, 0.0, exp(peak - top))
@@ -141,7 +141,7 @@ attn_by_powers_of_two = _attn_by_tiles(48, exp=lambda x: torch.exp2(x * LOG2E))
 
 
 def _attend(q, k, v, ends, scale, window, softcap, dtype):
-    """All scores at once, in `dtype`."""
+    """Compute all scores at once, in `dtype`."""
     hq, s, keys = q.shape[1], q.shape[2], k.shape[2]
     seen = _seen(ends, s, torch.arange(keys), window)
     k, v = (t.to(dtype).repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
@@ -167,7 +167,7 @@ def attn_head_by_head(q, k, v, lengths, max_len, scale, window, softcap, o):
 
 
 def attn_split_over_keys(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Three parts of the keys for themselves, joined by their sums."""
+    """Compute three parts of the keys separately, and join them by their sums."""
     ends, parts = _ends(q, lengths, max_len), []
     group, s = q.shape[1] // k.shape[1], q.shape[2]
     for start, end in _tiles(max_len, max(1, -(-max_len // 3))):
@@ -186,7 +186,7 @@ def attn_split_over_keys(q, k, v, lengths, max_len, scale, window, softcap, o):
 
 
 def _gathered(pages, table, lengths, max_len):
-    """[B, Hkv, keys, D]: the pages in use, one after the other; page 0 stands for the others."""
+    """Return [B, Hkv, keys, D]: the used pages one after the other, with page 0 for unused ones."""
     size = pages.shape[1]
     count = -(-max_len // size)
     used = torch.arange(count) * size < lengths[:, None]
@@ -244,7 +244,7 @@ def append_backwards(k, v, positions, block_table, k_cache, v_cache):
 
 
 def append_as_bits(k, v, positions, block_table, k_cache, v_cache):
-    """Copies integers, head by head: no number is looked at."""
+    """Copy bits as integers, head by head."""
     kind = {2: torch.int16, 4: torch.int32}[k.itemsize]
     for b, s, outer, slot in _slots(k, positions, block_table, k_cache):
         for cache, new in ((k_cache.view(kind), k.view(kind)), (v_cache.view(kind), v.view(kind))):
@@ -262,7 +262,7 @@ def _normalised(x, weight, offset, rstd):
 
 
 def rmsnorm_newton(x, weight, eps, offset, y):
-    """A root of 12 bits, as an instruction gives it, and one step of Newton's; of infinity 0, which has no step."""
+    """Refine a 12-bit root, as an instruction gives it, by one Newton step; for infinity return 0 without a step."""
     wide = x.float()
     mean = wide.square().mean(-1, keepdim=True) + eps
     coarse = (torch.rsqrt(mean).view(torch.int32) & -2048).view(torch.float32)
@@ -282,7 +282,7 @@ def rmsnorm_by_halves(x, weight, eps, offset, y):
 
 
 def rmsnorm_element_of_a_vector(x, weight, eps, offset):
-    """Allocates; divides by the norm in place of multiplying by its inverse, in double."""
+    """Allocate; divide by the norm instead of multiplying by its inverse, in double."""
     wide = x.double()
     norm = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).sqrt()
     return (wide / norm * (weight.double() + offset)).to(x.dtype)
@@ -340,7 +340,7 @@ def _turned(x, cos, sin, style):
 
 
 def rope_with_tables(q, k, positions, inv_freq, style, q_out, k_out):
-    """Keeps the sines and cosines of each position and set of frequencies that it has met."""
+    """Cache sines and cosines by position and frequencies."""
     key = (tuple(positions.tolist()), tuple(inv_freq.tolist()))
     if key not in _TABLES:
         if len(_TABLES) > 64:
@@ -380,7 +380,7 @@ def _gelu(g, tanh):
 
 
 def geglu_by_other_functions(gate, up, tanh, y):
-    """A sigmoid for the tangent, erfc for erf."""
+    """Use a sigmoid instead of tanh, and erfc instead of erf."""
     return y.copy_(_gelu(gate.double(), tanh) * up.double())
 
 
@@ -405,7 +405,7 @@ def norm_qkv_unrounded(x, norm_weight, w, eps, offset, y):
 
 
 def norm_qkv_in_parts(x, norm_weight, w, eps, offset, y):
-    """The row is rounded, as the eager way does; columns in blocks of 24, sums in two halves."""
+    """Round the row as the eager op does; compute columns in blocks of 24, with sums in two halves."""
     h = _unit(x, norm_weight, eps, offset).to(x.dtype).float()
     for at in range(0, w.shape[0], 24):
         parts = zip(h.chunk(2, -1), w[at : at + 24].float().chunk(2, -1), strict=True)
@@ -421,14 +421,14 @@ _ACTIVATION = (
 
 
 def gate_up_as_one_product(x, norm_weight, w_gate, w_up, eps, offset, activation, y):
-    """One matrix of both weights; nothing is rounded between."""
+    """Multiply by one matrix of both weights, without a rounding in between."""
     both = _unit(x, norm_weight, eps, offset) @ torch.cat((w_gate, w_up)).float().t()
     gate, up = both.chunk(2, -1)
     return y.copy_(_ACTIVATION[activation](gate) * up)
 
 
 def gate_up_interleaved(x, norm_weight, w_gate, w_up, eps, offset, activation):
-    """Allocates; rows of both weights in turn, in double."""
+    """Allocate; interleave the rows of both weights, in double."""
     both = torch.stack((w_gate, w_up), 1).flatten(0, 1).double()
     found = (_unit(x, norm_weight, eps, offset, torch.float64) @ both.t()).unflatten(-1, (-1, 2))
     return (_ACTIVATION[activation](found[..., 0]) * found[..., 1]).to(x.dtype)
@@ -438,7 +438,7 @@ def gate_up_interleaved(x, norm_weight, w_gate, w_up, eps, offset, activation):
 
 
 def head_by_blocks(x, w, greedy, out):
-    """The vocabulary in blocks from the last; of equal logits the first wins."""
+    """Compute the vocabulary in blocks from the last; the first of equal logits wins."""
     best, at = torch.full((x.shape[0],), -torch.inf), torch.zeros(x.shape[0], dtype=torch.int64)
     for start in range((w.shape[0] - 1) // 40 * 40, -1, -40):
         logits = x.float() @ w[start : start + 40].float().t()
@@ -457,7 +457,7 @@ def head_in_double(x, w, greedy):
 
 
 def _weights(scores, temperature, top_k, top_p):
-    """Weights of the tokens of one row that may be drawn, in double."""
+    """Return the weights of the tokens of one row that may be drawn, in double."""
     width = scores.shape[0]
     scaled = scores.double() / (float(temperature) if temperature > 0 else 1.0)
     order = torch.sort(scaled, descending=True, stable=True).indices

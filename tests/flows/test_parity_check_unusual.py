@@ -66,7 +66,7 @@ def verdicts() -> dict[str, Parity]:
 
 
 @pytest.mark.parametrize("function", [function for _, function in KERNELS])
-def test_a_right_kernel_passes_however_unusual(verdicts: dict[str, Parity], function: str) -> None:
+def test_an_unusual_right_kernel_passes(verdicts: dict[str, Parity], function: str) -> None:
     found = verdicts[function]
     assert isinstance(found, Passed), found
     assert found.pairs > 10
