@@ -16,7 +16,7 @@ from autosel.values import Fingerprint, Rate
 
 READ = 40e9  # bytes per second, before each pair
 CEILING = 42e9  # the best window
-# Changes of a run that drafts four tokens a step and keeps, with its own, 2.5.
+# Changes of a run that drafts four tokens per step and keeps 2.5, including its own.
 DRAFTED: dict[str, Any] = {"speculate": 4, "advance": True, "iters": 50, "kept": (1, 4, 2, 3) * 5}
 UNDECIDED = ("rope", "rmsnorm", "kv_append")
 
@@ -39,7 +39,7 @@ def fingerprint(**changes: Any) -> Fingerprint:
 def decode_run(
     *, seed: int = 1, step_ms: float = 65.0, speedup: float = 2.7, noise: float = 0.02, **changes: Any
 ) -> DecodeRun:
-    """A run of llama-1b: steps of log-normal `noise` around the medians asked for. `kept`: what speculation kept."""
+    """Return a run of llama-1b: steps with log-normal `noise` around the medians; `kept`: the kept drafts."""
     plan_changes = {k: changes.pop(k) for k in list(changes) if k in Plan.__dataclass_fields__}
     plan = Plan(**{"model": models.load("llama-1b"), "seq": 2048, "iters": 50} | plan_changes)
     rng, kept = Random(seed), changes.pop("kept", (1,) * plan.iters)

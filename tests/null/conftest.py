@@ -1,4 +1,4 @@
-"""This tier starts no compiler to find out what works here: tests/flows/test_candidates_probe.py is about that."""
+"""Answer probes without a compiler in this tier; tests/flows/test_candidates_probe.py tests the real probes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")  # other tiers run in the same process
 def _ways_of_pytorch_are_tried_in_this_process() -> Iterator[None]:
-    """torch.compile works on the CPU; other calls are made here, without a worker. No answer is kept."""
+    """Assume that torch.compile works on the CPU; make other trial calls here, without a worker; store no answer."""
     from autosel.candidates import probe
 
     @cache

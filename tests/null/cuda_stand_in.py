@@ -13,7 +13,7 @@ TICK_MS = 0.5  # duration of a call, by the stand-in's clock
 
 
 class Cuda:
-    """Time is the number of calls made outside a capture; a graph is the list of calls made inside one."""
+    """A simulated device: time is the number of calls outside captures; a graph is the list of calls in a capture."""
 
     def __init__(self) -> None:
         self.made: list[int] = []  # copies, in the order their calls ran
@@ -21,8 +21,8 @@ class Cuda:
         self.refuses = False
         self.captured_on: list[object] = []  # devices of the streams that captures were made on
         self.on: Any = None  # the current stream
-        self.pools: list[object] = []  # into which the allocator still believes that somebody captures
-        self.enqueued: list[Callable[[], None]] = []  # what the device does by the time somebody waits for it
+        self.pools: list[object] = []  # for which the allocator still assumes a capture
+        self.enqueued: list[Callable[[], None]] = []  # work that the device does when a caller waits
 
     def settle(self, device: object = None) -> None:
         while self.enqueued:
@@ -116,7 +116,7 @@ class Cuda:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of this CPU that says it lies on a GPU."""
+    """A tensor of this CPU that claims to be on a GPU."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

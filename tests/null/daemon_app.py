@@ -1,4 +1,4 @@
-"""The daemon's application over a real ledger, without a socket: what tests ask it, as whom they like."""
+"""Run the daemon's application over a real ledger, without a socket; tests choose the caller's identity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class App:
-    """Makes the hub in the loop that serves, at start-up, and ends it there."""
+    """Create the hub at start-up in the event loop that serves, and close it there."""
 
     def __init__(self, home: Path, options: Options | None = None) -> None:
         (home / "run").mkdir(parents=True, exist_ok=True)
@@ -41,10 +41,10 @@ class App:
 
 
 def over_tcp(app: App, **more: Any) -> TestClient:
-    """A client of the loopback port: anyone on this machine, or a web page."""
+    """Return a client of the loopback port: anyone on this machine, or a web page."""
     return TestClient(app, base_url=f"http://127.0.0.1:{PORT}", client=("127.0.0.1", 40000), **more)
 
 
 def over_socket(app: App, **more: Any) -> TestClient:
-    """A client of the Unix socket, which the kernel has vouched for."""
+    """Return a client of the Unix socket, whose user the kernel reports."""
     return TestClient(app, base_url="http://localhost", client=("uid:1000", 4711), **more)

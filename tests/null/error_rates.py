@@ -39,8 +39,8 @@ from tests.null.synthetic import CHUNK, NOISES, Factors, Noise, Setting, attempt
 
 Must = Literal["at most", "at least", "fail", "shown"]
 SHORT, LONG = plan(2e3), plan(2e6)
-NOMINAL = ALPHA_SESSION**SESSIONS  # what an attempt may cost: 1.25e-4
-BLOCK = 100  # samples an arm, where arms are measured one after the other
+NOMINAL = ALPHA_SESSION**SESSIONS  # error probability of an attempt: 1.25e-4
+BLOCK = 100  # samples per arm, if arms are measured one after the other
 POWER = 0.99
 RETRIES = 20
 TAIL_ERROR = 1 / E_TAIL + 0.05  # the gate, and the confidence of its threshold (evidence.quantile_lower)
@@ -48,7 +48,7 @@ TAIL_ERROR = 1 / E_TAIL + 0.05  # the gate, and the confidence of its threshold 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How often it happened. `limit`, where the simulation itself says how often it may."""
+    """The number of occurrences; `limit`, if the simulation itself gives the allowed rate."""
 
     events: int
     races: int
@@ -57,7 +57,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One count. `must`: at most or at least `limit`; `fail`: a control that must exceed it under some noise."""
+    """One count. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some noise."""
 
     study: str
     what: str
@@ -65,7 +65,7 @@ class Cell:
     count: Callable[[int, Random], Count]
     must: Must
     limit: float
-    scale: float = 1.0  # of the number of races asked for
+    scale: float = 1.0  # share of the requested number of races
 
     @property
     def name(self) -> str:
@@ -106,17 +106,17 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % (Clopper-Pearson)."""
+        """Return the 95 % interval (Clopper-Pearson)."""
         return binomial_interval(self.races, self.events)
 
     @property
     def slack(self) -> float:
-        """Three standard errors of a rate that is exactly at the limit."""
+        """Return three standard errors of a rate that is exactly at the limit."""
         return 3 * (self.limit * (1 - self.limit) / self.races) ** 0.5
 
     @property
     def holds(self) -> bool:
-        """For a control under one noise: did it fail, beyond chance?"""
+        """Return True if the rate is within its limit; for a control, if it failed beyond chance."""
         if self.must == "at most":
             return self.rate <= self.limit + self.slack
         if self.must == "at least":
@@ -133,7 +133,7 @@ def measure(cells: Sequence[Cell], races: int, jobs: int = 1) -> list[Rate]:
 
 
 def measured(cells: Sequence[Cell], races: int, jobs: int) -> Iterator[Rate]:
-    """The cells in their order, on so many processes; who stops listening stops them."""
+    """Yield the cells in order, measured by this many processes; closing the iterator stops them."""
     if jobs == 1:
         yield from (cell.measure(races) for cell in cells)
         return
@@ -168,7 +168,7 @@ def _fine(rate: Rate) -> bool:
     return rate.holds or rate.must == "fail"
 
 
-# --- counting with the very rules -------------------------------------------------------------------------------------
+# --- counting with the rules of a race -------------------------------------------------------------------------------
 
 
 def margin_of(delta: float, pi: float = ALPHA_SESSION) -> Margin:
@@ -176,14 +176,14 @@ def margin_of(delta: float, pi: float = ALPHA_SESSION) -> Margin:
 
 
 def setting(ratio: float, noise: str, form: Plan, delta: float, **more: Any) -> Setting:
-    """A candidate `same`, truly `ratio` times as fast; times that divide well, so that ties are exact."""
+    """Return a race with a candidate `same` that is `ratio` times as fast; the times make ties exact."""
     ns = 2_000 if form.time_class == "short" else 2_000_000
     true_ns = {"base": ns * ratio, "same": float(ns)}
     return Setting(true_ns=true_ns, noise=NOISES[noise], plan=form, margin=margin_of(delta), **more)
 
 
 def sessions(s: Setting, races: int, random: Random) -> Count:
-    """One confirming session each: did E cross?"""
+    """Count the confirming sessions in which E crossed, one session per race."""
     screening = screened(s, random)
     brief = Session(kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1))
     crossings = sum(won(s, confirmed(s, "same", random, brief), "same") for _ in range(races))
@@ -191,13 +191,13 @@ def sessions(s: Setting, races: int, random: Random) -> Count:
 
 
 def attempts(s: Setting, races: int, random: Random, *, nominate: str = "") -> Count:
-    """Whole attempts, judged: was it promoted?"""
+    """Count the whole attempts that ended in a promotion."""
     return Count(events=sum(promoted(s, random, nominate) for _ in range(races)), races=races)
 
 
 def promoted(s: Setting, random: Random, nominate: str = "") -> bool:
     race = attempt(s, random, nominate=nominate)
-    if len(race.sessions) <= SESSIONS:  # `judge` promotes nothing before three confirming sessions: save its figures
+    if len(race.sessions) <= SESSIONS:  # `judge` promotes nothing before three confirming sessions, so skip its figures
         return False
     return judge(race).outcome == "promote"
 
@@ -206,7 +206,7 @@ def promoted(s: Setting, random: Random, nominate: str = "") -> bool:
 
 
 def identical() -> Iterator[Cell]:
-    """Two identical arms, under every noise, at the margins in force."""
+    """Race two identical arms, under every noise, at the margins in use."""
     for noise in NOISES:
         for delta in (DELTA_UNCALIBRATED, DELTA_CALIBRATED):
             for form in (SHORT, LONG):
@@ -220,7 +220,7 @@ def identical() -> Iterator[Cell]:
 
 
 def boundary() -> Iterator[Cell]:
-    """A candidate exactly as much faster as the margin: where the rule has no room left. Also a margin of nothing."""
+    """Race a candidate that is faster by exactly the margin, where errors are most likely; also a margin of zero."""
     for noise in NOISES:
         for form, delta in ((SHORT, DELTA_UNCALIBRATED), (LONG, DELTA_UNCALIBRATED), (LONG, 0.0)):
             s = setting(1 + delta, noise, form, delta)
@@ -244,16 +244,17 @@ def boundary() -> Iterator[Cell]:
         )
 
 
-# (truly so much faster, margin): 5 % at the calibrated margin, and 5 % beyond the uncalibrated one.
+# (true gain, margin): 5 % at the calibrated margin, and 5 % beyond the uncalibrated one.
 FASTER = ((1.05, DELTA_CALIBRATED), (1.05 * 1.05, DELTA_UNCALIBRATED))
-# If coming second costs 3 %, a candidate ahead by no more than 3 % beyond the margin loses half of its pairs, and so
-# would any rival: no rule that compares within pairs can tell. Reported; guaranteed from 5 % beyond both.
+# If the second visit of a pair costs 3 %, a candidate at most 3 % beyond the margin loses half of its pairs, and so
+# would any rival: no rule that compares within pairs can detect it. Such rates are only reported; the power is
+# guaranteed from 5 % beyond both.
 OUT_OF_REACH = {("position_effect", 1.05)}
 BEYOND_THE_SLOT = 1.05 * 1.03
 
 
 def power() -> Iterator[Cell]:
-    """Truly faster candidates."""
+    """Race truly faster candidates."""
     for noise in NOISES:
         slot = [(BEYOND_THE_SLOT, DELTA_CALIBRATED)] if noise == "position_effect" else []
         for form in (SHORT, LONG):
@@ -269,7 +270,7 @@ def power() -> Iterator[Cell]:
 
 
 def three_arms() -> Iterator[Cell]:
-    """A challenger twice as fast as the baseline, against an incumbent that is as fast, or faster by 3 %."""
+    """Race a challenger twice as fast as the baseline against an incumbent that is as fast, or 3 % faster."""
     for noise, form, behind in product(NOISES, (SHORT, LONG), (0.0, 0.03)):
         ns = 2_000.0 if form is SHORT else 2_000_000.0
         s = Setting(
@@ -290,7 +291,7 @@ def three_arms() -> Iterator[Cell]:
 
 
 def selection() -> Iterator[Cell]:
-    """Eight candidates exactly at the margin, of which screening sends its favourite on."""
+    """Race eight candidates exactly at the margin; screening nominates the best of them."""
     for noise in NOISES:
         s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
         eight = {"base": s.true_ns["base"]} | {f"candidate {i}": s.true_ns["same"] for i in range(8)}
@@ -304,13 +305,13 @@ def selection() -> Iterator[Cell]:
         )
 
 
-# --- luck that is fixed inside a process ------------------------------------------------------------------------------
+# --- bias that is constant in a process ------------------------------------------------------------------------------
 
 SPREADS = (0.01, 0.014, 0.02, 0.03)
 
 
 def session_bias() -> Iterator[Cell]:
-    """Give each arm a constant bias per session: no number of pairs averages it away, only sessions do."""
+    """Give each arm a constant bias per session, which averages out over sessions but not over pairs."""
     steady = [("iid", form, spread) for form in (SHORT, LONG) for spread in SPREADS]
     for noise, form, spread in (*steady, *((noise, SHORT, 0.02) for noise in NOISES if noise != "iid")):
         s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
@@ -335,7 +336,7 @@ def aa(s: Setting, races: int, random: Random) -> Count:
 
 
 def biased_attempts(s: Setting, races: int, random: Random) -> Count:
-    """Attempts of a candidate that is not faster, against the bound that as many A/A sessions give."""
+    """Compare attempts of a candidate that is not faster with the bound that as many A/A sessions give."""
     calibration = aa(s, races, random)
     found = attempts(s, races, random, nominate="same")
     bound = max(calibration.events / calibration.races, ALPHA_SESSION) ** SESSIONS
@@ -344,11 +345,11 @@ def biased_attempts(s: Setting, races: int, random: Random) -> Count:
 
 # --- who gets the narrow margin ---------------------------------------------------------------------------------------
 
-LOOKS = 400  # A/A sessions of a device, after each of which somebody looks
+LOOKS = 400  # A/A sessions of a device; the calibration is checked after each
 
 
 def calibration() -> Iterator[Cell]:
-    """Devices whose A/A sessions cross with probability pi: who is ever believed to cross in at most .05 of them?"""
+    """Count the devices that are ever believed to cross in at most 5 % of A/A sessions, by their true rate pi."""
     ours = partial(Cell, study="calibration", noise="iid")
     first, usual = first_looks(calibrated), first_looks(_by_interval)
     for pi in (ALPHA_SESSION, 0.07):
@@ -359,7 +360,7 @@ def calibration() -> Iterator[Cell]:
 
 
 def first_looks(shown: Callable[[int, int], bool]) -> list[int]:
-    """By number of crossings: after how many sessions it is first shown; in so far as LOOKS are enough."""
+    """Return, by number of crossings, the session after which a device is first believed, within LOOKS sessions."""
     looks, sessions = [], 1
     while True:
         sessions = next((n for n in range(sessions, LOOKS + 1) if shown(n, len(looks))), 0)
@@ -373,7 +374,7 @@ def _by_interval(sessions: int, crossings: int) -> bool:
 
 
 def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Count:
-    """A device is believed if its crossing number x + 1 comes after look x, for any x."""
+    """Count the devices that are believed: for some x, crossing x + 1 comes after look x."""
     gaps = _numpy(random).geometric(max(pi, 1e-12), (races, len(looks)))
     return Count(events=int((np.cumsum(gaps, axis=1) > np.array(looks)).any(axis=1).sum()), races=races)
 
@@ -382,7 +383,7 @@ def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Cou
 
 
 def lifetime() -> Iterator[Cell]:
-    """Twenty attempts at one key, as far as its budget goes; and what twenty tests at .01 do instead."""
+    """Make up to twenty attempts at one key within its budget; compare with twenty tests at .01."""
     for pi in (ALPHA_SESSION, 0.12):
         s = setting(1 + DELTA_UNCALIBRATED, "iid", LONG, DELTA_UNCALIBRATED)
         yield Cell(
@@ -400,19 +401,19 @@ def lifetime() -> Iterator[Cell]:
 
 
 def lives(s: Setting, margin: Margin, races: int, random: Random) -> Count:
-    """Was a candidate exactly at the margin ever promoted? Each attempt debits its bound, as the ledger does."""
+    """Count promotions of a candidate exactly at the margin; each attempt debits its bound, as the ledger does."""
     allowed = allowance(margin.false_promotion_bound)
     events = sum(any(promoted(s, random, "same") for _ in range(allowed)) for _ in range(races))
     return Count(events=events, races=races)
 
 
 def allowance(bound: float) -> int:
-    """Attempts out of twenty that a key's lifetime budget pays for."""
+    """Return how many of twenty attempts a key's lifetime budget allows."""
     return min(RETRIES, int(LIFETIME_BUDGET * (1 + 1e-9) / bound))
 
 
 def naive_lives(races: int, random: Random) -> Count:
-    """One session at E >= 100, twenty times over, no budget: 200 fair coins each."""
+    """Run one session at E >= 100 twenty times without a budget: 200 fair coins each."""
     rng = _numpy(random)
     limits = np.array([_needed(n, 100) for n in range(1, SHORT.max_pairs + 1)])
     events = 0
@@ -423,7 +424,7 @@ def naive_lives(races: int, random: Random) -> Count:
 
 
 def _needed(n: int, threshold: int) -> int:
-    """The fewest wins of n pairs that cross; n + 1 if none do."""
+    """Return the smallest number of wins in n pairs that crosses; n + 1 if none does."""
     return next((k for k in range(n + 1) if crossed(n, k, threshold)), n + 1)
 
 
@@ -431,9 +432,9 @@ def _needed(n: int, threshold: int) -> int:
 
 
 def tail() -> Iterator[Cell]:
-    """A candidate a fifth faster, some of whose samples take three times as long; the baseline's do in 3 of 100.
+    """Race a candidate a fifth faster, with some samples three times as long; the baseline has 3 such samples in 100.
 
-    Its p95 is then close to where its own slow samples begin: the threshold must not end up among them.
+    The baseline's p95 is then close to its slow samples: the threshold must not be one of them.
     """
     demands: tuple[tuple[float, Must, float], ...] = (
         (0.03, "at least", POWER),
@@ -459,7 +460,7 @@ def tail() -> Iterator[Cell]:
 
 
 def controls() -> Iterator[Cell]:
-    """Identical arms. The first arm is measured first, in blocks; in pairs the candidate comes first, always."""
+    """Race identical arms by common rules: in blocks, one arm after the other; in pairs, the candidate always first."""
     for noise in NOISES:
         for rule in RULES.values():
             yield Cell(
@@ -482,7 +483,7 @@ def controls() -> Iterator[Cell]:
 
 
 def usual(name: str, noise: str, races: int, random: Random) -> Count:
-    """A usual rule on blocks of 100 samples, or on 100 pairs in fixed order."""
+    """Apply a common rule to blocks of 100 samples, or to 100 pairs in fixed order."""
     rule, rng = RULES[name], _numpy(random)
     drawn = (NOISES[noise]() for _ in range(races))
     factors = [(n.factors(rng, 0), n.later_slots) for n in drawn]
@@ -502,7 +503,7 @@ SLOWER = 1.05
 
 
 def demotion() -> Iterator[Cell]:
-    """A served kernel as fast as the baseline is rarely demoted; one that becomes slower is demoted soon."""
+    """Count demotions of a served kernel as fast as the baseline, and of one that becomes slower."""
     for noise in NOISES:
         share = partial(Cell, study="demotion", noise=noise)
         alarms = partial(demoted, noise, 1.0, SHADOW)
@@ -512,7 +513,7 @@ def demotion() -> Iterator[Cell]:
 
 
 def demoted(noise: str, slower: float, pairs: int, races: int, random: Random) -> Count:
-    """Shadow pairs of one call an arm, in coin-flipped order."""
+    """Simulate shadow pairs of one call per arm, in random order."""
     rng = _numpy(random)
     times = np.array([_one_call_each(NOISES[noise](), rng, pairs) for _ in range(races)])
     served_second = rng.random((races, pairs)) < 0.5
@@ -522,7 +523,7 @@ def demoted(noise: str, slower: float, pairs: int, races: int, random: Random) -
 
 
 def alarmed(lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Does a Detector ever speak? Of each row of pairs, all rows at once."""
+    """Return for each row of pairs if a Detector would ever alarm; computes all rows at once."""
     value, alarm = np.zeros(len(lost)), np.zeros(len(lost), dtype=bool)
     for step in np.where(lost, 1 + STEP, 1 - STEP).T:
         value = (value + 1) * step
@@ -531,7 +532,7 @@ def alarmed(lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _one_call_each(noise: Noise, rng: np.random.Generator, pairs: int) -> Factors:
-    """The factors of the first and the second call of each pair."""
+    """Return the factors of the first and the second call of each pair."""
     chunks = [noise.factors(rng, start) for start in range(0, 2 * pairs, CHUNK)]
     return np.concatenate(chunks)[: 2 * pairs].reshape(pairs, 2) * np.array([1.0, noise.later_slots])
 
@@ -560,7 +561,7 @@ STUDIES: Mapping[str, Callable[[], Iterator[Cell]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """Shadow pairs until the guard's detector speaks, when the promoted kernel loses with this probability."""
+    """Shadow pairs until the guard's detector alarms, if the promoted kernel loses with this probability."""
 
     lost: float
     mean: float
@@ -570,7 +571,7 @@ class Length:
 
     @property
     def holds(self) -> bool:
-        """At even odds the mean run to a false alarm is 10^4 pairs at least."""
+        """Return True if at even odds the mean number of pairs to a false alarm is at least 10^4."""
         return self.lost > 0.5 or self.mean + 3 * self.error >= ALARM
 
 

@@ -74,14 +74,14 @@ class Parser:
 
 
 def refused_in_words(parse: Callable[[], Any]) -> Any:
-    """The answer, or None for a refusal in clear text."""
+    """Return the answer, or None for a refusal in clear text."""
     refusal: AutoselError | None = None
     try:
         return parse()
     except AutoselError as error:
         refusal = error
     text = str(refusal)
-    assert refusal.what.strip(), "it says what"
+    assert refusal.what.strip(), "the message is empty"
     assert len(text) <= MOST_TEXT, f"{len(text)} characters"
     assert "Traceback" not in text
     text.encode()
@@ -91,7 +91,7 @@ def refused_in_words(parse: Callable[[], Any]) -> Any:
 
 
 def refused(parse: Callable[[], Any], error: type[Exception]) -> Exception | None:
-    """The refusal, if it was one."""
+    """Return the refusal, if it was one."""
     try:
         parse()
     except error as found:
@@ -123,7 +123,7 @@ def paths_of(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def changed(draw: Any, document: Callable[[], Any]) -> Any:
-    """A valid document in which up to three places hold something else, are missing, or have a companion."""
+    """Draw a valid document with up to three changes: another value, a missing or an additional entry."""
     data = copy.deepcopy(document())
     for _ in range(draw(st.integers(0, 3))):
         places = paths_of(data)
@@ -221,7 +221,7 @@ def bundles(draw: Any) -> bytes:
 
 
 def rekey(made: Any) -> None:
-    """Give each row the key, op and bucket of its own contents, so that it passes that check."""
+    """Set each row's key, op and bucket from its contents, so that it passes that check."""
     for row in made["rows"] if isinstance(made.get("rows"), list) else ():
         try:
             d: Decision = from_json(Decision, row["decision"])
@@ -263,7 +263,7 @@ def config(data: bytes, folder: Path) -> None:
 
 def settings_of(drawn: tuple[dict[str, str], bytes], folder: Path) -> None:
     environment, file = drawn
-    place = folder / "settings"  # the folder itself is the home of those that run here
+    place = folder / "settings"  # parsers that run in this process use the folder as home
     place.mkdir(exist_ok=True)
     (place / "config.toml").write_bytes(file)
 
@@ -299,7 +299,7 @@ def frames(data: bytes, _: Path) -> None:
 
 
 class Peer(Worker):
-    """Hold the parent's end of a worker that sends anything: the line is real, there is no process behind it."""
+    """Hold the parent's end of a worker that sends anything; the connection is real, but there is no process."""
 
     def __init__(self, said: bytes) -> None:
         self.entry, self.exit, self._cause = "tests:none", None, ""
@@ -351,7 +351,7 @@ def told(data: Any, _: Path) -> None:
 
 
 def served(data: bytes, folder: Path) -> None:
-    """A snapshot, as far as a process that serves from it goes."""
+    """Read a snapshot as a serving process does."""
     (folder / snapshot.FILE).write_bytes(data)
     (folder / snapshot.FILE).chmod(0o600)
     found = refused_in_words(lambda: snapshot.read(folder / snapshot.FILE))
@@ -374,7 +374,7 @@ def ledger_in(folder: Path) -> Ledger:
 
 
 def imported(data: bytes, folder: Path) -> None:
-    """An import; and what the verbs say of what came in."""
+    """Import a file, then show the imported rows with the verbs."""
     ledger = ledger_in(folder)
     before = len(ledger.history())
     found = refused_in_words(lambda: ledger.import_(data, this_device().hw_id))
@@ -391,7 +391,7 @@ def imported(data: bytes, folder: Path) -> None:
 
 
 def journal(data: bytes, folder: Path) -> None:
-    """A fault's file: read by serving processes, and taken in when a ledger opens."""
+    """Read a fault's file as serving processes do, and as a ledger does when it opens."""
     place = faults.folder(folder / "ledger")
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = place / "one.json"
@@ -421,7 +421,7 @@ def device_file(data: bytes, folder: Path) -> None:
 
 
 def value(data: Any, _: Path) -> None:
-    """The decoder of values itself."""
+    """Run the decoder of values."""
     for kind in (Decision, Fingerprint, Verdict, Arm):
         found: list[Any] = []
         if refused(partial(decode_into, found, kind, data), ValueError) is None:
@@ -445,7 +445,7 @@ def candidate(drawn: tuple[str, bytes], folder: Path) -> None:
 
 
 def command_line(words: list[str], _: Path) -> None:
-    """A whole command line that measures nothing: an answer or a refusal, and never a bug of ours."""
+    """Run a whole command line without measurements: an answer or a refusal, but never a bug of autosel."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run(words)
@@ -568,7 +568,7 @@ def empty_home(folder: Path) -> Iterator[Path]:
 
 
 def feed(parser: Parser, folder: Path, examples: int) -> None:
-    """So many things drawn for it: each is answered, or refused in words."""
+    """Feed a parser this many drawn values: each is answered, or refused with a message."""
 
     @terms(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.data())

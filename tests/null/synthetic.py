@@ -1,6 +1,6 @@
-"""Synthetic candidates with a known truth, on which the very rules that judge real kernels are judged.
+"""Simulate candidates with known speed, to test the rules that judge real kernels.
 
-A `Noise` says by what factor a call takes longer than its true time at each moment of a session. `Bench` is an
+A `Noise` gives the factor by which a call takes longer than its true time at each moment of a session. `Bench` is an
 `Instrument`: it keeps its own clock, so drift, clock states and interference depend on when and in which position an
 arm is visited. `attempt` drives the rules as the pipeline does.
 """
@@ -26,12 +26,12 @@ CHUNK = 512  # samples drawn at once
 
 
 class Noise(Protocol):
-    """`later_slots` is the factor of every visit of a pair but the first."""
+    """Factors of sample times. `later_slots` is an additional factor of every visit of a pair but the first."""
 
     later_slots: float
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
-        """The factors of CHUNK samples from session clock `start` on."""
+        """Return the factors of CHUNK samples from session clock `start` on."""
 
 
 # --- what disturbs a clock --------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Noise(Protocol):
 
 @dataclass(slots=True)
 class Lognormal:
-    """Independent factors about a level that depends on the session clock alone."""
+    """Independent factors around a level that depends only on the session clock."""
 
     spread: float = 0.02
     level: Callable[[Factors], Factors | float] = lambda now: 1.0
@@ -55,7 +55,7 @@ def iid(spread: float = 0.02) -> Noise:
 
 
 def warm_up_drift() -> Noise:
-    """30 % slow at first, over after a few hundred samples."""
+    """Return a level that is 30 % slow at first, and normal after a few hundred samples."""
     return Lognormal(level=lambda now: 1 + 0.3 * np.exp(-now / 60))
 
 
@@ -64,18 +64,18 @@ def linear_drift() -> Noise:
 
 
 def period_two() -> Noise:
-    """Every other sample meets a neighbour's timer."""
+    """Return a level that a neighbour's timer slows at every other sample."""
     return Lognormal(spread=0.01, level=lambda now: np.where(now % 2 == 1, 1.05, 1.0))
 
 
 def position_effect() -> Noise:
-    """The arm that comes second in a pair is 3 % slower."""
+    """Slow the second arm of a pair by 3 %."""
     return Lognormal(spread=0.01, later_slots=1.03)
 
 
 @dataclass(slots=True)
 class ParetoSpikes:
-    """One sample in twenty is hit by something without a mean to speak of."""
+    """One sample in twenty has a Pareto-distributed delay."""
 
     later_slots: float = 1.0
 
@@ -171,7 +171,7 @@ class Bench:
         return taken, ""
 
     def take(self, samples: int) -> list[float]:
-        """The noise of the next samples."""
+        """Return the noise of the next samples."""
         while len(self.ahead) < samples:
             start = self.now + len(self.ahead)
             self.ahead += self.noise.factors(self.rng, start).tolist()
@@ -180,7 +180,7 @@ class Bench:
         return taken
 
     def block(self, arm: str, samples: int) -> Factors:
-        """This many samples of one arm alone, one after the other: how most tuners measure."""
+        """Return this many consecutive samples of one arm alone, as most tuners measure."""
         return self.true_ns[arm] * np.array(self.take(samples))
 
     def probe(self) -> float:
@@ -192,9 +192,9 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The truth of a race and how it is held. `base` is the baseline.
+    """The true speeds of a race, and its settings. `base` is the baseline.
 
-    `session_spread`: standard deviation of the luck, in logarithms, that each arm but the baseline draws per session.
+    `session_spread`: standard deviation, in logarithms, of the bias that each arm but the baseline draws per session.
     """
 
     true_ns: Mapping[str, float]
@@ -215,7 +215,7 @@ class Setting:
         return tuple(dict.fromkeys(("base", self.incumbent)))
 
     def bench(self, random: Random) -> Bench:
-        """A fresh process."""
+        """Return the bench of a new process."""
         lucky = self.true_ns
         if self.session_spread:
             lucky = {
@@ -235,7 +235,7 @@ def screened(setting: Setting, random: Random) -> Session:
 def confirmed(
     setting: Setting, finalist: str, random: Random, screening: Session, earlier: Sequence[Session] = ()
 ) -> Session:
-    """One confirming session of the finalist in a fresh process."""
+    """Run one confirming session of the finalist in a new process."""
     arms = (*setting.rivals, finalist, *([CLONE] if CLONE in setting.true_ns else []))
     duel = Duel(arms=arms, finalist=finalist, rivals=setting.rivals)
     return confirm(setting.bench(random), duel, setting.trial(random), screening, earlier)

@@ -1,4 +1,4 @@
-"""Count the effects of other work on decisions, by hand."""
+"""Test how bench_busy.py counts the effects of other work on decisions, with results worked by hand."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_ratios_at_another_read_rate_are_not_compared() -> None:
     assert (found["decided"], found["compared"], found["far"]) == (1, 0, [])
 
 
-def test_a_miss_is_the_factor_to_the_nearer_end() -> None:
+def test_a_miss_is_the_factor_to_the_nearer_end_of_the_interval() -> None:
     assert bench_busy.miss(row(2.2, 2.1, 2.3), REFERENCE["a"]) == pytest.approx(1.05)
     assert bench_busy.miss(row(1.5, 1.4, 1.6), REFERENCE["a"]) == pytest.approx(1.25)
     assert bench_busy.miss(row(2.0, 1.0, 3.0), REFERENCE["a"]) == 1.0
 
 
-def test_the_table_has_a_line_for_each_load_and_each_workload_that_is_off() -> None:
+def test_the_table_has_a_line_for_each_load_and_each_workload_that_missed() -> None:
     kept = {
         bench_busy.REFERENCE: {"load": bench_busy.REFERENCE, "rows": REFERENCE, "seconds": 60.0},
         "8": {"load": "8", "rows": {"a": row(2.0, 1.9, 2.1), "c": row(1.5, 1.4, 1.6)}, "seconds": 120.0},
@@ -93,14 +93,14 @@ def test_competing_processes_end_when_the_benchmark_is_killed() -> None:
 
 
 def runs(pid: int) -> bool:
-    """A zombie that nobody waits for has ended."""
+    """Return True if the process runs; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_a_workload_is_added_to_those_that_were_tuned_beside_the_load_before(tmp_path: Path) -> None:
+def test_a_workload_is_added_to_those_already_tuned_under_that_load(tmp_path: Path) -> None:
     path = tmp_path / "8.json"
     for name, seconds in (("a", 2.0), ("b", 3.0), ("a", 4.0)):
         found = {"load": "8", "rows": {name: row(seconds, 1.0, 9.0)}, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""Judge cells and ops of programs, by hand."""
+"""Test how bench_programs.py judges cells and ops, with results worked by hand."""
 
 from __future__ import annotations
 

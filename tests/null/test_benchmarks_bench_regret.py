@@ -1,4 +1,4 @@
-"""The regret's arithmetic: what noise may and may not look like. Rounds are drawn with a known truth."""
+"""Test the arithmetic of regrets: noise must not look like regret. Rounds are drawn with known times."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ RIVALS = ("closed", "a", "b", "c", "d", "e")
 
 
 def rounds(rng: Random, count: int = 24, noise: float = 0.03, **truth: float) -> dict[str, list[float]]:
-    """Times of each rival: its true one (100 unless given), the round's own level, and noise."""
+    """Draw times of each rival: its true time (100 by default), times the round's level, times noise."""
     levels = [rng.uniform(0.8, 1.6) for _ in range(count)]
     return {r: [truth.get(r, 100.0) * level * rng.gauss(1, noise) for level in levels] for r in RIVALS}
 
 
 def test_equal_settings_have_no_regret_despite_the_minimum() -> None:
-    """The winner's curse: the best of six medians is too fast, judged on the rounds that chose it."""
+    """Test the winner's curse: the best of six medians is too fast if judged on the rounds that selected it."""
     rng = Random(1)
     drawn = [rounds(rng) for _ in range(200)]
     naive = [statistics.median(d["closed"]) / min(statistics.median(d[r]) for r in RIVALS) - 1 for d in drawn]
@@ -86,11 +86,11 @@ def test_the_regret_is_zero_if_the_closed_form_is_best() -> None:
     assert held_out(rounds(Random(4), closed=50.0), "closed", RIVALS) == 0.0
 
 
-# --- a whole cell, on a machine that is drawn -------------------------------------------------------------------------
+# --- a whole cell, on a simulated machine ----------------------------------------------------------------------------
 
 
 class Machine:
-    """Settings with known times on a machine whose speed wanders; its clock moves only while it works."""
+    """Settings with known times on a simulated machine whose speed drifts; its clock advances only while it works."""
 
     def __init__(self, truth: dict[str, float], seed: int, *, noise: float = 0.02, busy_s: float = 0.0) -> None:
         self.truth, self.rng, self.noise, self.busy_s = truth, Random(seed), noise, busy_s
@@ -100,7 +100,7 @@ class Machine:
 
     def visit(self, order: Sequence[str]) -> dict[str, float]:
         self.level = min(2.0, max(0.5, self.level * self.rng.gauss(1, 0.03)))
-        beside = self.clock_s % 3 < self.busy_s  # others work so long of every three seconds
+        beside = self.clock_s % 3 < self.busy_s  # seconds out of three in which other processes work
         self.disturbed = self.disturbed or beside
         found = {}
         for name in order:
@@ -119,7 +119,7 @@ class Machine:
 
 
 def judged(machine: Machine, seconds: float = 8.0) -> tuple[float, float, float]:
-    """(regret, low, high) as a cell has them."""
+    """Return (regret, low, high) of a cell."""
     rng = Random(5)
     rivals = {name: {"knob": name} for name in machine.truth if name != "closed"}
     swept = nominate(machine, "closed", rivals, {"knob": "closed"}, seconds=0.4 * seconds, rng=rng)
@@ -145,7 +145,7 @@ def test_the_one_good_setting_of_two_hundred_is_found() -> None:
         assert low <= 0.25 <= high or high - low < 0.04
 
 
-def test_stopping_when_the_interval_is_narrow_leaves_it_honest() -> None:
+def test_stopping_when_the_interval_is_narrow_keeps_its_confidence() -> None:
     covered = 0
     for seed in range(40):
         _, low, high = judged(Machine(equal(4, s2=3800.0), seed, noise=0.015))
@@ -162,7 +162,7 @@ def test_a_cell_without_noise_ends_early_and_a_noisy_one_on_time() -> None:
 
 
 def test_slow_settings_do_not_make_a_cell_endless() -> None:
-    """128 settings of 30 ms, half of them at 60: visiting each once would take 12 s; the best two changes combined."""
+    """Sweep 128 settings of 30 and 60 ms, where visiting each once would take 12 s; two changes combined are best."""
     grid = [dict(zip("tabc", values, strict=True)) for values in itertools.product((2, 1), *[range(4)] * 3)]
     named = {"".join(map(str, setting.values())): setting for setting in grid}
     gain = {(1, 1): 0.95, (1, 0): 0.98, (0, 1): 0.98}
@@ -196,7 +196,7 @@ def test_a_value_that_no_setting_changes_alone_stays_in_the_sweep() -> None:
 
 
 class Refusing(Machine):
-    """Its device has no room for one of the settings."""
+    """A machine whose device cannot run one of the settings."""
 
     def visit(self, order: Sequence[str]) -> dict[str, float] | None:
         if "large" in order:
@@ -204,7 +204,7 @@ class Refusing(Machine):
         return super().visit(order)
 
 
-def test_a_setting_that_the_device_refuses_costs_itself_alone() -> None:
+def test_a_setting_that_the_device_refuses_does_not_affect_the_others() -> None:
     assert refusing(Refusing({"closed": 100.0, "small": 90.0, "large": 80.0}, 1), ["small", "large"]) == ["large"]
 
 
@@ -228,7 +228,7 @@ def cpu(**rates: float) -> Fingerprint:
 
 
 @pytest.mark.parametrize("cell", cells("cpu"), ids=lambda c: c.name)
-def test_a_sweep_holds_the_closed_form_and_is_legal_and_bounded(cell: object) -> None:
+def test_a_sweep_contains_the_closed_form_and_is_legal_and_bounded(cell: object) -> None:
     fp, w = cpu(), cell.workload  # type: ignore[attr-defined]
     for name in cell.kernels:  # type: ignore[attr-defined]
         closed, legal = settings(find(w.op, name), w, fp)
@@ -237,7 +237,7 @@ def test_a_sweep_holds_the_closed_form_and_is_legal_and_bounded(cell: object) ->
         assert all(is_legal(one, w, fp) for one in legal if one != closed)
 
 
-def test_cells_have_names_of_their_own() -> None:
+def test_each_cell_has_its_own_name() -> None:
     for device in ("cpu", "cuda"):
         names = [c.name for c in cells(device)]
         assert len(names) == len(set(names))
@@ -250,7 +250,7 @@ NO_FORMULAS = {"__init__", "facts"}
 
 
 def test_every_kernel_of_ours_on_a_gpu_has_its_cells() -> None:
-    """A new kernel has none, and fails here."""
+    """Fail for a new kernel without cells."""
     met = {(c.workload.op, name) for c in cells("cuda") if c.kind != "route" for name in c.kernels}
     assert met == {(c.op, c.name) for c in OURS}
 
@@ -273,7 +273,7 @@ def _formulas() -> list[Any]:
 
 @pytest.mark.parametrize("cell", cells("cuda"), ids=lambda c: c.name)
 def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: Cell) -> None:
-    """The compiler is used less often each time."""
+    """Bound the sweep, with fewer builds for each kind of knob."""
     fp = known.load("h200")
     if cell.kind == "route":
         assert routed(cell.workload, fp, cell.kernels) in cell.kernels
@@ -287,7 +287,7 @@ def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: Cell) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_route_is_judged_at_every_m_that_it_could_go_wrong_at(device: str) -> None:
-    """1 to 16 and beyond, with both kernels in each cell; on no known device does a route change elsewhere."""
+    """Check M from 1 to 16 and larger ones, with both kernels per cell; no known device changes routes elsewhere."""
     routes = [c for c in cells(device) if c.kind == "route"]
     found: dict[tuple[str, ...], dict[tuple[int, int], set[int]]] = {}
     for c in routes:
@@ -324,24 +324,24 @@ def test_each_way_of_a_tiled_product_is_its_own_formulas() -> None:
     assert [routed(at, fp, cell.kernels).partition("@")[2] for fp in (h200, rtx)] == ["stream", "large"]
 
 
-# --- what was measured from which sources -----------------------------------------------------------------------------
+# --- the sources of measured cells -----------------------------------------------------------------------------------
 
 
 def committed() -> list[list[dict[str, Any]]]:
-    """The cells of each instruction set."""
+    """Return the committed cells of each instruction set."""
     files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("regret-*.json"))
     assert files
     return [list(json.loads(path.read_text())["cells"].values()) for path in files]
 
 
-def test_every_committed_cell_says_which_sources_it_was_measured_from() -> None:
+def test_every_committed_cell_names_its_sources() -> None:
     text = (ROOT / "docs" / "formulas.md").read_text()
     for found in committed():
         assert all(c["sources"] for c in found)
         assert changed_since(found) in text
 
 
-def test_a_cell_that_is_older_than_its_kernels_sources_is_said_to_be() -> None:
+def test_a_cell_older_than_its_kernels_sources_is_marked() -> None:
     cell = next(c for c in cells("cpu") if c.kernels == ("cpp:gemv",))
     now = sources_of(cell, cpu())
     assert {"cpu/gemv.cpp", "cpu/dot.h"} <= set(now)
@@ -374,12 +374,12 @@ def test_knobs_of_the_way_not_taken_are_not_swept() -> None:
     assert ignored({"rows": 4}) == ()
 
 
-# --- what the sweep taught the formulas -------------------------------------------------------------------------------
+# --- rules of the formulas that come from sweeps ---------------------------------------------------------------------
 
 
-def test_a_fork_join_measured_beside_other_work_is_not_believed() -> None:
-    """194 us on a machine at load 4, 3 us an hour later: believed, it left one of two cores idle for products of
-    160 us, which then took 1.3 to 1.9 times as long."""
+def test_a_fork_join_measured_on_a_busy_machine_is_ignored() -> None:
+    """Ignore such a rate: it was 194 us on a machine at load 4, and 3 us an hour later. Using it left one of two cores
+    idle for products of 160 us, which then took 1.3 to 1.9 times as long."""
     disturbed = replace(cpu(**{"fork_join_s@2": 194e-6}), contended=True)
     assert facts(disturbed).fork_join_s == FORK_JOIN_S
     assert worthwhile_threads(facts(disturbed), 160e-6) == 2
@@ -388,5 +388,5 @@ def test_a_fork_join_measured_beside_other_work_is_not_believed() -> None:
 
 
 def test_time_of_others_excludes_this_process() -> None:
-    """Two cores for ten seconds: 14 s of work, 9 of them ours, leave half a core to others."""
+    """Check two cores for ten seconds: 14 s of work, 9 s of it ours, are half a core of others."""
     assert others_share((0.0, 100.0, 3.0), (10.0, 114.0, 12.0)) == pytest.approx(0.5, abs=0.01)

@@ -74,8 +74,8 @@ def reached(name: str, **records: Record) -> tuple[str, ...]:
     return next(row for row in goals.lines(records, {}) if row[0] == name)
 
 
-def test_a_gemv_is_judged_by_what_it_takes_beyond_its_bytes() -> None:
-    """By its worst workload at one row; another number of rows, or another op, does not count."""
+def test_a_gemv_is_judged_by_its_time_beyond_reading_its_bytes() -> None:
+    """Judge by the worst workload at one row; other numbers of rows and other ops do not count."""
     found = {
         key("linear", **GEMV): timed(10.0, 9.0),
         key("linear", **{**GEMV, "K": 8192}): timed(20.0, 18.8),
@@ -99,7 +99,7 @@ def test_shares_of_the_read_rate_are_judged_where_bytes_prevail() -> None:
     assert row[2:4] == ("96.0%", "reached")
 
 
-def test_a_missed_goal_asks_for_its_reason() -> None:
+def test_a_missed_goal_requires_a_reason() -> None:
     runs = record("decode", {"batch 1": {"ok": True, "certificate": {"tokens_per_sec": 200.0, "speedup": 3.0}}})
     name = "llama-8b bf16, B=1, L=8192"
     assert reached(name, decode=runs)[5] == goals.UNKNOWN
@@ -113,8 +113,8 @@ def test_unfinished_units_miss_their_goal() -> None:
     assert row[3] == "missed"
 
 
-def test_goals_name_units_that_there_are() -> None:
-    """A renamed decode run would leave its goal unread for ever."""
+def test_goals_name_existing_units() -> None:
+    """Check this, because a renamed decode run would silently disable its goal."""
     named = {*goals.BASE, "llama-1b at 256", "qwen3-1.7b at 256", "gemma3-1b at 256"}
     assert named <= set(decode.runs(scope()))
 
@@ -169,7 +169,7 @@ CELL = {
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """docs/generate.py over a checkout with results of one device."""
+    """Return docs/generate.py for a checkout with results of one device."""
     spec = importlib.util.spec_from_file_location("generate_for_results", ROOT / "docs" / "generate.py")
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -186,16 +186,16 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_the_documentation_says_on_which_devices_a_kernel_was_right(pages: Any) -> None:
-    """A kernel with one build that failed is not."""
+def test_the_documentation_lists_the_devices_on_which_a_kernel_was_right(pages: Any) -> None:
+    """Treat a kernel with one failed build as not right."""
     where = {"cuda:rmsnorm": {"NVIDIA H200"}, "cuda:gemv": set(), "cuda:step": {"NVIDIA H200"}}
     assert pages._parities() == {**where, "cuda:probes": {"NVIDIA H200"}}
 
 
-def test_a_kernel_says_that_it_never_ran_until_results_of_a_device_say_otherwise(
+def test_a_kernels_header_states_that_it_never_ran_until_there_are_results(
     pages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that failed there has run as well; without results none has."""
+    """Treat a kernel that failed on the device as run; without results no kernel has run."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     shutil.copytree(ROOT / "tests" / "compile", tmp_path / "tests" / "compile")
     changed = {path.stem for path in pages.rewrite_headers(write=True)}
@@ -213,7 +213,7 @@ def test_a_kernel_says_that_it_never_ran_until_results_of_a_device_say_otherwise
 
 
 def test_only_sources_that_never_ran_on_a_device_state_it() -> None:
-    """Kernels: docs/generate.py --check. Here what runs them, and the first page."""
+    """Check the modules that run kernels, and the README; docs/generate.py --check covers the kernels."""
     ran = any(record["device"]["kind"] == "cuda" for record in map(_record, ROOT.glob("benchmarks/results/*/*.json")))
     modules = [
         path for path in (ROOT / "autosel").rglob("*.py") if re.search(r"not\s+yet run on silicon", path.read_text())
@@ -227,7 +227,7 @@ def _record(path: Path) -> dict[str, Any]:
     return found if "units" in found else {"device": {"kind": ""}}
 
 
-def test_the_targets_that_the_page_names_are_those_that_the_tests_take() -> None:
+def test_the_page_names_the_targets_of_the_tests() -> None:
     from tests.compile import cutlass_asked, targets, triton_kernels
 
     assert targets.of_known_devices() == tuple(sorted(triton_kernels.TARGETS))
@@ -243,9 +243,7 @@ def test_the_page_of_goals_shows_a_device_and_the_reasons_for_its_gaps(pages: An
     assert "missed" in row and "fp32 rounds twice" in row
 
 
-def test_the_page_of_regrets_shows_the_cells_of_a_kept_stage_beside_those_of_the_benchmark(
-    pages: Any, tmp_path: Path
-) -> None:
+def test_the_page_of_regrets_shows_the_cells_of_a_kept_stage_and_of_the_benchmark(pages: Any, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "benchmarks" / "results" / "cpu", tmp_path / "benchmarks" / "results" / "cpu")
     text = pages.regret()
     assert "NVIDIA H200, 2026-01-01; 1 of " in text
@@ -253,8 +251,8 @@ def test_the_page_of_regrets_shows_the_cells_of_a_kept_stage_beside_those_of_the
     assert "cpp:gemv" in text and "no kernel" not in text
 
 
-def test_a_gpus_regrets_are_kept_by_the_stage_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """The benchmark would write its cells over the stage's record."""
+def test_only_the_stage_keeps_a_gpus_regrets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Refuse this in the benchmark, which would overwrite the stage's record with its cells."""
     with pytest.raises(SystemExit):
         parsed_regret(["--device", "cuda", "--write"])
     assert "./run gpu --stage regret --keep" in capsys.readouterr().err
@@ -297,7 +295,7 @@ def test_text_after_the_profilers_table_is_not_a_counter() -> None:
     assert told == list(profiles.counters(NCU))
 
 
-def test_the_slowest_of_ours_are_found_where_they_do_worst(tmp_path: Path) -> None:
+def test_our_slowest_kernels_are_found_at_their_worst_workload(tmp_path: Path) -> None:
     arms = {
         "cuda:gemv": {"us": 10.0, "read": 0.9}, "triton:gemv": {"us": 20.0, "read": 0.4},
         "torch:linear": {"us": 99.0, "read": 0.1}, "cuda:gate_up": {"us": 1.0, "read": 0.2},
@@ -311,7 +309,7 @@ def test_the_slowest_of_ours_are_found_where_they_do_worst(tmp_path: Path) -> No
     assert found == [("b", "cuda:gemv", 0.3), ("a", "triton:gemv", 0.4)]
 
 
-def test_without_the_profiler_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_profiler_is_reported_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Kept(tmp_path).write(record("bench", {"w": timed(10.0, 9.0)}))
     monkeypatch.setattr(profiles, "find_profiler", lambda: None)
     found = profiles.run("slowest 1", scope("--out", str(tmp_path)), known.load("h200"))
@@ -327,7 +325,7 @@ def test_without_the_profiler_it_says_how_to_get_it(tmp_path: Path, monkeypatch:
 def test_the_profilers_output_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, outcome: str
 ) -> None:
-    """A tool that says it, in the profiler's place; its command line is the profiler's."""
+    """Replace the profiler by a script that prints its output; the command line is real."""
     tool = tmp_path / "ncu"
     tool.write_text(f"#!/bin/sh\ntest \"$1\" = --csv || exit 7\ncat <<'END'\n{said}\nEND\nexit {code}\n")
     tool.chmod(0o755)
@@ -344,7 +342,7 @@ def failed(cause: str, reason: str = "") -> Failed:
     return Failed(check="raised", case="c", evidence={"cause": cause}, reason=reason)
 
 
-def test_a_fault_must_fail_for_its_own_cause() -> None:
+def test_a_planted_fault_must_fail_with_its_expected_cause() -> None:
     words = containment.FAULTS["illegal_access"]
     assert not containment.judged(failed("raised RuntimeError", "CUDA error: an illegal memory access"), words)
     assert containment.judged(failed("timeout in request"), words)
@@ -352,7 +350,7 @@ def test_a_fault_must_fail_for_its_own_cause() -> None:
     assert not containment.judged(failed("raised RuntimeError", "cudaMalloc: out of memory"), ("memory",))
 
 
-def test_the_next_must_get_the_very_proof_it_gets_alone() -> None:
+def test_the_next_kernel_must_get_the_same_proof_as_alone() -> None:
     alone = Passed(cases=40, worst=0.5, worst_case="two rows", seconds=1.0)
     assert not containment.as_alone(Passed(cases=40, worst=0.5, worst_case="two rows", seconds=9.0), alone)
     assert containment.as_alone(Passed(cases=39, worst=0.5, worst_case="two rows"), alone)
@@ -363,7 +361,7 @@ def test_the_next_must_get_the_very_proof_it_gets_alone() -> None:
 def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child that reports a fault is released; the parent starts another."""
+    """Release a child that reports a fault, and start another."""
 
     def serve(self: Child) -> None:
         code = 'print("{}", flush=True)\ninput()\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
@@ -379,7 +377,7 @@ def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
         assert asked.process is None and first is not None and first.returncode is not None
 
 
-def test_a_fault_that_the_device_keeps_is_found_after_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_persistent_fault_of_the_device_is_found_after_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert child.fault_of_device() == ""
 
     def synchronize() -> None:
@@ -395,7 +393,7 @@ def test_a_fault_that_the_device_keeps_is_found_after_the_unit(monkeypatch: pyte
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_not_there_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, device = scope(), known.load("h200")
     with monkeypatch.context() as nothing:
         nothing.setattr("importlib.util.find_spec", lambda name: None)
@@ -423,7 +421,7 @@ def test_an_engine_with_the_plug_in_is_compared_with_itself(ours: dict[str, Any]
 
 
 class Asked:
-    """Replace an engine's front end: it keeps its requests and answers with tokens."""
+    """Replace an engine's front end: keep its requests and answer with tokens."""
 
     given: dict[str, Any]
 
@@ -440,7 +438,7 @@ class Asked:
     def shutdown(self) -> None: ...
 
 
-def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_is_called_with_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     for name, front in (("vllm", {"LLM": Asked, "SamplingParams": argparse.Namespace}), ("sglang", {"Engine": Asked})):
         module = ModuleType(name)
@@ -452,9 +450,9 @@ def test_engines_are_asked_in_their_own_words(tmp_path: Path, monkeypatch: pytes
 
 
 def test_flashinfers_results_are_judged_by_our_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right gate and a wrong one, in its place."""
+    """Replace the library's gate by a right one and by a wrong one."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # unchanged: nothing is applied
+    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # does not change x: no op is applied
     settings_of.read.cache_clear()
     asked = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64"]))
     shares = []

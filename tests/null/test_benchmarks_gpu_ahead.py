@@ -1,4 +1,4 @@
-"""Test work that starts before it is needed: in order, limited in advance, with each error in its own piece."""
+"""Test work that starts before it is needed: in order, limited in number, each error raised for its own piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gpu.ahead import WINDOW, Ahead
 
 
-def test_no_more_is_begun_than_a_kill_may_cost() -> None:
+def test_only_a_limited_number_of_pieces_starts_in_advance() -> None:
     done: list[int] = []
     made = Ahead(range(100), done.append, threads=2)
     made.of(0)
@@ -17,12 +17,12 @@ def test_no_more_is_begun_than_a_kill_may_cost() -> None:
     assert done == list(range(1 + WINDOW * 2))
 
 
-def test_a_piece_requested_early_starts_with_all_before_it() -> None:
+def test_a_piece_requested_early_starts_after_all_earlier_pieces() -> None:
     made = Ahead(range(20), lambda n: n * n, threads=2)
     assert [made.of(n) for n in (15, 3, 19)] == [225, 9, 361]
 
 
-def test_pieces_run_side_by_side() -> None:
+def test_pieces_run_at_the_same_time() -> None:
     together = Barrier(3, timeout=60)
     made = Ahead(range(3), lambda _: together.wait(), threads=3)
     assert {made.of(n) for n in range(3)} == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Test the key of a stage's results: anything that could change them makes another key."""
+"""Test the key of a stage's results: everything that could change the results changes the key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["kernels/cutlass/gemm.cu", "kernels/ffi.h", "autosel/knobs/gemv.py", "benchmarks/gpu/parity.py"]
 )
-def test_results_of_other_sources_are_not_taken_for_these(checkout: Path, name: str) -> None:
+def test_results_of_other_sources_are_not_reused(checkout: Path, name: str) -> None:
     before = held.sources_digest(checkout, checkout / "kernels")
     assert held.sources_digest(checkout, checkout / "kernels") == before
     (checkout / name).write_text("two")

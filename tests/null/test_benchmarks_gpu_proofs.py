@@ -47,7 +47,7 @@ class Builds:
 
 
 def way(name: str) -> Any:
-    """`build:name`: an entry by the name of its build."""
+    """Return an entry for `build:name`."""
     if name == "raises":
         raise ZeroDivisionError(name)
     return SimpleNamespace(build=name.partition(":")[0], recipe=NativeRecipe(source=name.partition(":")[0], entry="e"))
@@ -80,14 +80,14 @@ def test_neighbours_of_one_build_share_a_worker_and_others_do_not() -> None:
     assert len({workers["a:1"], workers["b:1"], workers["a:3"]}) == 3
 
 
-def test_one_worker_takes_no_more_proofs_than_a_kill_may_cost() -> None:
+def test_the_number_of_proofs_in_one_worker_is_limited() -> None:
     names = [f"a:{number}" for number in range(2 * proofs.TOGETHER + 1)]
     made, _ = begun(*names)
     workers = [str(made.of(name)).partition(" by ")[2] for name in names]
     assert len(set(workers)) == 3 and workers.count(workers[0]) == proofs.TOGETHER
 
 
-def test_an_error_costs_its_own_unit() -> None:
+def test_an_error_fails_only_its_own_unit() -> None:
     made, _ = begun("a:1", "raises", "broken:1", "a:2")
     with pytest.raises(ZeroDivisionError):
         made.of("raises")

@@ -1,5 +1,5 @@
-"""Test how `./run gpu` runs a stage: deadlines, budgets, deaths, and repeated units. The stage's process is a script;
-nothing is measured."""
+"""Test how `./run gpu` runs a stage: timeouts, budgets, deaths, and repeated units. The stage's process is a script
+that does not measure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def scope(tmp_path: Path) -> Scope:
 
 
 class Stage:
-    """A stage of these units."""
+    """A stage with these units."""
 
     def __init__(self, folder: Path, scope: Scope, patch: pytest.MonkeyPatch) -> None:
         self.file, self.scope, self.kept = folder / "starts", scope, Kept(Path(scope.out))
@@ -59,13 +59,13 @@ class Stage:
         self.processes: list[subprocess.Popen[bytes] | None] = []
 
     def run(self, *units: str, key: str = "k", program: tuple[str, ...] = (), **options: object) -> Record:
-        """`program`: another than the script, with its arguments."""
+        """Run the stage; `program` replaces the script and its arguments."""
         with self.starting(lambda name: program or ("-c", SCRIPT, str(self.file), key, *units)):
             return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
 
     @contextmanager
     def starting(self, program: Callable[[str], tuple[str, ...]]) -> Iterator[None]:
-        """Instead of a stage's own process Python runs what `program` says for it."""
+        """Run `program` in Python instead of the stage's own process."""
         start = Child._start
 
         def begin(child: Child) -> None:
@@ -94,7 +94,7 @@ def test_a_stage_that_cannot_begin_says_why(stage: Stage) -> None:
     assert "no such device" in error.value.why
 
 
-def test_a_process_that_hangs_where_it_imports_is_ended_with_the_budget_and_keeps_what_was_found(stage: Stage) -> None:
+def test_a_process_that_hangs_during_imports_is_ended_with_the_budget_and_results_are_kept(stage: Stage) -> None:
     found = stage.run("a", program=HANGS, budget_s=2.0)
     assert found.failed == [BEGINNING] and "did not begin within 2 s" in found.units[BEGINNING]["error"]
     assert [p.poll() for p in stage.processes if p] == [-signal.SIGKILL]
@@ -112,13 +112,13 @@ def test_a_process_that_dies_during_imports_does_not_end_the_run(stage: Stage) -
     assert "no_such_module" in stage.kept.path("parity.log").read_text()
 
 
-def test_a_process_that_hangs_when_it_begins_again_costs_what_the_budget_leaves(stage: Stage) -> None:
+def test_a_process_that_hangs_at_a_restart_ends_with_the_budget(stage: Stage) -> None:
     found = stage.run("a", "dies", "b", key="hangs anew", budget_s=8.0)
     assert found.failed == ["dies"] and found.undone == ["b"]
     assert stage.starts == 2 and all(p is not None and p.poll() is not None for p in stage.processes)
 
 
-def test_a_stage_whose_process_hangs_does_not_keep_the_run_from_the_next_one(
+def test_after_a_stage_whose_process_hangs_the_next_stage_runs(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--device", "cpu", "--stage", "parity", "--stage", "graph", "--stage", "sanitizer", "--budget", "8s"]
@@ -133,20 +133,20 @@ def test_a_stage_whose_process_hangs_does_not_keep_the_run_from_the_next_one(
     assert said.startswith("a device ") and f"failed: {BEGINNING}: its process did not begin within" in said
 
 
-def test_a_unit_beyond_its_deadline_costs_itself_alone(stage: Stage) -> None:
+def test_a_unit_beyond_its_deadline_fails_alone(stage: Stage) -> None:
     found = stage.run("a", "hangs", "b", unit_s=3.0)
     assert found.failed == ["hangs"] and not found.undone
     assert "took longer than" in found.units["hangs"]["error"]
     assert stage.starts == 2
 
 
-def test_a_unit_that_takes_its_process_along_costs_itself_alone(stage: Stage) -> None:
+def test_a_unit_that_kills_its_process_fails_alone(stage: Stage) -> None:
     found = stage.run("a", "dies", "b")
     assert found.failed == ["dies"] and "SIGSEGV" in found.units["dies"]["error"]
     assert found.units["b"]["ok"]
 
 
-def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) -> None:
+def test_a_unit_that_broke_the_device_is_followed_by_a_new_process(stage: Stage) -> None:
     found = stage.run("a", "breaks", "b")
     pids = [found.units[name]["pid"] for name in ("a", "breaks", "b")]
     assert pids[0] == pids[1] != pids[2]
@@ -154,7 +154,7 @@ def test_after_a_unit_that_broke_the_device_comes_a_new_process(stage: Stage) ->
 
 
 def test_a_common_reason_of_failures_is_reported_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told at the first of them, while the stage continues, and in the summary, which names a few."""
+    """Report it at the first failure, while the stage continues, and in the summary, which names a few units."""
     record = stage.run("fails", *(f"fails {number}" for number in range(5)), "a")
     assert len(record.failed) == 6
     assert capsys.readouterr().err.count("[parity] failed: a reason") == 1
@@ -162,8 +162,8 @@ def test_a_common_reason_of_failures_is_reported_once(stage: Stage, capsys: pyte
     assert told == ["failed: fails, fails 0, fails 1 and 3 more: a reason"]
 
 
-def test_a_budget_leaves_what_it_cannot_pay(stage: Stage) -> None:
-    """Units that the budget cut short have not failed."""
+def test_units_beyond_the_budget_are_left_open(stage: Stage) -> None:
+    """Do not count units that the budget cut short as failed."""
     found = stage.run("a", "hangs", "b", budget_s=6.0)
     assert found.undone == ["hangs", "b"] and not found.failed
     assert stage.kept.read("parity") == found
@@ -180,7 +180,7 @@ def test_finished_units_are_not_repeated_and_failed_ones_only_on_request(stage: 
     assert not third.failed and third.units["a"] == first.units["a"]
 
 
-def test_results_for_something_else_are_not_taken_for_these(stage: Stage) -> None:
+def test_results_with_another_key_are_not_reused(stage: Stage) -> None:
     first, other = stage.run("a"), stage.run("a", key="another scope")
     assert other.units["a"]["pid"] != first.units["a"]["pid"]
     assert stage.run("a", key="another scope", fresh=True).units["a"]["pid"] != other.units["a"]["pid"]
@@ -206,7 +206,7 @@ def test_a_long_remaining_time_is_reported_if_known(seconds: float, done: int, c
     assert left_text(seconds, done, count) == text
 
 
-def test_only_the_units_that_are_wanted_are_gone_through(stage: Stage) -> None:
+def test_only_the_requested_units_run(stage: Stage) -> None:
     def wanted(unit: str) -> bool:
         return "a" in unit
 

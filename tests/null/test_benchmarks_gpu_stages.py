@@ -1,4 +1,4 @@
-"""Test the stored results of `./run gpu`: valid ones are read again, broken ones are not, tables have every stage."""
+"""Test the stored results of `./run gpu`: valid files are read again, broken ones are not; tables have every stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PASSED = {"ok": True, "outcome": "passed", "cases": 42, "worst": 0.5, "seconds":
 
 @pytest.mark.parametrize("words", [("--device", "cuda"), ("--device", "cpu"), ("--device", "cuda", "--op", "attn")])
 def test_every_decode_was_tuned_before(words: tuple[str, ...]) -> None:
-    """Every workload of every run, of the ops that the scope tunes, once; and nothing else."""
+    """Check that the tune contains every workload of every run once, for the ops in its scope, and no other."""
     scope = scope_of(parsed([*words]))
 
     def asked(model: str, batch: int, seq: int, *ops: str) -> set[str]:
@@ -78,12 +78,12 @@ def test_written_results_are_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"stage": "parity"}', '{"nobody": 1}'])
-def test_a_broken_file_counts_as_none(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_treated_as_missing(tmp_path: Path, text: str) -> None:
     (tmp_path / "parity.json").write_text(text)
     assert Kept(tmp_path).read("parity") is None
 
 
-def test_the_summary_names_what_failed_and_what_is_left(tmp_path: Path) -> None:
+def test_the_summary_names_failed_and_open_units(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     failed = {"ok": False, "outcome": "failed", "reason": "guards (two rows): it wrote outside its outputs"}
     kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": failed}))
@@ -95,7 +95,7 @@ def test_the_summary_names_what_failed_and_what_is_left(tmp_path: Path) -> None:
     assert "it wrote outside" in (tmp_path / "summary.md").read_text()
 
 
-def test_all_done_and_right_is_clean(tmp_path: Path) -> None:
+def test_a_complete_run_without_failures_is_clean(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": PASSED}, listed=["rmsnorm cpp:rmsnorm bf16"]))
     text, clean = write_summary(kept)
@@ -106,13 +106,13 @@ def scope(*words: str) -> Scope:
     return scope_of(parsed(["--device", "cpu", *words]))
 
 
-def test_a_scope_survives_its_spelling() -> None:
+def test_a_scope_survives_a_round_trip_through_its_options() -> None:
     made = scope("--op", "gemv", "--op", "rmsnorm", "--seq", "256")
     assert made.ops == ("linear", "rmsnorm")
     assert Scope.from_text(made.text) == made
 
 
-def test_every_stage_has_a_table_of_nothing() -> None:
+def test_every_stage_has_a_table_for_no_results() -> None:
     for name in NAMES:
         assert stage(name).table({}).rows == ()
         assert stage(name).UNIT_S > 0
@@ -137,7 +137,7 @@ def test_an_invalid_time_is_refused(text: str) -> None:
         seconds(text)
 
 
-# --- nobody is forgotten ----------------------------------------------------------------------------------------------
+# --- every candidate is covered --------------------------------------------------------------------------------------
 
 DEVICES = ("h200", "b200", "rtx-5070-ti")
 UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
@@ -150,13 +150,13 @@ WITHOUT_CANDIDATE = {
 
 @pytest.fixture
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers, headers, Triton and each library, as far as `supports` asks."""
+    """Let `supports` find compilers, headers, Triton and each library."""
     nvcc = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
     monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
     monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
     monkeypatch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: "g++")
     monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
-    monkeypatch.setattr(registry, "registered", lambda op: ())  # what other tests of this process have defined
+    monkeypatch.setattr(registry, "registered", lambda op: ())  # without candidates that other tests defined
     monkeypatch.setattr(Library, "why_not", lambda self, cc: "" if cc >= self.least_cc else "too old a device")
 
 
@@ -184,14 +184,14 @@ def test_parity_lists_every_candidate_there_is() -> None:
 
 
 @pytest.mark.usefixtures("everything_installed")
-def test_parity_takes_every_gpu_candidate_on_some_device() -> None:
+def test_parity_runs_every_gpu_candidate_on_some_device() -> None:
     met = {(e.candidate.op, e.candidate.name) for device in DEVICES for e in accepted(device)}
     assert {c.name for c in for_gpus() if (c.op, c.name) not in met} == set()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
-def test_the_sanitizer_looks_at_every_kernel_that_parity_takes(device: str) -> None:
+def test_the_sanitizer_checks_every_kernel_that_parity_runs(device: str) -> None:
     units = stage("sanitizer").units(on_gpu(), known.load(device))
     there = {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.candidate in for_gpus()}
     steps = [unit for unit in units if " step " in unit]
@@ -203,7 +203,7 @@ def test_the_sanitizer_looks_at_every_kernel_that_parity_takes(device: str) -> N
         assert candidates_in([u for u in units if u.startswith(tool)], skip=1) >= there & ours
 
 
-# What compute-sanitizer 2025.3 prints around and between what the program says.
+# The output of compute-sanitizer 2025.3 around the program's own output.
 CLEAN = """========= COMPUTE-SANITIZER
 8 cases
 ========= ERROR SUMMARY: 0 errors
@@ -240,7 +240,7 @@ def test_the_sanitizers_output_is_read(
 
 
 def checker_of(*guilty: str, together: bool = False) -> Callable[[Sequence[str]], Found]:
-    """A process that finds something of these, or only if all are in it."""
+    """Return a checker that reports a fault for any of these builds, or only if all are in its process."""
 
     def checked(names: Sequence[str]) -> Found:
         found = set(guilty) <= set(names) if together else set(guilty) & set(names)
@@ -287,7 +287,7 @@ def test_a_cuda_error_that_a_library_handles_is_not_a_kernels_error() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
-def test_the_bench_has_every_candidate_that_parity_takes(device: str) -> None:
+def test_the_bench_has_every_candidate_that_parity_runs(device: str) -> None:
     fp, asked = known.load(device), {n.workload.key: n.workload for n in on_gpu().everything()}
     met = set()
     for key in stage("bench").units(on_gpu(), fp):
@@ -325,7 +325,7 @@ def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
 
 
 @pytest.mark.usefixtures("everything_installed")
-def test_the_graph_stage_captures_every_build_that_parity_takes() -> None:
+def test_the_graph_stage_captures_every_build_that_parity_runs() -> None:
     units = stage("graph").units(on_gpu(), known.load("h200"))
     assert units == [*(e.name for e in entries(on_gpu(), known.load("h200")) if not e.refused), "a whole step"]
 
@@ -338,7 +338,7 @@ def test_the_regret_stage_has_cells_of_all_three_languages() -> None:
 
 @pytest.mark.usefixtures("everything_installed")
 def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
-    """The CUTLASS tiles for few rows, for many and for a large product are different machine code."""
+    """Prove each build: the CUTLASS tiles for few rows, for many and for a large product are different code."""
     built = [e for e in accepted("h200") if e.candidate.name == "cutlass:gemm_sm90" and e.workload.dtype == "bf16"]
     assert {e.workload["M"] for e in built} >= {8, 64, 256}
     names = [e.name for e in entries(on_gpu(), known.load("h200"))]
@@ -351,8 +351,8 @@ def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
 
 
 def values_named(op: str, trait: str) -> set[Scalar]:
-    """Return the values other than its default that a contract names; none if it takes any number, or is not an
-    argument."""
+    """Return the values of a trait, except its default, that a contract names; none if any number is allowed, or if the
+    trait is not an argument."""
     of = OPS[op]
     if trait not in {a.name for a in of.args if a.kind in ("int", "float")}:
         return set()
@@ -381,14 +381,14 @@ def test_a_kernel_of_ours_is_proven_at_every_trait_that_a_contract_knows(op: str
     met = {e.workload.trait(trait, default) for e in own}
     assert default in met
     if trait in FORMATS:
-        assert met == {name for e in own for name in getattr(e.candidate, FORMATS[trait])}, "no more is read by any"
+        assert met == {name for e in own for name in getattr(e.candidate, FORMATS[trait])}, "a format has no kernel"
         return
     assert met - {default}
     assert met >= values_named(op, trait)
 
 
-def test_a_contract_says_which_values_it_knows() -> None:
-    """Else nothing would be asked for above."""
+def test_a_contract_names_the_values_of_its_traits() -> None:
+    """Require this, because the test above would otherwise be empty."""
     assert values_named("gate_up", "activation") == {1, 2}
     assert values_named("rope", "style") == {1}
     assert values_named("attn", "window") == values_named("attn", "ragged") == set()
@@ -397,7 +397,7 @@ def test_a_contract_says_which_values_it_knows() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) -> None:
-    """A candidate without a workload in the model costs one unit, not one per dtype and shape."""
+    """Check that a candidate without a workload in the model is one unit, not one per dtype and shape."""
     fp, there = known.load(device), accepted(device)
     usual = {(n.workload.op, feature_of(n.workload)) for n in on_gpu().everything()}
     units: dict[tuple[str, str, object], int] = {}
@@ -411,8 +411,8 @@ def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) ->
                 assert met == 1 or (met and (w.op, feature_of(w)) in usual), (candidate.name, w.key)
 
 
-def test_a_window_of_a_variant_cuts() -> None:
-    """On the smallest dry run too."""
+def test_a_window_of_a_variant_is_shorter_than_the_context() -> None:
+    """Check this also for the smallest dry run."""
     for one in (on_gpu(), scope("--seq", "128")):
         windowed = [w for w in variants(one, "bf16") if w.trait("window", 0)]
         assert windowed

@@ -1,4 +1,4 @@
-"""A run on a GPU where kernels of ours cannot be built or checked is not clean, and says what to install."""
+"""Test that a run on a GPU is not clean if our kernels cannot be built or checked, and names what to install."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def scope(*words: str) -> Scope:
 
 
 def refusals(fp: Fingerprint, *ops: str) -> dict[str, Found]:
-    """Candidate -> what parity makes of each that takes none of the scope's workloads."""
+    """Return the outcome in parity of each candidate that supports no workload of the scope."""
     asked = scope(*(word for op in ops for word in ("--op", op)))
     units = {e.candidate.name: e.name for e in entries(asked, fp) if e.refused}
     return {name: parity.run(unit, asked, fp) for name, unit in units.items()}
 
 
-def test_with_every_tool_a_refusal_is_an_answer(all_there: pytest.MonkeyPatch) -> None:
+def test_with_every_tool_installed_a_refusal_is_not_a_failure(all_there: pytest.MonkeyPatch) -> None:
     found = refusals(H200, "gemv")
     assert found["cpp:gemv"]["reason"] == "a CPU kernel; the device is a GPU"
     assert all(one["ok"] and one["outcome"] == "refused" for one in found.values())
@@ -79,10 +79,10 @@ def lose_triton(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=["nvcc", "CUTLASS's headers", "a C++ compiler", "Triton"],
 )
-def test_a_kernel_of_ours_that_cannot_be_built_has_failed_and_says_what_to_install(
+def test_a_kernel_of_ours_that_cannot_be_built_has_failed_and_names_what_to_install(
     all_there: pytest.MonkeyPatch, lose: object, reason: str, unbuilt: set[str]
 ) -> None:
-    """Also one whose first shape is refused for itself: at one row the tiles of CUTLASS are refused before anything."""
+    """Test also a kernel whose first shape is refused first: CUTLASS's tiles are refused at one row."""
     lose(all_there)  # type: ignore[operator]
     found = refusals(H200, "gemv")
     failed = {name: one["reason"] for name, one in found.items() if not one["ok"]}
@@ -135,14 +135,14 @@ def test_the_sanitizer_is_found_where_pip_puts_it(pip: Path) -> None:
 
 
 def test_a_sanitizer_that_can_start_no_program_is_passed_over(pip: Path, tmp_path: Path) -> None:
-    """Like pip's own up to 13.4.57, whose launcher is missing."""
+    """Skip a sanitizer like pip's up to 13.4.57, whose launcher is missing."""
     tool(tmp_path / "path", "echo '========= Error: Target application terminated before first instrumented API call'")
     assert sanitizer.find_sanitizer() is None
     works = tool(pip / "cu13", "echo started; echo '========= ERROR SUMMARY: 0 errors'")
     assert sanitizer.find_sanitizer() == works
 
 
-def test_without_a_sanitizer_each_unit_says_what_to_install(pip: Path) -> None:
+def test_without_a_sanitizer_each_unit_names_what_to_install(pip: Path) -> None:
     found = sanitizer.checked("memcheck rmsnorm cuda:rmsnorm bf16", scope(), H200)
     assert not found["ok"] and "nvidia-cuda-sanitizer-api>=13.4.92" in found["error"]
 
@@ -155,10 +155,8 @@ def test_the_environment_of_a_gpu_has_a_sanitizer_that_starts_programs() -> None
 
 
 @pytest.mark.parametrize("lost", ["nvcc", "headers", "triton"])
-def test_tests_of_gpu_sources_fail_in_ci_where_what_compiles_them_is_gone(
-    lost: str, all_there: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere they skip, and say why."""
+def test_tests_of_gpu_sources_fail_in_ci_if_their_compiler_is_missing(lost: str, all_there: pytest.MonkeyPatch) -> None:
+    """Fail them in CI; elsewhere they skip with the reason."""
     from tests.compile import conftest
 
     marked: list[str] = []

@@ -32,7 +32,7 @@ def attn(b: int, length: int, hkv: int = 8) -> Workload:
     [(H200, attn(1, 8192), 15), (H200, attn(8, 1024), 2), (TI, attn(1, 8192), 8), (TI, attn(8, 1024), 1)],
 )
 def test_flash_attention_splits_as_in_the_worked_cases(fp: Fingerprint, workload: Workload, splits: int) -> None:
-    """By hand: of 132 SMs 8 tiles fill 120 with 15 splits, 112 with 14, and 112 / 132 is below 85 % of a full wave."""
+    """Worked by hand: 8 tiles fill 120 of 132 SMs with 15 splits, 112 with 14; 112 / 132 is below 85 % of a wave."""
     assert attention_splits(workload, facts(fp))["flash-attention"] == splits
 
 
@@ -79,7 +79,7 @@ def test_every_product_on_a_gpu_meets_cublaslt_and_every_tile_tritons_tutorial()
     for c in (c for c in cells("cuda") if c.kind != "route"):
         met = set(by_cublaslt(c.workload, H200))
         assert bool(met) == (c.workload.op in ("linear", "lm_head")), c.name
-        if c.kind == "gemm" and not c.kernels[0].endswith("sm80"):  # its sides have no tutorial's names
+        if c.kind == "gemm" and not c.kernels[0].endswith("sm80"):  # the tutorial does not name its tile sizes
             closed = taken(find(c.workload.op, c.kernels[0]), c.workload, H200)
             assert set(of_peers(c.workload, H200, closed)) == {"triton's tutorial"}, c.name
 
@@ -103,7 +103,7 @@ PRODUCT = OPS["linear"].workload("bf16", {"M": 64, "N": 4096, "K": 4096})
 
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the preferences that PyTorch was given, first to last; the first is its default."""
+    """Return the preferences that PyTorch was given, in order; the first is its default."""
     told = ["default"]
 
     def prefer(library: str | None = None) -> str:
@@ -148,7 +148,7 @@ def test_regret_tells_pytorchs_own_product_from_cublaslts(monkeypatch: pytest.Mo
     assert targets == {"pytorch": "autosel.ops.eager:linear", "cublaslt": "benchmarks.cublaslt:linear"}
 
 
-def test_the_bench_times_cublaslt_beside_the_baseline_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_times_cublaslt_in_addition_to_the_baseline_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_baseline(w: Workload, fp: Fingerprint, effort: str) -> list[tuple[Candidate, Accepted]]:
         return [(registry.baseline(w.op), Accepted())]
 

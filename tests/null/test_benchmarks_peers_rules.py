@@ -1,4 +1,4 @@
-"""Test that the imitated rules do what their names say; a control that fails for lack of care would prove nothing."""
+"""Test that the imitated rules are implemented correctly; a control that fails by a bug would prove nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.peers_rules import P_VALUE, RULES, _student
 
 
 def drawn(races: int, samples: int = 100, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Two arms of the same law."""
+    """Draw samples of two arms with the same distribution."""
     times = np.random.default_rng(seed).lognormal(0, 0.05, (2, races, samples))
     return times[0], times[1]
 
@@ -22,7 +22,7 @@ def test_a_tenth_faster_is_always_seen_and_a_tenth_slower_never(rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_races_are_decided_one_by_one_or_together_alike(rule) -> None:
+def test_races_are_decided_equally_one_by_one_and_in_an_array(rule) -> None:
     base, own = drawn(20)
     together = rule.decide(base, own)
     assert together.shape == (20,)
@@ -30,7 +30,7 @@ def test_races_are_decided_one_by_one_or_together_alike(rule) -> None:
 
 
 @pytest.mark.parametrize(("name", "delta"), [("median 2 % lower", 0.02), ("median 5 % lower", 0.05)])
-def test_a_margin_is_a_margin(name: str, delta: float) -> None:
+def test_a_gain_below_the_margin_is_not_reported(name: str, delta: float) -> None:
     flat = np.ones(9)
     assert RULES[name].decide((1 + delta + 1e-6) * flat, flat)
     assert not RULES[name].decide((1 + delta - 1e-6) * flat, flat)

@@ -1,4 +1,4 @@
-"""The registry, a user's own candidates, plug-ins, how functions are called, and what makes an arm another arm."""
+"""Test the registry, users' candidates, plug-ins, calls of functions, and digests of arms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _nothing_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose modules are importable, and forgotten afterwards."""
+    """Return a folder whose modules can be imported; they are removed from sys.modules afterwards."""
     before = set(sys.modules)
     path = list(sys.path)
     yield tmp_path
@@ -81,7 +81,7 @@ def test_every_op_has_a_baseline_that_comes_first(op: str) -> None:
     assert all(c.op == op for c in (first, *rest))
 
 
-def test_every_baseline_is_of_an_op_that_exists() -> None:
+def test_every_baseline_belongs_to_an_existing_op() -> None:
     assert {c.op for c in registry.own_candidates()} == set(OPS)
 
 
@@ -148,7 +148,7 @@ def test_a_decorated_function_stays_itself_and_becomes_a_candidate() -> None:
     assert refused == Rejected(reason="takes bf16; the workload is fp32")
 
 
-def test_its_recipe_leads_back_to_the_function_from_any_folder() -> None:
+def test_the_recipe_of_a_decorated_function_finds_it_from_any_folder() -> None:
     autosel.candidate("rmsnorm")(norm)
     recipe = registry.find("rmsnorm", "user:norm").recipe(NORM, CPU, Knobs())
     assert isinstance(recipe, PythonRecipe)
@@ -181,7 +181,7 @@ def lambda_free_linear(x: Any, w: Any, bias: Any, residual: Any, out: Any) -> An
         (lambda w: True, "its supports() raised TypeError"),
     ],
 )
-def test_the_answer_of_supports_is_obeyed_and_its_errors_are_reported(allows: Any, expected: str | None) -> None:
+def test_the_result_of_supports_is_used_and_its_errors_are_reported(allows: Any, expected: str | None) -> None:
     autosel.candidate("rmsnorm", supports=allows)(norm)
     answer = {c.name: a for c, a in registry.eligible(NORM, CPU)}["user:norm"]
     if expected is None:
@@ -191,7 +191,7 @@ def test_the_answer_of_supports_is_obeyed_and_its_errors_are_reported(allows: An
         assert answer.reason.startswith(expected)
 
 
-def test_a_candidate_class_of_a_package_that_raises_loses_only_its_place() -> None:
+def test_a_candidate_class_of_a_package_that_raises_is_left_out_alone() -> None:
     class Broken(Candidate):
         name, op, backend = "user:broken", "rmsnorm", "USER"
 
@@ -291,7 +291,7 @@ def test_an_invalid_target_gets_an_example(target: str) -> None:
         user.from_target(target, "rmsnorm")
 
 
-def test_a_target_that_is_not_there_suggests_what_is(folder: Path) -> None:
+def test_a_missing_target_suggests_existing_names(folder: Path) -> None:
     module(folder, "there", "def fast_rmsnorm(x, weight, eps, offset): ...\n")
     with pytest.raises(UnknownName, match="did you mean fast_rmsnorm"):
         user.from_target("there:fast_rmsnrom", "rmsnorm", folder=folder)
@@ -450,7 +450,7 @@ def test_a_digest_of_a_missing_module_raises(folder: Path) -> None:
 
 
 def installed_in(site: Path, distribution: str, version: str, files: dict[str, str]) -> None:
-    """Put a distribution where pip would."""
+    """Install a distribution's files like pip."""
     tops = sorted({name.partition("/")[0].removesuffix(".py") for name in files})
     info = {
         "METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n",
@@ -467,7 +467,7 @@ def installed_in(site: Path, distribution: str, version: str, files: dict[str, s
 def test_a_digest_covers_a_kernels_own_modules_and_of_installed_libraries_the_version(
     where: str, tmp_path: Path
 ) -> None:
-    """`library/parts` is a folder without __init__.py, as several of those that torch imports are."""
+    """Include `library/parts`, a folder without __init__.py, like several packages that torch imports."""
     venv.create(tmp_path / "env", with_pip=False)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     library = {"library/__init__.py": "", "library/parts/one.py": "a = 1\n"}
@@ -490,7 +490,7 @@ def test_a_digest_covers_a_kernels_own_modules_and_of_installed_libraries_the_ve
 
     first = found()
     (site / "library" / "parts" / "one.py").write_text("a = 2\n")
-    assert found() == first  # the version tells
+    assert found() == first  # covered by the version
     installed_in(site, "library", "1.1", library)
     second = found()
     (folder / "_fast.py").write_text("a = 2\n")  # of the same distribution, under another name
@@ -548,7 +548,7 @@ def test_editing_one_of_our_functions_leaves_the_digests_of_the_others(folder: P
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_python_arm_of_ours_has_a_digest_of_its_own(op: str) -> None:
+def test_every_python_arm_of_ours_has_its_own_digest(op: str) -> None:
     w = any_workload(OPS[op])
     python = [c for c in registry.all_candidates(op) if c.backend in ("TORCH", "INDUCTOR")]
     made = [arms.arm(c, w, CPU, "", Knobs()) for c in python]
@@ -610,7 +610,7 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 
 def package(folder: Path, name: str, text: str, value: str = "", version: str = "1.2") -> None:
-    """An installed distribution with one entry point."""
+    """Return an installed distribution with one entry point."""
     module(folder, f"{name}_module", text)
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
@@ -662,7 +662,7 @@ def test_a_plugin_may_be_allowed_by_distribution_and_name(folder: Path, allow: C
         ("import sys\nsys.exit(3)\n", "", "SystemExit: 3"),
     ],
 )
-def test_a_broken_plugin_is_reported_and_stops_no_other(
+def test_a_broken_plugin_is_reported_and_does_not_stop_others(
     folder: Path, allow: Callable[[str], None], text: str, value: str, problem: str
 ) -> None:
     package(folder, "plugbad", text, value.format(m="plugbad_module"))

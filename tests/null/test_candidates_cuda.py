@@ -1,4 +1,4 @@
-"""Which CUDA kernels may run a workload where, why not, and how they are compiled; on devices that are not there."""
+"""Test which CUDA kernels support a workload on a device, the reasons, and how they are compiled; no GPU needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def workload(op: str, dtype: Any = "bf16", **changes: int) -> Workload:
 
 
 def of_fp8(op: str, dtype: Any = "bf16", **changes: int) -> Workload:
-    """Weights or a cache in e4m3."""
+    """Return the workload with weights or a cache in e4m3."""
     traits = {"linear": ("weight", "fp8_e4m3-row"), "attn": ("cache", "fp8_e4m3-head")}
     return dataclasses.replace(workload(op, dtype, **changes), traits=(traits[op],))
 

@@ -1,4 +1,4 @@
-"""Which CUTLASS products may run a workload where, why not, and how they are compiled; no device needed."""
+"""Test which CUTLASS products support a workload on a device, the reasons, and their compilation; no GPU needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reason(name: str, w: Workload, fp: Fingerprint) -> str:
     return answer.reason if isinstance(answer, Rejected) else ""
 
 
-def test_the_registry_knows_them() -> None:
+def test_the_registry_lists_the_products() -> None:
     assert {c.name for c in own_candidates() if c.backend == "CUTLASS"} == set(BY_NAME) == set(HEADS)
 
 
@@ -127,11 +127,11 @@ def test_a_product_takes_the_knobs_its_formula_gives(name: str) -> None:
             assert all(isinstance(v, int) for v in knobs.values.values())
             assert {f"-D{macro}={knobs[k]}" for k, macro in kernel.macros.items()} <= set(recipe.flags)
             assert "-DAUTOSEL_BF16" in recipe.flags
-            assert not any(f.startswith(("-I", "/")) for f in recipe.flags)  # nothing of this machine
+            assert not any(f.startswith(("-I", "/")) for f in recipe.flags)  # does not depend on this machine
 
 
 def test_a_bucket_of_rows_shares_one_build() -> None:
-    """Compiling takes half a minute, so parameters that vary from step to step must not need another build."""
+    """Check that parameters that vary between steps need no other build, because compiling takes half a minute."""
     for name, fp in (("cutlass:gemm_sm90", H200), ("cutlass:gemm_sm80", RTX)):
         kernel = BY_NAME[name]
         flags = {kernel.recipe(linear(m), fp, kernel.knobs(linear(m), fp)).flags for m in (33, 40, 63, 64)}  # type: ignore[union-attr]

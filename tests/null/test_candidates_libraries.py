@@ -1,5 +1,5 @@
-"""Test libraries that may be installed: the reason for leaving one out is given, and finding out never crashes a
-process."""
+"""Test libraries that may be installed: the reason for leaving one out is given, and the trial of a library never
+crashes this process."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_absent_library_is_refused_by_name(kernel: LibraryKernel, monkeypatch
 
 @pytest.mark.parametrize("kernel", WRAPPED, ids=lambda k: k.name)
 def test_a_wrapper_can_be_called_as_its_op(kernel: LibraryKernel) -> None:
-    """The signature fits the op's arguments, and its outputs exactly where it says that it writes them."""
+    """Check that the signature accepts the op's arguments, and its outputs exactly if the wrapper declares them."""
     w, fp = workload(kernel.op), known.load("h200")
     recipe = kernel.recipe(w, fp, kernel.knobs(w, fp))
     assert isinstance(recipe, PythonRecipe)
@@ -126,7 +126,7 @@ def test_faults_of_the_environment_are_not_cached(home: Path, monkeypatch: pytes
     assert base.unimportable(gone, "2") == ""
 
 
-def test_on_a_cpu_none_is_even_looked_for(home: Path) -> None:
+def test_on_a_cpu_no_library_is_searched_for(home: Path) -> None:
     cpu = replace(known.load("h200"), kind="cpu")
     assert all("the device is a CPU" in why_not(kernel, cpu) for kernel in WRAPPED)
     assert not (home / "cache").exists()
@@ -181,8 +181,8 @@ def test_shapes_that_a_library_has_no_kernel_for_are_refused(
     assert reason in found.reason
 
 
-def test_flashinfer_gets_no_gaps_where_it_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tensor cores its decode refuses a cache that is not full, and queries that are not packed."""
+def test_flashinfer_gets_contiguous_operands_if_it_requires_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy such operands: without tensor cores its decode refuses a cache that is not full, and strided queries."""
     import torch
 
     def decode(
@@ -200,8 +200,8 @@ def test_flashinfer_gets_no_gaps_where_it_takes_none(monkeypatch: pytest.MonkeyP
     assert asked == [False, True, True, True]
 
 
-def test_only_operands_between_vectors_are_copied() -> None:
-    """A library's load of 16 bytes from an address between them would end the process."""
+def test_only_misaligned_operands_are_copied() -> None:
+    """Copy only misaligned operands: a library's load of 16 bytes from such an address would end the process."""
     import torch
 
     whole = torch.arange(64.0).bfloat16().view(4, 16)
@@ -212,7 +212,7 @@ def test_only_operands_between_vectors_are_copied() -> None:
         assert made is not t and made.equal(t) and made.is_contiguous() and made.data_ptr() % 16 == 0
 
 
-def test_a_library_that_goes_by_another_name_now_is_found_by_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renamed_library_is_found_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
     sgl_kernel = Library(distribution="no-such-kernel", renamed="torch", module="torch", least_version=(1, 0))
     assert sgl_kernel.version() == HERE.version() != ""
     assert replace(sgl_kernel, renamed="no-such-kernel-either").version() == ""
@@ -234,6 +234,6 @@ def test_versions_compare_as_numbers() -> None:
 
 
 def test_compilations_of_a_library_stay_within_a_workers_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ninja starts a job a core unless told, and each job of nvcc's is some processes."""
+    """Limit the jobs: ninja starts one per core by default, and each nvcc job has several processes."""
     monkeypatch.setenv("MAX_JOBS", "96")
     assert 8 * int(settings.passed_to_workers()["MAX_JOBS"]) <= Limits().processes

@@ -1,5 +1,4 @@
-"""Check that each build of the GPU formulas, on every known device and model, is made by some test of tests/compile on
-some day."""
+"""Check that tests/compile covers each build of the GPU formulas, for every known device and model, on some day."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def workloads() -> tuple[Workload, ...]:
 
 
 def asked(backend: str) -> dict[tuple[str, tuple[int, int]], set[Build]]:
-    """Source and compute capability -> the settings that are compiled in."""
+    """Return the compiled-in settings by source and compute capability."""
     found: dict[tuple[str, tuple[int, int]], set[Build]] = {}
     for device in names():
         fp = load(device)
@@ -75,12 +74,12 @@ def build(flags: Iterable[str]) -> Build:
     return tuple(sorted(m for m in macros if "=" in m))
 
 
-def test_every_build_of_a_cuda_kernel_has_its_machine_code_looked_at_for_its_target() -> None:
+def test_the_machine_code_of_every_build_of_a_cuda_kernel_is_tested_for_its_target() -> None:
     for (source, cc), wanted in asked("CUDA_EXT").items():
         assert wanted <= looked_at(source, cc), (source, cc)
 
 
-def test_every_build_of_a_whole_step_has_its_machine_code_looked_at_for_its_target() -> None:
+def test_the_machine_code_of_every_build_of_a_whole_step_is_tested_for_its_target() -> None:
     for device, preset, rows in itertools.product(names(), PRESETS, range(1, 9)):
         fp, model = load(device), models.load(preset)
         named = step(model, batch=rows, context=128, dtype="bf16")

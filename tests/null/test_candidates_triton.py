@@ -29,7 +29,7 @@ def of_capability(cc: str) -> Fingerprint:
 
 
 def plain(op: str, **dims: int) -> Workload:
-    """Every dimension 128 (a page 16) unless given; heads in equal numbers."""
+    """Return a workload with dimensions of 128 (pages of 16) by default, and equal numbers of heads."""
     names = OPS[op].dim_names
     usual = {n: {"page": 16, "S": 1, "B": 1}.get(n, 128) for n in names}
     return OPS[op].workload("bf16", {**usual, **{n: v for n, v in dims.items() if n in names}})
@@ -75,13 +75,13 @@ def imported(source: Path) -> Iterator[str]:
             yield node.module
 
 
-def test_a_kernel_takes_nothing_of_autosel_but_other_kernels_for_its_digest_covers_no_more() -> None:
+def test_a_kernel_imports_only_other_kernels_of_autosel_because_its_digest_covers_only_these() -> None:
     sources = sorted((resources.kernels() / "triton").glob("*.py"))
     ours = {f"{TRITON_KERNELS}.{source.stem}" for source in sources}
     taken = {name for source in sources for name in imported(source) if name.partition(".")[0] == "autosel"}
     assert taken and taken <= ours
 
 
-def test_a_kernel_names_the_driver_as_all_else_does_though_it_cannot_ask() -> None:
+def test_a_kernel_uses_the_same_name_for_the_driver_without_importing_it() -> None:
     sources = [source.read_text() for source in (resources.kernels() / "triton").glob("*.py")]
     assert {name for text in sources for name in re.findall(r'CDLL\("([^"]*)"\)', text)} == {cuda.DRIVER}

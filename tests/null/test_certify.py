@@ -52,7 +52,7 @@ def add(path: Path, made: Certificate | None = None, key: Any = None) -> Certifi
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Three certificates."""
+    """Return a file of three certificates."""
     path = tmp_path / "certificates.jsonl"
     for seed in range(3):
         add(path, certificate(decode_run(iters=3, seed=seed)))
@@ -84,8 +84,8 @@ def test_the_median_is_the_middle_of_the_sorted_and_a_quantile_is_a_time_that_wa
         assert sum(t < found for t in times) < share * len(times)
 
 
-def test_the_interval_of_a_speedup_covers_the_truth_also_where_neighbours_are_alike() -> None:
-    """Each step lasts the truth times a wandering factor (lag-one correlation .6) and its own noise."""
+def test_the_interval_of_a_speedup_covers_the_truth_also_for_correlated_steps() -> None:
+    """Draw steps as the true time, times a drifting factor (lag-one correlation .6), times noise."""
     rng, covered, runs = Random(7), 0, 120
     for _ in range(runs):
         wander, ours, theirs = 0.0, [], []
@@ -95,10 +95,10 @@ def test_the_interval_of_a_speedup_covers_the_truth_also_where_neighbours_are_al
             theirs.append(2 * math.exp(wander + rng.gauss(0, 0.03)))
         found = speedup_interval(theirs, ours)
         covered += found.lo <= 2 <= found.hi
-    assert covered >= 0.88 * runs  # of 95 % promised; binomial noise of 120 runs takes 2 % at most one time in ten
+    assert covered >= 0.88 * runs  # nominal: 95 %; binomial noise of 120 runs is more than 2 % at most one time in ten
 
 
-def test_an_interval_is_the_same_bits_each_time_and_everywhere() -> None:
+def test_an_interval_has_the_same_bits_in_every_run_and_on_every_machine() -> None:
     times = [Random(3).randrange(10**6, 2 * 10**6) for _ in range(50)]
     assert median_interval(times) == median_interval(times)
     code = f"from autosel.certify.statistics import median_interval as m; print(m({times}))"
@@ -112,10 +112,10 @@ def test_the_interval_of_a_few_steps_is_their_whole_range() -> None:
     assert (found.lo, found.hi) == (4 / 3, 3)
 
 
-# --- what a run says ----------------------------------------------------------------------------------------------
+# --- the figures of a run -----------------------------------------------------------------------------------------
 
 
-def test_a_certificate_has_the_fields_it_was_promised_to_have() -> None:
+def test_a_certificate_has_the_documented_fields() -> None:
     founding = {
         "git_sha", "device", "sm", "model", "dtype", "shape", "knobs", "iters", "latency_ms", "baseline_ms", "speedup",
         "checksum", "timestamp", "repro_cmd", "tokens_per_sec", "autosel", "per_op", "verification_ok",
@@ -147,15 +147,15 @@ def test_its_figures_follow_from_the_steps() -> None:
 
 
 def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
-    """A step of 2.5 tokens in twice the time of the baseline's one is 1.25 times as fast, not half."""
+    """Count a step of 2.5 tokens in twice the time of the baseline's single token as 1.25 times as fast."""
     made = certificate(decode_run(**DRAFTED, step_ms=130.0, speedup=0.5, noise=0.0))
     assert made.tokens_per_step == 2.5 and made.baseline_tokens_per_sec == pytest.approx(1000 / made.baseline_ms)
     assert made.speedup == pytest.approx(1.25) == made.tokens_per_sec / made.baseline_tokens_per_sec
-    assert made.speedup_interval.lo < 1.25 < made.speedup_interval.hi, "how many are kept is no constant"
+    assert made.speedup_interval.lo < 1.25 < made.speedup_interval.hi, "the number of kept tokens varies"
     assert made.latency_ms.med == pytest.approx(130.0), "a step is a step"
     earlier = dataclasses.replace(made, version=5, samples=dataclasses.replace(made.samples, kept=()))
     earlier = dataclasses.replace(earlier, **c.values(derive(earlier)))
-    assert earlier.speedup == pytest.approx(0.5), "as it was stated then"
+    assert earlier.speedup == pytest.approx(0.5), "an earlier version states another speedup"
     found = rerun.compare(earlier, made)
     assert found.speedup.certified == found.speedup.measured == pytest.approx(1.25)
 
@@ -186,13 +186,13 @@ def test_the_hosts_time_is_stated_with_a_gpus_time() -> None:
         assert wrong(decode(resealed({**stated, **lie}))).startswith(why)
 
 
-def test_tokens_of_one_stream_in_flight_share_the_time_of_a_step() -> None:
+def test_several_tokens_of_one_stream_share_the_time_of_a_step() -> None:
     made = certificate(decode_run(batch=2, small_batch=True))
     assert made.itl_ms.p50 == pytest.approx(made.latency_ms.med / 2)
     assert made.tokens_per_sec == pytest.approx(2000 / made.latency_ms.med)
 
 
-def test_a_price_and_an_energy_give_tokens_for_them_and_nothing_is_made_up_without() -> None:
+def test_a_price_and_an_energy_give_tokens_per_unit_and_are_absent_otherwise() -> None:
     made = certificate(decode_run(energy_joules=3600.0, iters=40), price_per_hour=2.0)
     assert made.cost.tokens_per_dollar == pytest.approx(made.tokens_per_sec * 1800)
     assert made.cost.tokens_per_watt_hour == pytest.approx(40)
@@ -274,7 +274,7 @@ def test_data_in_the_cache_may_be_read_faster_than_memory() -> None:
 
 
 def test_an_impossible_figure_is_found_in_a_certificate_whose_seal_was_computed_again() -> None:
-    """Somebody divides every step by ten and redoes all the sums: the memory gives it away."""
+    """Divide every step by ten and recompute all sums: the memory's rate reveals it."""
     fast = dataclasses.replace(
         SMALL, samples=dataclasses.replace(SMALL.samples, optimised_ns=(6_000_000, 6_000_000, 6_000_000))
     )
@@ -301,7 +301,7 @@ def prompted(tokens: str = "a", file: str = "b", **changes: Any) -> Certificate:
         ("synthetic", {"tokens_sha256": "a" * 64, "file_sha256": ""}, "but no prompt ran"),
     ],
 )
-def test_a_certificate_says_which_prompt_was_run(prompt: str, stated: dict[str, str] | None, why: str) -> None:
+def test_a_certificate_names_the_prompt_that_was_run(prompt: str, stated: dict[str, str] | None, why: str) -> None:
     made = certificate(decode_run(prompt=prompt))
     assert wrong(made) == "" and (made.prompt is None) == (prompt == "synthetic")
     told = wrong(decode(resealed({**document(made), "prompt": stated})))
@@ -309,7 +309,7 @@ def test_a_certificate_says_which_prompt_was_run(prompt: str, stated: dict[str, 
 
 
 @pytest.mark.parametrize("version", [3, 4])
-def test_an_earlier_certificate_says_nothing_of_its_prompt_and_is_read(version: int, tmp_path: Path) -> None:
+def test_an_earlier_certificate_without_its_prompt_is_read(version: int, tmp_path: Path) -> None:
     earlier = {name: value for name, value in document().items() if name != "prompt"} | {"version": version}
     (tmp_path / "old.jsonl").write_bytes(resealed(earlier) + b"\n")
     found = verify(tmp_path / "old.jsonl").last
@@ -345,7 +345,7 @@ def test_a_rerun_with_a_possibly_different_prompt_is_marked() -> None:
     assert rerun.compare(dataclasses.replace(drawn, version=4, prompt=None), drawn).notes == ()
 
 
-def test_figures_on_another_prompt_are_compared_with_that_said() -> None:
+def test_figures_on_another_prompt_are_compared_with_a_note() -> None:
     [one, other] = compare.of_certificates([prompted(), prompted(tokens="d")])
     notes = [change.note for change in compare.compare([one, other], [one])]
     assert notes == ["", "then on another prompt"]
@@ -375,7 +375,7 @@ def test_no_byte_can_be_changed_unnoticed(data: st.DataObject) -> None:
 
 
 def other(value: Any) -> Any:
-    """A value of the same kind that is another."""
+    """Return another value of the same kind."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -475,10 +475,10 @@ def test_an_invalid_certificate_is_refused_with_the_reason(line: bytes, why: str
 ), st.sampled_from(c.FIELDS))  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_no_value_in_a_field_breaks_the_reader(value: Any, field: str) -> None:
-    """Sealed again, so that schema and arithmetic meet it: a certificate, or a ValueError, and never another error."""
+    """Recompute the seal, so that schema and arithmetic see the value: the result is a certificate or a ValueError."""
     try:
         line = resealed({**document(), field: value})
-    except (ValueError, TypeError):  # no RFC 8785 document
+    except (ValueError, TypeError):  # not an RFC 8785 document
         return
     try:
         made = decode(line)
@@ -645,11 +645,10 @@ def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -
     assert ":2" in refused.value.what
 
 
-def test_a_key_is_whole_or_not_there_and_never_another(
+def test_a_key_is_complete_or_absent_and_is_never_replaced(
     key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a full disk, or the process killed, at any write: no partial key in its place, and nothing left next to
-    it."""
+    """Fill the disk, or kill the process, at each write: neither a partial key nor a temporary file remains."""
     own = tmp_path / "keys" / "own.pem"
     kept = own.read_bytes()
     for _ in range(2):
@@ -748,7 +747,7 @@ def test_objectives_are_met_or_missed_with_exit_code_3() -> None:
 
 
 @given(st.sampled_from(sorted(slo.METRICS)), st.sampled_from(("", "=")), st.floats(0.01, 1e6), st.floats(0.01, 1e6))
-def test_an_objective_says_the_same_when_its_own_words_are_read_again(
+def test_an_objective_survives_a_round_trip_through_its_text(
     metric: str, equal: str, limit: float, measured: float
 ) -> None:
     [one] = slo.parse(f"{metric}{slo.METRICS[metric]}{equal}{limit:.3f}{'' if metric == 'tps' else 'ms'}")
@@ -807,7 +806,7 @@ def test_an_op_is_limited_by_arithmetic_where_that_takes_longer_and_by_a_cache_w
     }
 
 
-def test_ops_without_a_time_are_named_and_ops_that_add_up_to_more_leave_no_rest() -> None:
+def test_ops_without_a_time_are_named_and_ops_longer_than_the_step_leave_no_rest() -> None:
     run = decode_run()
     found = audit.audit(certificate(dataclasses.replace(run, per_op=())))
     assert found.rows == () and set(found.untimed) == {o.label for o in run.choices} and found.rest_share == 1
@@ -820,7 +819,7 @@ PHASES = {"M": {"name", "ph", "pid", "tid", "args"}, "X": {"name", "cat", "ph", 
 
 
 def test_the_trace_has_the_format_that_viewers_read_and_its_slices_do_not_overlap() -> None:
-    """Trace Event Format: an object with traceEvents; complete events with ts and dur in microseconds."""
+    """Check the Trace Event Format: an object with traceEvents; complete events with ts and dur in microseconds."""
     made = certificate(decode_run(iters=20))
     found = json.loads(json.dumps(trace.trace(made), allow_nan=False))
     assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
@@ -840,7 +839,7 @@ def test_the_trace_has_the_format_that_viewers_read_and_its_slices_do_not_overla
 # --- again, and against an earlier one -----------------------------------------------------------------------------
 
 
-def test_a_second_run_of_the_same_thing_comes_out_again_also_where_the_whole_machine_is_slower() -> None:
+def test_a_figure_is_reproduced_also_if_the_whole_machine_is_slower() -> None:
     first = certificate(decode_run(seed=1, iters=60))
     again = certificate(decode_run(seed=2, iters=60))
     assert rerun.compare(first, again).outcome == "reproduced"
@@ -857,7 +856,7 @@ def test_a_second_run_of_the_same_thing_comes_out_again_also_where_the_whole_mac
         ({"noise": 1.0, "step_ms": 650}, "too noisy", 5),
     ],
 )
-def test_a_figure_that_does_not_come_out_again_is_said(change: dict[str, float], outcome: str, exit_code: int) -> None:
+def test_a_figure_that_is_not_reproduced_is_reported(change: dict[str, float], outcome: str, exit_code: int) -> None:
     first = certificate(decode_run(seed=1, iters=60))
     found = rerun.compare(first, certificate(decode_run(seed=2, iters=60, **change)))
     assert found.outcome == outcome
@@ -870,7 +869,7 @@ def test_a_figure_that_does_not_come_out_again_is_said(change: dict[str, float],
 
 
 def test_a_rerun_that_reads_more_bytes_in_as_much_more_time_is_slower() -> None:
-    """Packed weights when certified, unpacked now: each at the same share of the read rate."""
+    """Rerun with unpacked weights what was certified with packed ones, at the same share of the read rate."""
     first = decode_run(iters=60)
     packed = dataclasses.replace(
         first,
@@ -893,8 +892,8 @@ def test_a_rerun_of_a_certificate_from_before_the_form_was_stated_is_compared() 
         rerun.compare(first, other)
 
 
-def test_the_baseline_is_weighed_by_all_that_it_reads() -> None:
-    """It cannot read packed weights: what the optimised step saves counts for it."""
+def test_the_baseline_is_judged_by_all_bytes_that_it_reads() -> None:
+    """Count the bytes that the optimised step saves for the baseline, which cannot read packed weights."""
     first = decode_run(iters=20)
     moved = first.bytes_per_step
     packed = dataclasses.replace(first, bytes_per_step=moved * 3 // 4, saved_bytes=moved // 4)

@@ -75,7 +75,7 @@ def swept(*cells: Cell, **more: Any) -> Sweep:
     return Sweep(model="m", dtype="bf16", **where, memory_bytes=1 << 30, iters=5, cells=cells, changes=(), **more)
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_a_span_doubles_from_the_first_and_ends_with_the_last() -> None:
@@ -85,7 +85,7 @@ def test_a_span_doubles_from_the_first_and_ends_with_the_last() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "8:4", "0:4", "1:99999999999", "1:2:3", "-1:4", "4:9999"])
-def test_a_span_that_is_none_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_span_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="--batch"):
         span(text, "--batch", 1, 4096)
 
@@ -110,7 +110,7 @@ def test_lengths_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
         ("l.json", "[[1, true]]", "entry 1"),
     ],
 )
-def test_lengths_that_are_none_are_refused_saying_where(tmp_path: Path, name: str, content: str, said: str) -> None:
+def test_invalid_lengths_are_refused_with_the_line(tmp_path: Path, name: str, content: str, said: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(BadConfig) as refused:
         sweep.read_traffic(tmp_path / name)
@@ -139,7 +139,7 @@ def test_batches_between_are_tried_only_where_a_bucket_lies_between() -> None:
 
 def test_a_change_along_the_context_is_found_at_every_batch() -> None:
     points = [point(b, c, attn="sdpa" if c < 256 else "cpp") for b in (1, 2) for c in (64, 128, 256)]
-    assert [(c.last, c.first) for c in changes_of(points)] == [(128, 256)]  # the same of both, said once
+    assert [(c.last, c.first) for c in changes_of(points)] == [(128, 256)]  # the same for both, printed once
 
 
 def test_cells_without_a_decision_are_not_called_decided() -> None:
@@ -218,7 +218,7 @@ def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
     assert "your traffic: 1 requests" in said and "0% of its tokens are in the measured range" in said
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_cells_that_do_not_fit_are_reported() -> None:
@@ -228,7 +228,7 @@ def test_cells_that_do_not_fit_are_reported() -> None:
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
-def test_a_crossover_is_said_with_where_it_lies() -> None:
+def test_a_crossover_is_reported_with_its_place() -> None:
     changes = changes_of([point(1, 64, attn="sdpa"), point(1, 128, attn="cpp")])
     said = verb.text(replace(swept(cell(1, 64, 1.0)), changes=changes))
     assert "crossover: attn: sdpa -> cpp at context 64 .. 128" in said
@@ -254,13 +254,13 @@ def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
         (("--model", "lama-1b"), "llama-1b"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
+def test_an_impossible_sweep_is_refused_before_anything_is_loaded(
     asked: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("autosel.certify.run_sweep.memory_need", lambda plan: 1 << 60)
     code = run(["sweep", "--model", "llama-1b", "--no-tune", *asked, "--json"])
     out, err = capsys.readouterr()
-    if not said:  # a grid of which nothing fits is an answer
+    if not said:  # a grid without a fitting cell is a result, not an error
         cells = json.loads(out)["sweep"]["cells"]
         assert code == 0 and len(cells) == 17 * 13
         assert all(c["figures"] is None and "are free" in c["why"] for c in cells)
@@ -269,7 +269,7 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_loaded(
 
 
 def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun], *more: str) -> int:
-    """A sweep over three contexts on a machine of endless memory, each cell taken by `measure`; the exit code."""
+    """Sweep over three contexts with unlimited memory, measuring each cell by `measure`; return the exit code."""
     monkeypatch.setattr("autosel.certify.run_sweep.measure", measure)
     monkeypatch.setattr("autosel.certify.run_sweep.load_weights", lambda *_: "weights")
     for module in ("autosel.certify.run_sweep", "autosel.decode.weights"):
@@ -282,7 +282,7 @@ def measured(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
     return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
 
 
-def test_a_cell_says_the_bucket_that_who_serves_was_decided_for() -> None:
+def test_a_cell_names_the_bucket_of_the_decision_that_serves() -> None:
     plan = Plan(model=models.load("llama-1b"), batch=16, seq=200)
     named = models.step(plan.shape, batch=16, context=200, dtype="bf16")
     choices = [
@@ -292,10 +292,10 @@ def test_a_cell_says_the_bucket_that_who_serves_was_decided_for() -> None:
     buckets = [s.bucket for s in run_sweep.figures_of(run).serving]
     assert buckets[:-1] == [n.workload.bucket for n in named]
     assert any("M9-16" in b for b in buckets) and any("L129-256" in b for b in buckets)
-    assert buckets[-1] == decode_run().choices[0].workload_key  # no field of a step of this model: unchanged
+    assert buckets[-1] == decode_run().choices[0].workload_key  # a step of this model has no such field
 
 
-def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no_figure(
+def test_an_unusable_folder_is_refused_first_and_a_failed_page_loses_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_is_refused_first_and_a_page_that_fails_costs_no
     assert all(c["figures"] for c in found["sweep"]["cells"]) and found["error"]["what"] == "cannot write it"
 
 
-def test_a_sweep_that_is_stopped_says_what_it_measured_and_what_it_left_out(
+def test_a_stopped_sweep_reports_measured_and_skipped_cells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = iter(range(100))
@@ -346,7 +346,7 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: 
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_a_cell_that_fails_or_for_which_memory_runs_out_costs_itself_alone(
+def test_a_cell_that_fails_or_runs_out_of_memory_fails_alone(
     error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:

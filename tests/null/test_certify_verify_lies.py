@@ -1,5 +1,5 @@
-"""Certificates rewritten by somebody who computes every sum and the seal again: the model, the device and the clock
-give them away."""
+"""Test forged certificates in which every sum and the seal are recomputed: the model, the device and the clock reveal
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HONEST = certificate(decode_run(iters=3))
 
 
 def rewritten(made: Certificate = HONEST, **fields: Any) -> Certificate:
-    """The certificate with these fields, all that follows from them computed again, and the seal too."""
+    """Return the certificate with these fields; recompute every figure that follows from them, and the seal."""
     changed = dataclasses.replace(made, **fields)
     if "identity" in fields:
         changed = dataclasses.replace(changed, hw_id=digest(changed.identity))
@@ -39,7 +39,7 @@ def rewritten(made: Certificate = HONEST, **fields: Any) -> Certificate:
 
 
 def times(made: Certificate, factor: float) -> dict[str, Any]:
-    """Samples, and times to a first token, of a run so many times as fast."""
+    """Return samples and times to the first token of a run this many times as fast."""
     s = made.samples
     faster = {n: tuple(int(ns / factor) for ns in getattr(s, n)) for n in ("optimised_ns", "baseline_ns")}
     return {
@@ -58,7 +58,7 @@ def test_an_honest_certificate_is_believed() -> None:
 
 
 def test_two_layers_cannot_be_sold_as_the_whole_model_a_thousand_times_as_fast(tmp_path: Path) -> None:
-    """Layers, name, samples and bytes rewritten: 2,550 tok/s once verified as the whole model."""
+    """Rewrite layers, name, samples and bytes: an earlier version verified 2,550 tok/s as the whole model's."""
     part = certificate(decode_run(layers=2, step_ms=22.0, iters=20))
     whole = c.Layers(run=16, of=16)
     lie = rewritten(
@@ -141,12 +141,12 @@ def test_a_field_that_does_not_follow_is_named(lie: str) -> None:
 
 @pytest.mark.parametrize("many", [1e308, 0.5, 66.0])
 def test_a_number_of_tokens_that_no_step_gives_is_refused_in_an_earlier_version_too(many: float) -> None:
-    """Before version 6 nothing says how many each step gave."""
+    """Test also versions before 6, which do not state the tokens of each step."""
     found = wrong(dataclasses.replace(HONEST, version=5, tokens_per_step=many))
     assert found.startswith("tokens_per_step: "), found
 
 
-def test_packed_weights_are_read_by_a_team_alone() -> None:
+def test_only_a_team_reads_packed_weights() -> None:
     saved = HONEST.bytes_per_step // 5
     fields = {"options": {**HONEST.options, "saved_bytes": saved}, "bytes_per_step": HONEST.bytes_per_step - saved}
     assert wrong(rewritten(**fields)).startswith("options: saved_bytes in a step of mode 'eager.")
@@ -162,9 +162,9 @@ def test_packed_weights_are_read_op_by_op_where_a_kernel_has_a_layout_for_them()
     assert wrong(rewritten(**plain, **packed)).startswith("options: saved_bytes")
 
 
-def test_the_form_of_the_step_that_was_asked_for_is_the_one_that_ran() -> None:
+def test_the_form_that_ran_must_be_the_requested_one() -> None:
     older = {k: v for k, v in HONEST.options.items() if k not in ("step", "layout")}
-    assert wrong(rewritten(options=older)) == "", "before they were stated the command alone has them"
+    assert wrong(rewritten(options=older)) == "", "in earlier versions only the command states them"
     for step in ("graph", "whole"):
         found = wrong(rewritten(options={**older, "step": step}))
         assert found == f"options: step {step!r} was requested, but mode is 'eager.t2.highest'"
@@ -177,7 +177,7 @@ def test_the_form_of_the_step_that_was_asked_for_is_the_one_that_ran() -> None:
 
 
 def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
-    """The weights of many sequences are read once, so memory does not limit them."""
+    """Limit large batches by arithmetic: weights are read once for all sequences, so memory does not limit them."""
     honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))
     assert wrong(honest) == ""
     assert "FLOP/s of at most" in wrong(rewritten(honest, samples=times(honest, 24)["samples"]))
@@ -193,7 +193,7 @@ def test_a_step_keeps_no_more_than_it_drafted_and_one() -> None:
 
 
 def test_a_single_step_in_no_time_is_refused() -> None:
-    """Peak tokens per second are computed from the fastest step."""
+    """Refuse it, because peak tokens per second are computed from the fastest step."""
     samples = HONEST.samples
     times = (samples.optimised_ns[0] // 4, *samples.optimised_ns[1:])
     found = wrong(rewritten(samples=dataclasses.replace(samples, optimised_ns=times)))
@@ -206,7 +206,7 @@ def test_one_token_compared_of_many_leaves_a_run_unverified() -> None:
     assert not found.verification_ok and wrong(found) == ""
 
 
-def test_a_date_that_has_not_come_yet_is_refused_by_the_clock_that_is_given(tmp_path: Path) -> None:
+def test_a_date_in_the_future_is_refused_by_the_given_clock(tmp_path: Path) -> None:
     began = datetime.fromisoformat(HONEST.timestamp)
     path = tmp_path / "f.jsonl"
     path.write_bytes(encode(HONEST) + b"\n")
@@ -215,7 +215,9 @@ def test_a_date_that_has_not_come_yet_is_refused_by_the_clock_that_is_given(tmp_
         return lambda: now
 
     assert verify(path, clock=at(began)).certificates == 1
-    assert verify(path, clock=at(began - timedelta(minutes=9))).certificates == 1, "a clock that is behind"
+    assert verify(path, clock=at(began - timedelta(minutes=9))).certificates == 1, (
+        "a clock that is behind must not refuse it"
+    )
     with pytest.raises(BadCertificate) as refused:
         verify(path, clock=at(began - timedelta(hours=1)))
     assert refused.value.why.startswith("timestamp: 2026-11-20T12:00:00+00:00 is in the future; now it is 2026-11-20")
@@ -228,7 +230,7 @@ SILENT: dict[str, Any] = {"version": 5, "architecture": None, "identity": None}
 
 
 def of_mine(**changes: Any) -> Certificate:
-    """Of a model that is not a preset, and of a version that does not describe its model."""
+    """Return a certificate of a model that is not a preset, in a version that does not describe its model."""
     return rewritten(certificate(decode_run(model=MINE, iters=3, layers=4)), **SILENT, **changes)
 
 
@@ -241,8 +243,8 @@ def test_a_checkpoints_figures_follow_from_the_architecture_it_states() -> None:
 
 
 @pytest.mark.parametrize("silence", ["architecture", "identity"])
-def test_a_version_that_has_to_say_it_cannot_be_silent(silence: str) -> None:
-    """Else a forged certificate of today would pass for an old one, of which less can be derived."""
+def test_a_version_that_describes_its_model_must_do_so(silence: str) -> None:
+    """Refuse it: a forged new certificate could pass as an old one, whose figures cannot all be derived."""
     assert wrong(rewritten(**{silence: None})).startswith(f"{silence}: none, in version 6")
 
 
@@ -303,10 +305,10 @@ def test_a_rerun_derives_missing_fields_from_the_local_model() -> None:
     made = of_mine()
     plan = decode_run(model=MINE, layers=4).plan
     rerun.refuse_other_model(made, plan)
-    with pytest.raises(rerun.NotReproduced) as refused:  # within the limits of its sizes, and not this model's
+    with pytest.raises(rerun.NotReproduced) as refused:  # within the limits of its sizes, but not this model's
         rerun.refuse_other_model(dataclasses.replace(made, bytes_per_step=made.bytes_per_step + 2), plan)
     assert refused.value.why.startswith("bytes_per_step: ")
-    rerun.refuse_other_model(HONEST, plan)  # which states its own
+    rerun.refuse_other_model(HONEST, plan)  # which states its own architecture
 
 
 @pytest.mark.parametrize("name", ["llama-1b", "qwen3-8b", "gemma3-4b"])

@@ -1,4 +1,4 @@
-"""Certificates that commit 462cf5c wrote: of a preset they are derived in full, of a folder as far as they go."""
+"""Verify certificates that commit 462cf5c wrote: fully for presets, within limits for checkpoint folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stored() -> dict[int, Certificate]:
     return {number: decode(line) for number, line in lines(earlier.CERTIFICATES)}
 
 
-def test_the_stored_certificates_verify_and_leave_open_what_nothing_says() -> None:
+def test_the_stored_certificates_verify_and_list_the_fields_that_cannot_be_derived() -> None:
     pytest.importorskip("cryptography", reason="one of them is signed")
     found, then = verify(earlier.CERTIFICATES), earlier.said("verify")
     assert (found.certificates, found.signed, found.head) == (8, 1, then["head"])
@@ -49,7 +49,7 @@ def test_a_presets_figures_are_derived_in_full(line: int) -> None:
 
 
 @pytest.mark.parametrize("line", FOLDERS)
-def test_a_folders_figures_are_held_against_limits(line: int) -> None:
+def test_the_figures_of_a_folder_are_compared_with_limits(line: int) -> None:
     made = stored()[line]
     assert underived(made) == ("bytes_per_step", "flops_per_step", "weights_bytes") and wrong(made) == ""
     half = dataclasses.replace(made, bytes_per_step=made.bytes_per_step // 2)

@@ -21,13 +21,13 @@ from tests.null.test_decode_quality import QUALITY
 
 
 def said(made: Certificate) -> str:
-    """On the terminal; its lines as one."""
+    """Return the text on the terminal as one line."""
     text = summary(made, audit(made))
     assert max(map(len, text.splitlines())) <= 80
     return " ".join(text.split())
 
 
-def test_the_hosts_time_is_said_beside_a_gpus_own() -> None:
+def test_the_hosts_time_is_shown_in_addition_to_the_gpus() -> None:
     run = decode_run()
     host = {"optimised_host_ns": run.baseline_ns, "baseline_host_ns": run.baseline_ns}
     made = certificate(dataclasses.replace(run, timed_by="CUDA events", **host))
@@ -41,7 +41,7 @@ def test_differing_tokens_are_counted_and_wrong_ones_listed_separately() -> None
     assert "NOT verified" in words and told in words
 
 
-def test_the_page_says_what_became_of_the_text_of_a_suspect_run_and_of_speculation() -> None:
+def test_the_page_shows_the_quality_of_a_suspect_run_and_of_speculation() -> None:
     clean = certificate(decode_run(quality=QUALITY))
     better = dataclasses.replace(QUALITY, perplexity=10 * math.exp(-0.1), difference=-0.1, difference_error=0.001)
     suspect = certificate(decode_run(quality=better))

@@ -1,4 +1,4 @@
-"""The command line without a device: help, mistakes, tables, the moving line, settings, exit codes."""
+"""Test the command line without a device: help, mistakes, tables, the progress line, settings, exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ALL_VERBS = [(v,) for v in VERBS] + [
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home, and an environment in which nothing else is set."""
+    """Return an empty home, and remove all other settings from the environment."""
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
@@ -59,7 +59,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Run a command line; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(list(arguments))
@@ -72,7 +72,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.mark.parametrize("verb", ALL_VERBS, ids=" ".join)
-def test_help_of_every_verb_fits_80_columns_and_ends_with_examples_one_can_type(
+def test_help_of_every_verb_fits_80_columns_and_ends_with_valid_examples(
     verb: tuple[str, ...], said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOSEL_SPELLING", "./run")
@@ -88,7 +88,7 @@ def test_help_of_every_verb_fits_80_columns_and_ends_with_examples_one_can_type(
 
 
 def test_the_examples_are_accepted_by_the_verbs_they_are_for() -> None:
-    """Each example parses: no option in it has been renamed."""
+    """Parse each example, which fails if an option has been renamed."""
     import shlex
 
     for verb in VERBS:
@@ -156,7 +156,7 @@ def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_said_with_what_to_do_and_is_one_json_document_for_programs(
+def test_a_mistake_is_reported_with_a_fix_and_as_one_json_document(
     arguments: list[str], what: str, todo: str, said: Any
 ) -> None:
     code, out, err = said(*arguments)
@@ -228,7 +228,7 @@ def test_ctrl_c_anywhere_exits_with_130_and_no_error(said: Any, monkeypatch: pyt
         *((f"AUTOSEL_{name}", "") for name in ("DB", "GUARD", "SHADOW_RATE", "DISABLE", "MODE", "LOCK", "EFFORT")),
     ],
 )
-def test_a_variable_that_cannot_be_is_named_with_what_it_may_be(
+def test_an_invalid_variable_is_named_with_its_allowed_values(
     name: str, value: str, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -250,7 +250,7 @@ def test_a_variable_that_cannot_be_is_named_with_what_it_may_be(
         ("{home}/" + "x" * 300, "File name too long"),
     ],
 )
-def test_a_home_that_can_be_no_folder_is_named_with_the_reason(
+def test_a_home_that_cannot_be_a_folder_is_named_with_the_reason(
     value: str, told: str, said: Any, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "file").touch()
@@ -261,10 +261,10 @@ def test_a_home_that_can_be_no_folder_is_named_with_the_reason(
     assert (code, out) == (2, "")
     assert err.startswith("error: AUTOSEL_HOME = '")
     assert told.format(home=home) in " ".join(err.split())
-    assert len(err.splitlines()) > 2, "and what to do"
+    assert len(err.splitlines()) > 2, "the message has no fix"
 
 
-def test_an_empty_text_is_a_value_where_it_means_none(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_value_is_valid_if_the_default_is_empty(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSEL_ALLOW", "")
     monkeypatch.setenv("AUTOSEL_CXX", "")
     settings.read.cache_clear()
@@ -368,7 +368,7 @@ def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert out.count("\n") == 1
 
 
-def test_python_m_autosel_is_the_command_and_prints_itself_in_what_to_do(tmp_path: Path) -> None:
+def test_python_m_autosel_is_the_command_and_is_used_in_fixes(tmp_path: Path) -> None:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
         variables = {**own, "PYTHONPATH": str(ROOT), "AUTOSEL_HOME": str(tmp_path)}
@@ -398,7 +398,7 @@ def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> 
     assert "Traceback" not in full.stderr
 
 
-def test_a_stream_that_cannot_spell_a_sign_still_gets_the_text() -> None:
+def test_a_stream_that_cannot_encode_a_character_still_gets_the_text() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autosel.cli.main", "config"],
         cwd=ROOT,
@@ -409,7 +409,7 @@ def test_a_stream_that_cannot_spell_a_sign_still_gets_the_text() -> None:
     assert b"/opt/gr" in done.stdout
 
 
-# --- what is said about a decision --------------------------------------------------------------------------------
+# --- the text of a decision ---------------------------------------------------------------------------------------
 
 TORCH = Arm(candidate="torch:linear", backend="TORCH", recipe=PythonRecipe(target="a:b"), knobs={}, digest="b" * 64)
 CPP = Arm(candidate="cpp:gemv", backend="CPP", recipe=PythonRecipe(target="a:c"), knobs={"rows": 8}, digest="c" * 64)
@@ -463,7 +463,7 @@ def test_a_promotion_shows_the_lower_bound_it_rests_on() -> None:
     assert row(decision()).split() == expected.split()
 
 
-def test_a_tie_is_said_and_not_hidden() -> None:
+def test_a_tie_is_reported() -> None:
     even = Effect(median=1.0, lo=1.0, hi=1.0)
     assert " tie " in row(decision("tie", TORCH, "kept", effect=even, next_best=("cpp:gemv", 1.01))) + " "
     assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie with an incumbent that is not the baseline keeps it"
@@ -495,7 +495,7 @@ def test_the_verdict_table_of_long_names_fits_80_columns() -> None:
     assert "1.91x ≥1.85" in text
 
 
-def test_the_json_of_a_decision_has_what_the_design_promises() -> None:
+def test_the_json_of_a_decision_has_the_documented_fields() -> None:
     made = figures.decision_json(decision())
     assert made["state"] == "promoted"
     assert made["speedup"] == {"median": 23.4, "lo": 22.1, "hi": 24.0}
@@ -504,11 +504,11 @@ def test_the_json_of_a_decision_has_what_the_design_promises() -> None:
     assert figures.decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
 
 
-# --- the line that moves ------------------------------------------------------------------------------------------
+# --- the progress line --------------------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):
-    """A stderr that is a terminal, or has been closed at the other end."""
+    """A stderr that is a terminal, or whose reader has closed it."""
 
     def __init__(self, *, terminal: bool = True, broken: bool = False) -> None:
         super().__init__()
@@ -542,7 +542,7 @@ def progress(screen: Screen, clock: Any, monkeypatch: pytest.MonkeyPatch, budget
     return Progress(budget_s, clock=clock)
 
 
-def test_the_line_moves_with_the_clock_fits_and_says_what_is_under_way(
+def test_the_progress_line_is_updated_fits_and_names_the_present_work(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = progress(Screen(), clock, monkeypatch)
@@ -583,7 +583,7 @@ def seconds_left(shown: Progress) -> int:
     return int(shown.line().partition("about ")[2].removesuffix("s left"))
 
 
-def test_into_a_pipe_goes_a_line_a_stage_and_a_decision_without_control_characters(
+def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = Screen(terminal=False)
@@ -605,7 +605,7 @@ def test_into_a_pipe_goes_a_line_a_stage_and_a_decision_without_control_characte
     assert (shown.decided_now, shown.settled) == (1, 1)
 
 
-def test_a_pipe_hears_something_now_and_then_while_a_stage_lasts(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(terminal=False)
     shown = progress(screen, clock, monkeypatch)
     shown.stage("screening", "3 pairs  attn", 1, 4)
@@ -637,7 +637,7 @@ def test_a_dumb_terminal_gets_lines_and_no_escapes(clock: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("5m", 300), ("1h30m", 5400), ("45", 45), ("1.5s", 1.5)])
-def test_a_budget_is_read_as_people_write_it(text: str, seconds: float) -> None:
+def test_a_budget_is_read_in_common_spellings(text: str, seconds: float) -> None:
     assert parse_budget(text) == seconds
 
 
@@ -714,7 +714,7 @@ def tried(**values: Any) -> Tried:
         (tried(parity=Failed(check="raised", case="load", evidence={}, reason="no module")), 4, "no module"),
     ],
 )
-def test_a_race_ends_with_the_code_of_what_was_found(found: Tried, code: int | None, told: str) -> None:
+def test_a_race_ends_with_the_exit_code_of_its_result(found: Tried, code: int | None, told: str) -> None:
     error = race_verb.judge([found], "AGAIN", "5eed")
     assert (error.exit_code if error else None) == code
     assert told in str(error or "")

@@ -1,4 +1,4 @@
-"""`verify`, and what `run` refuses and says, without measuring anything."""
+"""Test `verify`, and the refusals and output of `run`, without measuring."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Run a command line; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(list(arguments))
@@ -52,7 +52,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Two certificates."""
+    """Return a file of two certificates."""
     path = tmp_path / "f.jsonl"
     for seed in (1, 2):
         made = certificate(decode_run(iters=3, seed=seed))
@@ -67,7 +67,7 @@ def asked(text: str) -> Asked:
 # --- verify -------------------------------------------------------------------------------------------------------
 
 
-def test_verify_says_what_holds_and_what_that_does_not_say(file: Path, said: Any) -> None:
+def test_verify_prints_the_result_and_its_limits(file: Path, said: Any) -> None:
     code, text, _ = said("verify", str(file))
     assert code == 0
     assert "2 certificates hold, none signed" in text and "head sha256:" in text
@@ -119,7 +119,7 @@ def test_verify_never_calls_proven_what_is_not_checkable(file: Path, said: Any) 
     assert code == 1 and f"{file}:3 cannot be trusted" in trouble
 
 
-def test_a_line_is_named_behind_a_colon_unless_a_file_has_that_very_name(tmp_path: Path) -> None:
+def test_a_line_is_selected_after_a_colon_unless_a_file_has_that_name(tmp_path: Path) -> None:
     assert located("a.jsonl:7") == (Path("a.jsonl"), 7)
     assert located("a.jsonl") == (Path("a.jsonl"), 0)
     (tmp_path / "b:7").touch()
@@ -140,14 +140,14 @@ def test_a_certificates_command_is_read_as_options_and_nothing_else() -> None:
             command(hostile)
 
 
-def test_a_rerun_is_said_with_both_figures_and_the_interval() -> None:
+def test_a_rerun_is_shown_with_both_figures_and_the_interval() -> None:
     first, again = (certificate(decode_run(seed=s, iters=40)) for s in (1, 2))
     text = rerun_words(first, rerun.compare(first, again))
     assert ": reproduced" in text and f"certified {first.speedup:.3g}x" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
-# --- run: what is asked -------------------------------------------------------------------------------------------
+# --- run: arguments -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_options_name_the_form_of_the_step(
         ("--no-graph", "--step ops, or --step whole"),
     ],
 )
-def test_an_option_of_before_is_answered_with_that_of_today(old: str, new: str, said: Any) -> None:
+def test_a_former_option_is_refused_with_its_replacement(old: str, new: str, said: Any) -> None:
     code, text, trouble = said("run", "--model", "llama-1b", old, "--json")
     assert code == 2 and f"{old} is now {new}" in trouble and f"use {new}" in trouble
     assert json.loads(text)["error"]["todo"] == f"use {new}"
@@ -285,7 +285,7 @@ def test_an_option_of_before_is_answered_with_that_of_today(old: str, new: str, 
         ("--no-graph", "team", "auto", "whole"),
     ],
 )
-def test_a_certificates_command_of_before_asks_for_the_form_that_ran(
+def test_an_earlier_certificates_command_selects_the_form_that_ran(
     flags: str, ran: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
@@ -297,7 +297,7 @@ def test_a_certificates_command_of_before_asks_for_the_form_that_ran(
             assert (plan.step, plan.layout, plan.device, plan.seq) == (form, layout, device, 9)
 
 
-def test_a_suite_takes_no_option_that_its_trials_would_not_be_run_again_with() -> None:
+def test_a_suite_refuses_options_that_its_trials_commands_would_not_have() -> None:
     known = {p.name for p in run_command.params}
     measured = set(MEASURED) & set(TAKEN)
     assert set(TAKEN) <= known
@@ -320,10 +320,10 @@ def test_a_key_is_made_once_below_the_home_and_used_again(home: Path, capsys: py
     assert (home / "keys" / "certificates.pem").stat().st_mode & 0o777 == 0o600
 
 
-# --- run: what is said --------------------------------------------------------------------------------------------
+# --- run: output --------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> None:
+def test_the_summary_fits_80_columns_and_shows_a_part_a_miss_and_a_failure() -> None:
     made = certificate(decode_run(batch=4, step_ms=90.0), objectives=slo.parse("ttft<500ms"), price_per_hour=1.5)
     text = summary(made, audit(made))
     assert max(map(len, text.splitlines())) <= 80
@@ -337,7 +337,7 @@ def test_the_summary_fits_80_columns_and_says_a_part_a_miss_and_a_failure() -> N
 
 
 @pytest.mark.parametrize(("prompt", "batch"), [("random", 1), ("folder/a text of one word.txt", 4), ("x" * 30, 64)])
-def test_the_summary_says_which_prompt_was_run(prompt: str, batch: int) -> None:
+def test_the_summary_names_the_prompt(prompt: str, batch: int) -> None:
     made = certificate(decode_run(prompt=prompt, batch=batch, step_ms=65.0 * batch))
     assert made.prompt is not None
     lines = summary(made, audit(made)).splitlines()
@@ -410,7 +410,7 @@ def test_wrong_results_weigh_more_than_missed_objectives() -> None:
         (issue(decode_run(), {}, Request(repro_cmd="x")), "no proof of parity is known here for "),
     ],
 )
-def test_a_run_that_did_not_verify_says_why(made: Certificate, why: str) -> None:
+def test_an_unverified_run_states_the_reason(made: Certificate, why: str) -> None:
     found = failed(made)
     assert isinstance(found, ParityError) and why in found.why and not found.why.endswith("for ")
 
@@ -426,7 +426,7 @@ def test_a_suites_table_fits_80_columns() -> None:
     assert suite.from_document(json.loads(json.dumps(to_json(suite.document(found))))) == found
 
 
-def test_the_memory_table_says_where_the_batch_collapses(said: Any) -> None:
+def test_the_memory_table_marks_where_the_batch_collapses(said: Any) -> None:
     code, text, _ = said("run", "--model", "llama-1b", "--plan")
     assert code == 0 and "131 072" in text and "largest batch" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -447,7 +447,7 @@ def test_speculation_has_a_separate_line_and_a_measured_objective_has_its_unit()
     assert "speculation" not in summary(plain, audit(plain))
 
 
-def test_the_context_is_by_default_what_the_model_was_made_for(tmp_path: Path) -> None:
+def test_the_default_context_is_the_models_maximum(tmp_path: Path) -> None:
     def context(*words: str) -> int:
         found: Asked = command_of(dataclasses.replace(certificate(), repro_cmd=shlex.join(["autosel", "run", *words])))
         return found.plan().seq
@@ -461,19 +461,19 @@ def test_the_context_is_by_default_what_the_model_was_made_for(tmp_path: Path) -
     assert context("--model", str(tmp_path), "--speculate", "ngram:4", "--iters", "100") == 408
 
 
-def test_a_suite_says_which_run_of_how_many_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_shows_the_number_of_the_present_run(capsys: pytest.CaptureFixture[str]) -> None:
     listener = Progress()
     for stage in (("prefill", "baseline", 0, 2), ("decode", "", 3, 63)):
         Within(listener, "llama-1b short 64/64, warm-up 1 of 2").stage(*stage)
     assert listener.line().startswith("llama-1b short 64/64, warm-up 1 of 2 decode 3/63")
-    assert capsys.readouterr().err.count("\n") == 1  # into a pipe: a line for each run, not for each of its stages
+    assert capsys.readouterr().err.count("\n") == 1  # a pipe gets a line for each run, not for each stage
 
 
 # --- a suite, stopped ---------------------------------------------------------------------------------------------
 
 
 def measured_until(monkeypatch: pytest.MonkeyPatch, most: int, ends: BaseException) -> None:
-    """Runs cost nothing here; after so many of them comes this."""
+    """Replace runs by one without a cost; after this many runs, raise the error."""
     calls = iter(range(100))
 
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
@@ -490,10 +490,10 @@ def measured_until(monkeypatch: pytest.MonkeyPatch, most: int, ends: BaseExcepti
 
 
 @pytest.mark.parametrize(("measured", "code"), [(0, 130), (18, 130), (63, 0)])
-def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
+def test_a_stopped_suite_keeps_and_prints_finished_configurations(
     measured: int, code: int, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each configuration of the quick suite takes nine runs; Ctrl-C comes after so many of them."""
+    """Stop the quick suite, nine runs per configuration, by Ctrl-C after this many runs."""
     measured_until(monkeypatch, measured, KeyboardInterrupt())
     report, file = tmp_path / "report", tmp_path / "c.jsonl"
     words = ("--suite", "quick", "--layers", "2", "--report", str(report), "--certify", str(file))
@@ -523,7 +523,7 @@ def test_a_suite_that_is_stopped_keeps_and_says_what_is_done(
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "not enough memory"),
     ],
 )
-def test_a_run_that_fails_costs_a_suite_what_is_left_of_it(
+def test_a_failed_run_ends_a_suite(
     error: Exception, told: str, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("run", "--suite", "quick", "--layers", "2", "--certify", str(tmp_path / "c.jsonl"), "--json")
@@ -538,7 +538,7 @@ def test_a_run_that_fails_costs_a_suite_what_is_left_of_it(
     assert code == 1 and told in json.loads(text)["error"]["what"] and "bug" not in trouble
 
 
-# --- what goes wrong beside a result ------------------------------------------------------------------------------
+# --- errors in addition to a result -------------------------------------------------------------------------------
 
 
 UNWRITABLE = [
@@ -634,7 +634,7 @@ def test_the_report_of_a_suite_is_its_rows_and_needs_no_package_that_plots(
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_suite_is_said_also_where_the_earlier_report_is_of_something_else(
+def test_a_suite_is_printed_even_if_the_earlier_report_is_not_comparable(
     as_json: bool, file: Path, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured_until(monkeypatch, 99, AssertionError())
@@ -651,7 +651,7 @@ def test_a_suite_is_said_also_where_the_earlier_report_is_of_something_else(
 # --- the time left ------------------------------------------------------------------------------------------------
 
 
-def test_the_time_left_is_said_from_the_first_stage_on_and_follows_the_pace(
+def test_the_remaining_time_is_shown_from_the_first_stage_and_follows_the_pace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = [0.0]
@@ -659,14 +659,14 @@ def test_the_time_left_is_said_from_the_first_stage_on_and_follows_the_pace(
     listener.expect({("", "weights"): 10.0, ("", "prefill"): 40.0, ("", "chain"): 5.0, ("", "decode"): 50.0})
     listener.stage("weights", "embedding", 0, 10)
     assert listener.line().endswith("0s, about 1m45s left")
-    for done, at in ((5, 10.0), (10, 20.0)):  # twice as slow as foreseen: so will the rest be
+    for done, at in ((5, 10.0), (10, 20.0)):  # twice as slow as predicted, so the rest will be too
         now[0] = at
         listener.stage("weights", "embedding", done, 10)
     listener.stage("prefill", "baseline", 0, 2)
     slow = listener.eta.left_s(0, 2) if listener.eta else 0.0
     assert 130 < slow < 190
     now[0] = 60.0
-    listener.stage("step", "confirming 1", 0, 1)  # unforeseen: its time does not predict the rest
+    listener.stage("step", "confirming 1", 0, 1)  # without a prediction: its time does not predict the rest
     before = listener.eta.left_s(0, 1) if listener.eta else 0.0
     now[0] = 600.0
     listener.stage("decode", "", 0, 100)  # the chain was left out
@@ -677,7 +677,7 @@ def test_the_time_left_is_said_from_the_first_stage_on_and_follows_the_pace(
     assert "weights ..., about 1m45s left" in capsys.readouterr().err
 
 
-def test_a_run_is_foreseen_stage_by_stage_from_the_rates_of_the_device() -> None:
+def test_the_time_of_each_stage_is_predicted_from_the_rates_of_the_device() -> None:
     fp = fingerprint()
     plan = asked("--model llama-8b --layers 4 --seq 8192 --iters 50").plan()
     found = forecast(plan, fp)

@@ -1,4 +1,4 @@
-"""Test the device of a verb, on a machine with a GPU and a CPU: identities are given, nothing is measured."""
+"""Test the device of a verb on a machine with a GPU and a CPU, with given identities and without measuring."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own_home(home: Path) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Run a command line; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(list(arguments))
@@ -58,7 +58,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver, a torch that can use it, and one H200, as its identity and rates would be read."""
+    """Provide a driver, a torch that can use it, and one H200 with its identity and rates."""
     arms.torch_identity()  # queried once per process, and must not be queried of this one
     monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,7 +71,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
-    """A tie on that device: the baseline stays, and its time says where that was."""
+    """Record a tie on that device; the baseline's time tells the devices apart."""
     base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
     timing = Timing(median_us=time_us, lo_us=time_us, hi_us=time_us, p95_us=time_us, min_us=time_us, samples=30)
     timings = {base.candidate: timing}
@@ -88,10 +88,10 @@ def on_both() -> tuple[Decision, Decision]:
     return decided(devices.this_device(), 50.0), decided(H200, 5.0)
 
 
-# --- which device is meant --------------------------------------------------------------------------------------------
+# --- the default device ----------------------------------------------------------------------------------------------
 
 
-def test_the_gpu_is_meant_where_one_can_be_used_and_the_cpu_can_be_asked_for(
+def test_a_usable_gpu_is_the_default_and_the_cpu_can_be_selected(
     on_both: tuple[Decision, Decision], with_gpu: None, said: Said
 ) -> None:
     cpu, cuda = on_both
@@ -124,7 +124,7 @@ def test_missing_decisions_of_the_gpu_are_reported_with_the_command_to_measure(w
     assert "no decision for rmsnorm on cuda" in err
 
 
-def test_a_decision_for_other_conditions_is_said_instead_of_none(cpu_alone: None, said: Said) -> None:
+def test_a_decision_for_other_conditions_is_named(cpu_alone: None, said: Said) -> None:
     here = devices.this_device()
     threads = torch.get_num_threads()
     mode = current_mode().replace(f".t{threads}.", f".t{threads + 1}.")
@@ -147,7 +147,7 @@ def test_a_decision_for_other_conditions_is_said_instead_of_none(cpu_alone: None
 
 
 @pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "whatif", "knobs", "fingerprint", "best", "explain"])
-def test_every_verb_that_measures_or_derives_means_the_same_device(verb: str, with_gpu: None) -> None:
+def test_every_verb_that_measures_or_derives_has_the_same_default_device(verb: str, with_gpu: None) -> None:
     needed = {"race": ["rmsnorm", "--candidate", "x:y"], "whatif": ["--python", "python"], "best": ["attn"]}
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
@@ -172,7 +172,7 @@ def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(
     assert device.default_device() == "cpu"
     assert "needs cupy" in device.unused_gpu() and extras.gpu_command() in device.unused_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.unused_gpu() == "", "a driver's library alone is no GPU"
+    assert device.unused_gpu() == "", "a driver's library without a GPU was used"
     monkeypatch.setattr(nvml, "counted", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in device.unused_gpu() and device.default_device() == "cpu"
@@ -184,7 +184,7 @@ def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(
 @pytest.mark.parametrize(
     ("words", "meant"), [([], "cuda"), (["--device", "cpu"], "cpu"), (["--device", "cuda"], "cuda")]
 )
-def test_a_certificate_made_beside_a_gpu_names_the_device_it_is_of(
+def test_a_certificate_made_on_a_host_with_a_gpu_names_its_device(
     words: list[str], meant: str, with_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repro = Asked(run_command.make_context("run", ["--model", "llama-1b", *words])).repro
@@ -202,10 +202,10 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
     assert command_of(SimpleNamespace(repro_cmd=repro, mode="eager.t2.highest"))["device"] == "cpu"  # type: ignore[arg-type]
 
 
-# --- what else is of one device ---------------------------------------------------------------------------------------
+# --- other data of one device ----------------------------------------------------------------------------------------
 
 
-def test_history_says_on_which_device_where_there_are_several(
+def test_history_names_the_device_if_there_are_several(
     on_both: tuple[Decision, Decision], cpu_alone: None, said: Said
 ) -> None:
     out = said("history")[1]
@@ -259,7 +259,7 @@ def test_an_upgrade_is_tried_with_what_is_decided_on_one_device(on_both: tuple[D
         assert whatif._decided_here(decision.hw_id)[W.bucket]["time_us"] == us
 
 
-def test_the_doctor_looks_at_every_device(with_gpu: None, said: Said) -> None:
+def test_the_doctor_checks_every_device(with_gpu: None, said: Said) -> None:
     decided(devices.this_device(), 50.0)
     with open_ledger() as ledger:
         arm = arms.arm(registry.baseline(W.op), W, H200, "", Knobs())
@@ -271,7 +271,7 @@ def test_the_doctor_looks_at_every_device(with_gpu: None, said: Said) -> None:
     assert sum(what == "margin" for what, _ in found) == 4
 
 
-def test_an_import_takes_what_is_of_any_device_of_the_machine(
+def test_an_import_accepts_decisions_of_every_device_of_the_machine(
     on_both: tuple[Decision, Decision], with_gpu: None, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "decisions.json"

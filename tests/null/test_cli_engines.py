@@ -21,7 +21,7 @@ OTHER = replace(GPU, identity={**GPU.identity, "ecc": False})
 
 
 @pytest.mark.parametrize("meant", ["cpu", "cuda"])
-def test_a_package_of_kernels_is_of_the_device_that_verbs_mean(
+def test_a_package_of_kernels_is_for_the_default_device(
     meant: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fps = {"cpu": known.load("h200"), "cuda": OTHER}
@@ -49,7 +49,7 @@ def test_devices_of_one_name_that_differ_are_not_mixed(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "here", lambda: [("cuda:0", OTHER)])
     assert engines._of_one(GPU, found) == ("a",)
     elsewhere = replace(GPU, identity={**GPU.identity, "ecc": None})
-    assert engines._of_one(elsewhere, found) == ("b",), "that which is here"
+    assert engines._of_one(elsewhere, found) == ("b",), "the device of this machine is not used"
     assert engines._device("vllm", None, [GPU, OTHER]) is OTHER
     monkeypatch.setattr(device, "here", list)
     with pytest.raises(UsageError, match="ambiguous device") as error:

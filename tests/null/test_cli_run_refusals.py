@@ -60,7 +60,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (("--weights-layout", "packed"), "known: auto, plain"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_first(
+def test_an_impossible_run_is_refused_first(
     asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*SMALL, *asked]) == 2
@@ -133,7 +133,7 @@ def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_
     assert more + reference_bytes(plan) >= gated + stream
     assert memory_need(replace(plan, model=models.load("llama-8b"), batch=1)) < 24 << 30  # and stays bounded
     short = replace(plan, batch=1, seq=16)
-    assert memory_need(short) == memory_need(replace(short, prompt="synthetic"))  # judging it takes more
+    assert memory_need(short) == memory_need(replace(short, prompt="synthetic"))  # judging the prompt needs more
 
 
 @pytest.mark.parametrize(

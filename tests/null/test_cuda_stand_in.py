@@ -1,4 +1,4 @@
-"""Test the lines that only a process with a GPU runs, on stand-ins for PyTorch's interface to CUDA."""
+"""Test the code that only runs with a GPU, on stand-ins for PyTorch's interface to CUDA."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 # --- a step as a graph ------------------------------------------------------------------------------------------------
 
 
-def test_a_captured_list_does_nothing_until_it_is_replayed_and_then_what_it_did(cuda: Cuda) -> None:
+def test_a_captured_list_runs_only_when_replayed(cuda: Cuda) -> None:
     ops = SimpleNamespace(logits=OnGpu.of(ONE), run_chained=lambda: [cuda.call(i) for i in range(3)])
     replay = graph.captured(ops)  # type: ignore[arg-type]
     warm = len(cuda.made)
@@ -67,7 +67,7 @@ def test_a_list_is_captured_on_a_stream_of_its_own_device(cuda: Cuda) -> None:
     assert cuda.captured_on == [there]
 
 
-def test_a_list_that_cannot_be_captured_says_why_and_what_to_do(cuda: Cuda) -> None:
+def test_a_list_that_cannot_be_captured_raises_with_the_reason_and_a_fix(cuda: Cuda) -> None:
     cuda.refuses = True
     ops = SimpleNamespace(logits=OnGpu.of(ONE), run_chained=lambda: cuda.call(0))
     with pytest.raises(UsageError, match="cannot be captured") as caught:
@@ -101,7 +101,7 @@ def test_a_launch_stopped_by_its_watchdog_raises_after_the_device_reports_it(cud
         launch.LaunchStep.settle(stopped)  # type: ignore[arg-type]
 
 
-def test_the_likeliest_token_is_chosen_where_the_logits_lie() -> None:
+def test_the_likeliest_token_is_chosen_on_the_device_of_the_logits() -> None:
     logits = torch.tensor([[-3.0, -1.0, -2.0], [0.5, 0.25, 9.0]], dtype=torch.bfloat16)
     assert largest(OnGpu.of(logits), torch.empty(2, dtype=torch.int64)).tolist() == [1, 2]
 
@@ -111,7 +111,7 @@ def test_the_likeliest_token_is_chosen_where_the_logits_lie() -> None:
 
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The read probe of each GPU: 1e12 bytes/s on the first, 2e12 on the second."""
+    """Replace the read probe of each GPU: 1e12 bytes/s on the first, 2e12 on the second."""
     monkeypatch.setattr(gpu_probe, "reader", lambda ordinal: lambda: 1e12 * (ordinal + 1))
     decode_device._gpu_reader.cache_clear()
     yield
@@ -136,7 +136,7 @@ def test_memory_is_that_of_the_device_that_was_named(cuda: Cuda, monkeypatch: py
 def test_a_gpus_operands_are_copies_and_its_samples_replays(cuda: Cuda) -> None:
     made: Any = place("cuda:1")
     assert (made.device, made.timing) == (torch.device("cuda", 1), "graph")
-    made.device = torch.device("cpu")  # where the copies of this test must lie
+    made.device = torch.device("cpu")  # where the copies of this test must be
     value = torch.arange(12.0).view(3, 4)[:, 1:]
     for copy in (made.resident(value), made.streamed(value)):
         assert torch.equal(copy, value) and copy.stride() == value.stride() and copy.data_ptr() != value.data_ptr()
@@ -178,7 +178,7 @@ def test_an_arena_is_mirrored_once_in_the_devices_own_memory() -> None:
 def test_no_call_is_checked_during_a_capture_and_every_call_afterwards(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong kernel's own result goes into the graph: a comparison would have to wait, which a capture forbids."""
+    """Let a wrong kernel's result go into the graph: a comparison would have to wait, which a capture forbids."""
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     watch, told = guards.watched(lambda x, *_: torch.full_like(x, 2.0))
@@ -190,7 +190,7 @@ def test_no_call_is_checked_during_a_capture_and_every_call_afterwards(
     assert len(told) == 1
 
 
-def test_a_time_is_of_work_that_has_been_done(cuda: Cuda) -> None:
+def test_a_time_is_read_after_the_work_is_done(cuda: Cuda) -> None:
     done: list[int] = []
     cuda.enqueued.append(lambda: done.append(1))
     guard_call._settle([ONE, 3])
@@ -200,7 +200,7 @@ def test_a_time_is_of_work_that_has_been_done(cuda: Cuda) -> None:
 
 
 class Breakable:
-    """A device that answers nothing after a kernel has broken it: every query and wait raises."""
+    """A device that a kernel has broken: every query and wait raises."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = False
@@ -216,7 +216,7 @@ class Breakable:
         return made
 
     def breaks(self, *values: Any) -> torch.Tensor:
-        """A launched kernel has no error yet."""
+        """Break the device without an error at the launch."""
         made = guards.good(*values)
         self.broken = True
         return made
@@ -232,7 +232,7 @@ GIVEN = (OnGpu.of(guards.X), OnGpu.of(guards.WEIGHT), 1e-6, 0.0)
 
 
 def test_a_kernel_that_breaks_the_device_is_blamed_whichever_arm_ran_first(breakable: Breakable) -> None:
-    """Else the server that its error ends starts again with the same kernel, for ever."""
+    """Blame it, because otherwise the server would restart with the same kernel forever."""
     first = set()
     for seed in range(6):
         breakable.broken = False
@@ -241,7 +241,7 @@ def test_a_kernel_that_breaks_the_device_is_blamed_whichever_arm_ran_first(break
         try:
             watch(GIVEN, (None,))
             first.add("baseline")
-        except torch.AcceleratorError:  # there is nothing to answer with
+        except torch.AcceleratorError:  # there is no result to return
             first.add("candidate")
         assert [f.cause for f in told] == ["raised"]
         assert "illegal memory access" in told[0].reason
@@ -261,7 +261,7 @@ def test_a_kernel_that_breaks_the_device_on_a_replay_is_blamed_and_the_device_is
     assert [f.cause for f in told] == ["kernel"]
 
 
-def test_a_device_that_was_broken_before_is_nobodys_fault(breakable: Breakable) -> None:
+def test_for_a_device_that_was_already_broken_no_arm_is_blamed(breakable: Breakable) -> None:
     def ends(*values: Any) -> torch.Tensor:
         raise AssertionError("it is not run")
 
@@ -274,7 +274,7 @@ def test_a_device_that_was_broken_before_is_nobodys_fault(breakable: Breakable) 
         assert not told
 
 
-# --- who is there -----------------------------------------------------------------------------------------------------
+# --- identities ------------------------------------------------------------------------------------------------------
 
 
 def test_decisions_for_a_gpus_tensors_are_found_by_the_identity_of_its_tune(
@@ -304,7 +304,7 @@ def test_a_fault_of_the_device_is_found_after_the_unit_that_made_it(
     assert child.fault_of_device() == "CUDA error: misaligned address"
 
 
-def test_a_gpu_that_is_not_here_is_refused_by_its_number(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused_by_its_number(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (8, 0))
     for name in ("cpu", "cuda", "cuda:1"):
@@ -347,7 +347,7 @@ def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
 
 
 def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's clock stands still; each step takes a number of the device's calls."""
+    """Stop the host's clock; the time of each step is a number of calls of the device."""
     monkeypatch.setattr(race, "bytes_of", lambda scene: 0)
     monkeypatch.setattr(race, "last_level_bytes", lambda fp: 1)
     plan: Any = SimpleNamespace(device="cuda:1")
@@ -366,7 +366,7 @@ def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypa
 def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If asking is allowed, unused work is skipped; otherwise it is done, with the same result."""
+    """Skip unneeded work only if the device may be queried; the result is the same."""
 
     class Unasked(torch.Tensor):
         def __bool__(self) -> bool:
@@ -382,7 +382,7 @@ def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_only_a_gpus_stream_is_asked_whether_it_is_captured(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpu_streams_are_queried_for_a_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     assert eager._may_not_ask(OnGpu.of(ONE)) is capturing
     assert eager._may_not_ask(ONE) is False
@@ -395,7 +395,7 @@ def test_only_a_gpus_stream_is_asked_whether_it_is_captured(capturing: bool, mon
 def test_a_library_is_called_with_its_operands_gpu_as_the_current_one(
     current: int, entered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton launches on the current device, and refuses operands of another: no fault of the kernel's."""
+    """Set the current device, because Triton launches on it and refuses operands of another."""
     made: list[str] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The daemon's parts by themselves: queue, writer, events, idleness, view, charts, peers, unit."""
+"""Test the parts of the daemon separately: queue, writer, events, idleness, view, charts, peers, unit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _queue(folder: Path, told: list[Any] | None = None) -> Jobs:
     )
 
 
-def test_a_workload_is_queued_once_however_many_miss_it(queue: Jobs) -> None:
+def test_a_workload_is_queued_once_for_any_number_of_misses(queue: Jobs) -> None:
     first = queue.add(ATTN, "miss", "", calls=3)
     again = queue.add(ATTN.at(L=5000), "miss", "", calls=4)  # the same bucket
     other = queue.add(ATTN.at(L=64), "miss", "", calls=1)
@@ -82,7 +82,7 @@ def test_requests_go_first_then_stale_then_the_most_missed(queue: Jobs) -> None:
     assert [j.id for j in queue.all()] == [j.id for j in (asked, stale, often, rare) if j]
 
 
-def test_asking_for_what_is_missed_moves_it_up(queue: Jobs) -> None:
+def test_a_request_for_a_queued_miss_moves_it_forward(queue: Jobs) -> None:
     queue.add(RMSNORM, "stale", "torch changed")
     missed = queue.add(ATTN, "miss", "", calls=9)
     assert missed is not None
@@ -157,14 +157,14 @@ def test_our_own_work_does_not_count_as_others() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 4), st.floats(-5, 5)), max_size=20))
-def test_a_meter_never_leaves_what_the_machine_can_do(steps: list[tuple[float, float, float]]) -> None:
+def test_a_meter_stays_within_the_number_of_cores(steps: list[tuple[float, float, float]]) -> None:
     meter, now = Meter(cores=4), Reading(at_s=0.0, busy_s=0.0, own_s=0.0)
     for seconds, cores, own in steps:
         now = Reading(at_s=now.at_s + seconds, busy_s=now.busy_s + cores * seconds, own_s=now.own_s + own)
-        assert -1e-9 <= meter.take(now) <= 4 + 5 / 0.01  # a child's end can lend others its time, within one look
+        assert -1e-9 <= meter.take(now) <= 4 + 5 / 0.01  # a child's end can move its time to others for one reading
 
 
-def test_a_meter_starts_busy_and_comes_down() -> None:
+def test_a_meter_starts_busy_and_falls() -> None:
     meter = Meter(cores=2, over_s=5.0)
     found = [meter.take(Reading(at_s=float(n), busy_s=0.0, own_s=0.0)) for n in range(20)]
     assert found[0] == 2.0
@@ -179,7 +179,7 @@ def test_the_kernels_figures_are_read() -> None:
     assert two.own_s > 0
 
 
-# --- does what serves still hold? -------------------------------------------------------------------------------------
+# --- validity of decisions -------------------------------------------------------------------------------------------
 
 
 def test_a_rate_that_moved_far_enough_changes_knobs_and_a_little_does_not() -> None:
@@ -290,7 +290,7 @@ def test_no_caller_waits_for_ever_after_any_failure(ledger: Ledger) -> None:
 
 
 class Later:
-    """An event loop's clock, which advances when the test says so."""
+    """The clock of an event loop, which the test advances."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, []
@@ -313,7 +313,7 @@ class Later:
 
 
 class Gathered:
-    """Writes gathered as in an event loop; `groups` lists the groups handed over."""
+    """Gather writes as in an event loop; `groups` lists the groups that were handed over."""
 
     def __init__(self) -> None:
         self.groups: list[int] = []
@@ -387,7 +387,7 @@ def test_writes_beyond_the_limit_are_refused(ledger: Ledger, monkeypatch: pytest
     writer.close()
 
 
-def test_an_answer_is_sent_in_one_piece_and_before_its_line_is_closed() -> None:
+def test_an_answer_is_sent_in_one_piece_before_its_connection_is_closed() -> None:
     sent: list[Any] = []
     turns: list[Any] = []
     under = SimpleNamespace(
@@ -435,7 +435,7 @@ def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None
 
 
 def test_a_command_comes_back_as_it_was_sent() -> None:
-    sent = commands.SaveParity(hw_id="hw", workload=ATTN, arm=CPP, parity=FAILED)  # its evidence holds a NaN
+    sent = commands.SaveParity(hw_id="hw", workload=ATTN, arm=CPP, parity=FAILED)  # its evidence contains a NaN
     command, leases = commands.decode(commands.encode(sent, {"hw": 3}))
     assert leases == {"hw": 3}
     assert isinstance(command, commands.SaveParity)
@@ -460,7 +460,7 @@ def test_a_reader_who_comes_back_gets_what_it_missed() -> None:
     assert [b"id: 2" in found[1], b"id: 3" in found[2]] == [True, True]
 
 
-def test_a_reader_who_falls_behind_loses_its_line_not_our_memory() -> None:
+def test_a_reader_that_falls_behind_is_disconnected() -> None:
     async def story() -> tuple[int, list[bytes]]:
         events = Events()
         line = events.follow()
@@ -474,7 +474,7 @@ def test_a_reader_who_falls_behind_loses_its_line_not_our_memory() -> None:
     assert rest == []
 
 
-def test_stopping_ends_every_line() -> None:
+def test_stopping_closes_every_connection() -> None:
     async def story() -> list[bytes]:
         events = Events()
         line = events.follow()
@@ -511,7 +511,7 @@ def test_a_crossover_is_drawn_where_the_winner_changes(ledger: Ledger) -> None:
     assert found["roofline"] is None
 
 
-def test_a_crossover_is_of_what_serves_and_says_what_is_known_of_its_place(ledger: Ledger) -> None:
+def test_a_crossover_is_between_served_arms_and_shows_its_known_place(ledger: Ledger) -> None:
     first, near, far = (record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 8))
     assert charts.times([first, near, far], {}, "B")["crossovers"] == []
     (found,) = charts.times([first, near], {}, "B", {str(near.id): "edited"})["crossovers"]
@@ -553,7 +553,7 @@ def test_a_speedup_is_of_what_serves_now_not_of_what_is_stale_or_demoted(ledger:
     assert (row.speedup, row.floor, row.stale, row.off) == (None, None, 2, 1)
 
 
-def test_the_roofline_is_what_reading_the_operands_takes() -> None:
+def test_the_roofline_is_the_time_to_read_the_operands() -> None:
     v = dataclasses.replace(verdict(), read_bytes_per_s=2e10)
     assert charts.floor_us(v, 2_000_000) == pytest.approx(100.0)
     assert charts.floor_us(verdict(), 2_000_000) is None

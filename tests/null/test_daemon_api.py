@@ -1,4 +1,4 @@
-"""The daemon's interface: who may ask, what may be asked, how a mistake is answered. Real ledger, no socket."""
+"""Test the daemon's interface with a real ledger and no socket: access rights, valid requests, error answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def local(app: App) -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def remote(app: App, local: TestClient) -> TestClient:
-    """It does not run the application, which lives as long as `local`."""
+    """Return a client over TCP; the application belongs to `local`."""
     return over_tcp(app)
 
 
@@ -67,7 +67,7 @@ def problem(answer: Any) -> dict[str, str]:
     return found
 
 
-# --- who may ask ------------------------------------------------------------------------------------------------------
+# --- access rights ---------------------------------------------------------------------------------------------------
 
 
 def test_everything_can_be_read_over_tcp_without_a_token(remote: TestClient) -> None:
@@ -114,7 +114,7 @@ def test_a_listed_origin_still_needs_the_token(remote: TestClient) -> None:
     assert answer.status_code == 401
 
 
-def test_over_the_socket_no_token_is_needed_and_no_web_page_is_heard(local: TestClient) -> None:
+def test_the_socket_needs_no_token_and_refuses_web_pages(local: TestClient) -> None:
     assert local.post("/v1/misses", json={"hw_id": HERE, "mode": MODE, "misses": []}).status_code == 202
     assert local.get("/v1/serving", headers={"Origin": "http://localhost"}).status_code == 403
 
@@ -129,7 +129,7 @@ def test_the_ledger_is_written_over_the_socket_only(remote: TestClient) -> None:
     assert remote.post("/v1/ledger", json={"command": {}, "leases": {}}, headers=BEARER).status_code == 403
 
 
-def test_every_answer_keeps_a_browser_in_bounds(remote: TestClient) -> None:
+def test_every_answer_has_security_headers_for_browsers(remote: TestClient) -> None:
     for path in ("/", "/v1/serving", "/nowhere", "/v1/best/attn"):
         headers = remote.get(path).headers
         assert "default-src 'none'" in headers["content-security-policy"]
@@ -138,7 +138,7 @@ def test_every_answer_keeps_a_browser_in_bounds(remote: TestClient) -> None:
         assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
-# --- what may be sent -------------------------------------------------------------------------------------------------
+# --- valid requests --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(local: TestClient) -> N
         {"op": "attn", "dims": {"M": 1}, "dtype": "bf16"},
     ],
 )
-def test_a_workload_that_no_op_can_mean_is_refused(local: TestClient, workload: dict[str, Any]) -> None:
+def test_a_workload_that_no_op_has_is_refused(local: TestClient, workload: dict[str, Any]) -> None:
     answer = local.post("/v1/jobs", json={"workloads": [workload]})
     assert answer.status_code == 422, answer.text
 
@@ -235,17 +235,17 @@ def test_a_workload_that_no_op_can_mean_is_refused(local: TestClient, workload: 
         ("/decisions/99", 404),
     ],
 )
-def test_an_address_that_means_nothing_is_said_to(local: TestClient, path: str, status: int) -> None:
+def test_an_unknown_address_is_reported(local: TestClient, path: str, status: int) -> None:
     assert local.get(path).status_code == status
 
 
-def test_a_wrong_method_says_which_are_right(local: TestClient) -> None:
+def test_a_wrong_method_gets_the_right_ones(local: TestClient) -> None:
     answer = local.post("/v1/serving", json={})
     assert answer.status_code == 405
     assert "GET" in answer.headers["allow"]
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- answers ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_lookup_finds_the_decision_of_the_bucket(local: TestClient) -> None:
@@ -259,7 +259,7 @@ def test_a_lookup_without_a_decision_gives_the_baseline_and_the_reason(local: Te
     assert "no decision" in found["reason"]
 
 
-def test_every_address_answers_and_none_with_a_fault_of_ours(local: TestClient) -> None:
+def test_every_address_answers_without_an_internal_error(local: TestClient) -> None:
     for e in ENDPOINTS:
         if e.method == "GET" and e.path not in ("/v1/events",):
             answer = local.get(e.path.replace("{id}", "1").replace("{op}", "attn"))
@@ -433,10 +433,10 @@ _JSON: st.SearchStrategy[Any] = st.recursive(
 _POSTS = tuple(e.path.replace("{id}", "1") for e in ENDPOINTS if e.method == "POST")
 
 
-def test_a_fault_that_was_taken_in_before_its_report_looked_is_taken_in(
+def test_a_fault_already_taken_in_when_it_is_reported_counts_as_taken_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the daemon's own look at the journal, five times a second, or by another process."""
+    """Let the daemon's check of the journal, five times a second, or another process take it in first."""
     with ledgers.open_ledger(home=tmp_path, alone=True) as ledger:
         made = record(ledger, fp=_fingerprint())
     write = faults.write
@@ -464,7 +464,7 @@ def test_a_fault_that_was_taken_in_before_its_report_looked_is_taken_in(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(_POSTS), body=_JSON)
-def test_any_invalid_request_is_the_callers_error_never_a_bug(local: TestClient, path: str, body: Any) -> None:
+def test_any_invalid_request_is_a_client_error_and_never_a_bug(local: TestClient, path: str, body: Any) -> None:
     content = json.dumps(body).encode()
     answer = local.post(path, content=content, headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500

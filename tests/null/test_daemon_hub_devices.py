@@ -1,4 +1,4 @@
-"""A daemon of a machine with more than the CPU: a second device whose identity is given, and no GPU."""
+"""Test the daemon of a machine with a second device, whose identity is simulated; no GPU needed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cpu() -> Facts:
     return Facts(hw_id=this_device(), mode=MODE)
 
 
-# --- who is idle ------------------------------------------------------------------------------------------------------
+# --- idle devices ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def cpu() -> Facts:
         (Utilisation(total=0.9, pids=frozenset({8}), shares={5: 0.9}), 0.0),  # one missing, and one idle
     ],
 )
-def test_a_gpu_is_busy_with_what_others_run_on_it(said: Utilisation, share: float) -> None:
+def test_a_gpu_is_busy_while_others_use_it(said: Utilisation, share: float) -> None:
     assert said.others({1, 2}) == pytest.approx(share)
 
 
@@ -76,7 +76,7 @@ def test_a_gpus_meter_stays_a_share_and_starts_busy(looks: list[tuple[float, flo
         assert -1e-9 <= meter.look(now) <= 1 + 1e-9
 
 
-def test_a_gpu_comes_to_rest_and_is_taken_again() -> None:
+def test_a_gpu_becomes_idle_and_busy_again() -> None:
     said = [IDLE]
     meter = GpuMeter("cuda:0", UUID, ask=lambda _: said[0])
     for second in range(30):
@@ -132,7 +132,7 @@ class Nvml:
         return [SimpleNamespace(pid=7, smUtil=u, timeStamp=t) for t, u in ((2, 60), (1, 90))]
 
 
-def test_nvml_says_who_uses_a_device_and_how_much() -> None:
+def test_nvml_gives_the_users_of_a_device_and_their_shares() -> None:
     found = idle.utilisation(UUID, Nvml())
     assert (found.total, found.pids, found.shares) == (0.85, {7, 8}, {7: 0.6})
     mig = idle.utilisation(UUID, Nvml(mig=True))
@@ -206,13 +206,13 @@ def test_stale_winners_and_what_others_decided_are_proven_on_their_own_device(qu
     rest(queue, "cuda:0")
     asyncio.run(queue._next())
     assert tasks == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
-    code[0] = 1  # another process has the device
+    code[0] = 1  # another process holds the device
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "not at once again"
+    assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "it was tried again at once"
 
 
-def test_the_rest_of_proofs_comes_last_and_asks_once_where_the_ledger_knows_of_none(queue: Jobs) -> None:
+def test_remaining_rows_of_proofs_come_last_and_are_looked_up_once_if_there_are_none(queue: Jobs) -> None:
     tasks: list[tuple[str, str]] = []
     told: list[dict[str, Any]] = [{"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""}]
 
@@ -258,7 +258,7 @@ def this_machine() -> Fingerprint:
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 
 
-# --- what is asked and told -------------------------------------------------------------------------------------------
+# --- requests and answers --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def app(tmp_path: Path) -> App:
 
 
 def learned(client: TestClient, app: App, *facts: Facts) -> None:
-    """Told in the event loop's own thread, as a child's findings are."""
+    """Report this in the event loop's thread, like a child's findings."""
 
     async def tell() -> None:
         for found in facts:
@@ -330,7 +330,7 @@ def test_misses_of_a_process_with_fewer_threads_are_tuned_for_so_many(app: App) 
         assert sorted(job["threads"] for job in jobs) == [0, 1]
 
 
-def test_a_process_tells_of_which_device_it_missed_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reports_its_misses_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
     run = tmp_path / "run"
     run.mkdir()
@@ -347,6 +347,6 @@ def test_a_process_tells_of_which_device_it_missed_what(tmp_path: Path, monkeypa
     assert sent == [("one", 1), ("two", 2)]
 
 
-def test_without_a_driver_there_is_the_cpu_alone() -> None:
+def test_without_a_driver_there_is_only_the_cpu() -> None:
     if fingerprint.present() == ("cpu",):
         assert dispatch.devices.device_at("cuda:0")[1], "and no decision serves tensors that are elsewhere"

@@ -1,4 +1,4 @@
-"""The time that a connection of the daemon has for each part of a request and of its answer, and whom it counts for."""
+"""Test the daemon's timeouts for each part of a request and its answer, and the connection limits per user."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GET = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 async def trickled(line: Line, first: bytes, more: bytes) -> bytes:
-    """Return the answer over another connection to the same hub: `first` is sent at once, then `more` repeatedly until
-    the other end is closed."""
+    """Return the answer over another connection to the same hub: send `first` at once, then `more` repeatedly until the
+    hub closes the connection."""
     loop = asyncio.get_running_loop()
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)
@@ -62,7 +62,7 @@ def test_headers_that_trickle_in_are_refused_when_their_time_is_over(
     over(tmp_path, story)
 
 
-def test_a_connection_over_which_nothing_comes_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_sends_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", 0.0)
 
     async def story(line: Line) -> None:
@@ -92,7 +92,7 @@ def test_an_unread_body_does_not_keep_a_connection_open(tmp_path: Path, monkeypa
     over(tmp_path, story)
 
 
-def test_an_answer_under_way_is_sent_whole_though_the_next_request_is_late(
+def test_an_answer_is_sent_completely_even_if_the_next_request_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", 60.0)
@@ -113,7 +113,7 @@ def test_an_answer_under_way_is_sent_whole_though_the_next_request_is_late(
 def test_requests_that_come_in_time_are_answered_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No timer of one is left for the next."""
+    """Check that the timer of one request does not affect the next."""
 
     async def story(line: Line) -> None:
         for _ in range(3):
@@ -127,9 +127,7 @@ def test_requests_that_come_in_time_are_answered_one_after_another(
     over(tmp_path, story)
 
 
-def test_a_peer_that_takes_nothing_of_its_answer_loses_its_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_does_not_read_its_answer_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "SEND_S", 0.1)
 
     async def story(line: Line) -> None:
@@ -143,7 +141,7 @@ def test_a_peer_that_takes_nothing_of_its_answer_loses_its_connection(
 
 
 class Slow:
-    """A transport whose peer takes `rate` bytes between two looks."""
+    """A transport whose peer reads `rate` bytes between two checks."""
 
     def __init__(self, waiting: int, rate: int) -> None:
         self.waiting, self.rate, self.ended = waiting, rate, ""
@@ -164,7 +162,7 @@ class Slow:
         self.later.append(lambda: function(*arguments))
 
     def looks(self) -> int:
-        """Return their number when no more checks happen."""
+        """Return the number of checks after which no more happen."""
         count = 0
         while self.later:
             self.waiting = max(0, self.waiting - self.rate)
@@ -183,10 +181,10 @@ def test_only_a_peer_that_reads_nothing_is_disconnected_by_a_single_check(rate: 
     assert (slow.looks(), slow.ended) == (looks, ended)
 
 
-# --- whom a connection counts for -------------------------------------------------------------------------------------
+# --- limits per user -------------------------------------------------------------------------------------------------
 
 
-def test_another_user_has_few_connections_and_none_of_ours() -> None:
+def test_another_user_has_few_connections_which_do_not_count_against_ours() -> None:
     own, root, nobody, unknown = (limits("tcp", uid) for uid in (os.getuid(), 0, 65534, None))
     assert set(own.values()) == set(root.values()) == set(unknown.values()) == {protocol.MOST_LINES["tcp"]}
     assert sorted(nobody.values()) == [protocol.MOST_OF_ANOTHER, protocol.MOST_OF_OTHERS]
@@ -206,8 +204,8 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_the_kernel_says_whose_process_is_at_the_other_end_of_a_loopback_connection(family: int, host: str) -> None:
-    """For root's tests, another user's. Asking for one socket and searching the list of all give the same result."""
+def test_the_kernel_reports_the_user_at_the_other_end_of_a_loopback_connection(family: int, host: str) -> None:
+    """Compare a query for one socket with a search in the list of all; as root, use another user's process."""
     listening = socket.socket(family)
     try:
         listening.bind((host, 0))
@@ -228,6 +226,6 @@ def test_the_kernel_says_whose_process_is_at_the_other_end_of_a_loopback_connect
         process.communicate()
 
 
-def test_a_connection_that_is_gone_is_nobodys() -> None:
+def test_a_closed_connection_has_no_user() -> None:
     with closing(socket.socket()) as unconnected:
         assert peers.of_tcp(unconnected) is None

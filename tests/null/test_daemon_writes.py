@@ -1,4 +1,4 @@
-"""Writes of the ledger on the short way, over a real line: the same answers as the long way, one at a time a line."""
+"""Test ledger writes on the short path over real connections: the answers of the long path, one write at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autosel.daemon.protocol import Protocol
 from autosel.daemon.writes import MOST_STRAIGHT_BYTES, Writes
 from autosel.ledger import commands, open_ledger
 
-PATIENCE_S = 60.0  # for an answer that never comes
+PATIENCE_S = 60.0  # timeout for an answer that never comes
 
 
 class Line:
@@ -106,7 +106,7 @@ def test_a_write_in_one_piece_and_one_byte_by_byte_are_on_disk_when_acknowledged
         assert await line.answer() == (200, True)
         assert line.hub.ledger.spent("a") == pytest.approx(0.002)
         assert line.taken == 2
-        line.send(b"GET /v1/ledger HTTP/1.1\r\nHost: localhost\r\n\r\n")  # the other kind, on the same line
+        line.send(b"GET /v1/ledger HTTP/1.1\r\nHost: localhost\r\n\r\n")  # the other kind, on the same connection
         assert (await line.answer())[0] == 200
         line.send(request(spend("a")))
         assert await line.answer() == (200, True)
@@ -138,7 +138,7 @@ def test_errors_are_equal_on_the_short_and_the_long_path_and_the_line_stays_open
         assert line.taken == 1
         line.send(request(body, kind="application/json; charset=utf-8"))
         assert short == await line.answer()
-        assert line.taken == 1, "that one took the long way"
+        assert line.taken == 1, "that request must take the long path"
         assert short[0] == status or (name == "more than there is" and short == (200, False))
         if short[0] != 200:
             assert short[1]["error"]["what"]
@@ -175,7 +175,7 @@ def test_the_first_of_two_pipelined_writes_is_answered_and_the_line_ends(tmp_pat
     assert (spent(tmp_path, "first"), spent(tmp_path, "second")) == (0.001, 0.0)
 
 
-def test_a_write_under_way_is_answered_before_a_stop_and_survives_a_caller_who_leaves(tmp_path: Path) -> None:
+def test_a_running_write_is_answered_before_a_stop_and_completes_if_the_caller_disconnects(tmp_path: Path) -> None:
     held, go = threading.Event(), threading.Event()
 
     async def story(line: Line) -> None:
@@ -205,7 +205,7 @@ def test_a_write_under_way_is_answered_before_a_stop_and_survives_a_caller_who_l
     assert (spent(tmp_path, "a"), spent(tmp_path, "b")) == (0.001, 0.001)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_body_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "READ_S", 0.0)
 
     async def story(line: Line) -> None:
