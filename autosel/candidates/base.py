@@ -49,7 +49,9 @@ def support_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
         ("a cache", w.cache_format.name, candidate.cache_formats),
     ):
         if format_ not in known:
-            return Rejected(reason=f"takes {trait} in {', '.join(sorted(known))}; the workload's format is {format_}")
+            return Rejected(
+                reason=f"supports {trait} in {', '.join(sorted(known))}; the workload's format is {format_}"
+            )
     return candidate.supports(w, fp)
 
 

@@ -1,4 +1,4 @@
-"""The control of a failure: a candidate that does nothing, loaded in the same way as the one that failed.
+"""The control of a failure: a candidate that does nothing, loaded in the same way as the failed candidate.
 
 A failure counts against a candidate only if the baseline and an empty candidate work in a worker of the same kind.
 """

@@ -89,7 +89,7 @@ def takes_outputs(op: Op, parameters: Parameters | None, who: str, operands: Seq
         f"{who} cannot be called as {op.name}",
         why=f"it takes ({', '.join(taken)}); {op.name} passes ({', '.join(names)})"
         + (f", or ({', '.join([*names, *outputs])})" if outputs else ""),
-        todo="give it these parameters, by position",
+        todo="define it with these parameters, by position",
     )
 
 
@@ -106,7 +106,8 @@ def checked_operands(op: Op, operands: Sequence[str]) -> list[str]:
     for name in operands:
         argument, dot, part = name.partition(".")
         if argument not in known or (dot and part not in parts):
-            raise BadArguments(f"{op.name} has no operand {name!r:.40}", why=f"it takes {', '.join(sorted(known))}")
+            why = f"its operands are {', '.join(sorted(known))}"
+            raise BadArguments(f"{op.name} has no operand {name!r:.40}", why=why)
     return [_passed(name) for name in operands]
 
 

@@ -85,7 +85,7 @@ def called(kind: str, cc: str) -> None:
     x = torch.arange(64, dtype=torch.float32, device=device(kind, cc))
     got = torch.compile(doubled, fullgraph=True, dynamic=False)(x)
     if not torch.equal(got, doubled(x)):
-        raise ValueError("a small compiled function gives another result than eager")
+        raise ValueError("a small compiled function gives a different result than eager PyTorch")
 
 
 INDUCTOR = tuple(Inductor(op) for op in COMPILED_OPS)

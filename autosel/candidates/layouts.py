@@ -181,10 +181,9 @@ class Store:
         self._lock = threading.RLock()
 
     def of(self, prepare: Prepare, w: Any, *, now: bool = False) -> Packed | None:
-        """Return the prepared weight; None at its first call, and for one that does not pay.
+        """Return the prepared weight; None at its first call, and if preparation does not pay.
 
-        `now` prepares at the first call; the caller then guarantees that there are no writes that PyTorch does not
-        count.
+        `now` prepares at the first call; the caller then guarantees that PyTorch counts all writes to the weight.
         """
         versions = _versions(w)
         with self._lock:
@@ -252,7 +251,7 @@ class Store:
             return sum(k.packed.bytes for k in self.kept.values() if k.packed is not None)
 
     def told(self, prepare: Prepare) -> str:
-        """Describe what is prepared in this layout, and why the rest is not."""
+        """Describe the weights that are prepared in this layout, and why the others are not."""
         with self._lock:
             mine = [kept for key, kept in self.kept.items() if key[0] == prepare.name]
         made = total([k.packed for k in mine if k.packed is not None and k.packed.pays])
@@ -261,7 +260,7 @@ class Store:
             if why := kept.why:
                 left[why] = left.get(why, 0) + 1
         layout = f"{prepare.layout.name}, version {prepare.layout.version}"
-        text = made.told if made else f"{layout}: made at the second call with a weight; none yet"
+        text = made.told if made else f"{layout}: no weight is prepared before its second call"
         return "; ".join([text, *(f"{count} read plain: {why}" for why, count in left.items())])
 
     def _found(self, prepare: Prepare, w: Any) -> _Kept | None:
@@ -286,14 +285,14 @@ class Store:
                 kept.packed = prepare(w, size)
         except (AutoselError, ValueError, RuntimeError, MemoryError, OSError) as error:
             kept.why = (str(error) or type(error).__name__).splitlines()[0]
-            log.warning("a weight cannot be prepared: %s", kept.why)
+            log.warning("a weight cannot be prepared, so it is read plain: %s", kept.why)
 
     def _refusal(self, layout: Layout, size: int, plain: int) -> str:
         if size > layout.worth * plain:
-            return f"{layout.name} would take {size / plain:.0%} of the weight; at most {layout.worth:.0%} pays"
+            return f"{layout.name} needs {size / plain:.0%} of the weight's bytes; at most {layout.worth:.0%} pays"
         limit = settings.get("layout_gb")
         if limit is not None and self.bytes + size > limit * 1e9:
-            return f"AUTOSEL_LAYOUT_GB is {limit:g}, which is used up"
+            return f"the limit is reached: AUTOSEL_LAYOUT_GB is {limit:g}"
         free = machine.free_memory() - RESERVE_BYTES
         return "" if size <= free else f"{size / 2**30:.2f} GiB more would leave less than 1 GiB of memory"
 
@@ -401,13 +400,14 @@ class Reader:
 def reader(
     op: Op, recipe: Recipe, digest: str, threads: int, load_python: Callable[[PythonRecipe], Any]
 ) -> Reader | None:
-    """Return the reader of a recipe's layout; None if it has none. Raises BuildError."""
+    """Return the reader of a recipe's layout; None for a recipe without a layout. Raises BuildError."""
     layout = recipe.layout
     if layout is None:
         return None
     unknown = set(layout.weights) - {a.name for a in op.args if a.kind == "weight"}
     if unknown or not layout.weights:
-        raise BuildError(f"layout {layout.name} is for {', '.join(layout.weights)}", why=f"{op.name} has other weights")
+        what = f"layout {layout.name} is for the weights {', '.join(layout.weights)}"
+        raise BuildError(what, why=f"{op.name} has other weights")
     if isinstance(recipe, NativeRecipe):
         return Reader(op, Prepare.of_artefact(layout, recipe.flags, digest, threads))
     make = load_python(replace(recipe, target=layout.prepare))

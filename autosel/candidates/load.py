@@ -120,13 +120,13 @@ def _with_knobs(function: Callable[..., Any], knobs: Mapping[str, Scalar]) -> Ca
 
 
 def _refuse_namesake(recipe: PythonRecipe, module: str) -> None:
-    """Refuse another module of the same name, imported earlier or found first: it is not the one that raced."""
+    """Refuse another module of the same name, imported earlier or found first, because it is not the raced module."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if recipe.path and file is not None and Path(recipe.path).resolve() not in Path(file).resolve().parents:
         raise BuildError(
             f"{recipe.target} is not the one in {recipe.path}",
             why=f"Python imported {file} by that name",
-            todo="give the module a name of its own",
+            todo="rename the module",
         )
 
 

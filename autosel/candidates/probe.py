@@ -88,7 +88,7 @@ def _tried(target: str, arguments: Sequence[Any], deadline_s: float) -> tuple[st
         return " ".join(f"{error.kind}: {error.message}".split())[:200], not error.retryable and _torch_works()
     except WorkerError as error:
         late = error.cause == "timeout in request"
-        why = f"it took longer than {deadline_s:.0f} s" if late else f"its process ended: {error.cause}"
+        why = f"the probe took longer than {deadline_s:.0f} s" if late else f"the probe's process ended: {error.cause}"
         return why, not error.retryable and _torch_works()
     return "", True
 

@@ -1,4 +1,4 @@
-"""The source of a Python candidate, and a digest of what it depends on, without importing it."""
+"""Find the source of a Python candidate, and digest the candidate and its dependencies, without importing it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _top_level(name: str, path: str) -> ModuleSpec | None:
 
 
 def module_digest(module: str, path: str = "") -> str:
-    """Return a sha256 over the module's file and, transitively, the modules of its own that it imports.
+    """Return a sha256 over the module's file and, transitively, its imports from the same package.
 
-    Its own modules are below the folder `path` or, for an installed module, in its distribution. Other installed
-    distributions count by name and version; PyTorch is left to `arms.torch_identity`.
+    The package is the folder `path` or, for an installed module, its distribution. Other installed distributions count
+    by name and version; PyTorch is left to `arms.torch_identity`. A compiled module counts by its bytes.
 
-    Raises BuildError if there is no such module. A compiled module counts by its bytes.
+    Raises BuildError if the module does not exist.
     """
     first = _file(module, path)
     root = Path(path) if path else _package_root(module, first)
@@ -143,7 +143,7 @@ def function_digest(module: str, name: str) -> str:
     """Return a sha256 over a function and all definitions of its package that it reaches by name.
 
     Editing one op's code does not change the digests of the others. Comments, docstrings and layout do not count.
-    Raises BuildError if there is no such function.
+    Raises BuildError if the function does not exist.
     """
     todo, seen = [(module, name)], dict[tuple[str, str], str]()
     while todo:
@@ -158,7 +158,7 @@ def function_digest(module: str, name: str) -> str:
             seen[key] = "\n".join(ast.dump(node) for node in definitions[key[1]])
             todo += [(key[0], used) for node in definitions[key[1]] for used in _names(node)]
     if (module, name) not in seen:
-        raise BuildError(f"{module} does not define {name} any more")
+        raise BuildError(f"{module} no longer defines {name}")
     hasher = hashlib.sha256()
     for place, name_ in sorted(seen):
         hasher.update(f"{place}\0{name_}\0{seen[place, name_]}\0".encode())
@@ -168,7 +168,7 @@ def function_digest(module: str, name: str) -> str:
 def _file(module: str, path: str) -> Path:
     found = find_source(module, path)
     if found is None:
-        raise BuildError(f"there is no module {module} any more", why=f"looked in {path or 'sys.path'}")
+        raise BuildError(f"module {module} no longer exists", why=f"looked in {path or 'sys.path'}")
     return found
 
 

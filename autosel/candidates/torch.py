@@ -58,7 +58,7 @@ def _no_limits(_: Workload) -> str:
 
 def _one_position(w: Workload) -> str:
     """Refuse several positions: packed query heads are rows of one product, so the positions would share a mask."""
-    return "" if w["S"] == 1 else f"packs query heads in place of positions; the workload has S = {w['S']}"
+    return "" if w["S"] == 1 else f"packs query heads into the positions; the workload has S = {w['S']}"
 
 
 BASELINES = tuple(TorchWay(op, {"attn": "sdpa"}.get(op, op), op) for op in OPS)

@@ -52,11 +52,11 @@ _REGISTERED: dict[tuple[str, str], Candidate] = {}  # (op, name)
 
 
 class UserCandidate(Candidate):
-    """`user:<name>`: `target` is `module:function`, `path` the folder to import it from ("" if it is installed).
+    """A user's Python function, named `user:<name>`.
 
-    The function takes the op's arguments, or `operands` (`w.codes`, ...) instead; for an op that became a format
-    (formats.FORMER_OPS), the arguments of that op. `allows(w, fp)` may restrict what it runs: True or None to accept,
-    False or a reason (text) to refuse.
+    `target`: `module:function`. `path`: the folder from which it is imported, "" if it is installed. The function gets
+    the op's arguments, or `operands` (`w.codes`, ...) instead; for an op that became a format (formats.FORMER_OPS), the
+    arguments of that op. `allows(w, fp)` may refuse workloads: True or None accepts, False or a reason (text) refuses.
     """
 
     backend: Backend = "USER"
@@ -87,7 +87,7 @@ class UserCandidate(Candidate):
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
-            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
         return Accepted() if self.allows is None else _answer(self.allows, w, fp)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
@@ -151,14 +151,14 @@ def candidate(
 
 
 def register(candidate: Candidate) -> None:
-    """Add a candidate to those of this process. Raises UsageError if another one has its name."""
+    """Register a candidate in this process. Raises UsageError if another one has its name."""
     key = (candidate.op, candidate.name)
     present = _REGISTERED.get(key)
     if present is not None and _identity(present) != _identity(candidate):
         raise UsageError(
             f"two candidates for {candidate.op} are called {candidate.name}",
             why=f"{_identity(present)} and {_identity(candidate)}",
-            todo="give one another name=",
+            todo="set another name= for one of them",
         )
     _REGISTERED[key] = candidate
 
@@ -184,7 +184,7 @@ def _op(name: str) -> Op:
 
 def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
     if not isinstance(dtypes, Iterable):  # a decorator read from source has not been checked
-        raise UsageError(f"dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"some of {', '.join(DTYPES)}")
+        raise UsageError(f"dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"use {', '.join(DTYPES)}")
     found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     for dtype in found:
         if dtype not in DTYPES:
@@ -194,7 +194,8 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
 
 def _formats(formats: Iterable[str]) -> frozenset[str]:
     if not isinstance(formats, Iterable):
-        raise UsageError(f"formats {formats!r}", why="names of formats are expected", todo=", ".join(WEIGHT_FORMATS))
+        todo = f"use {', '.join(WEIGHT_FORMATS)}"
+        raise UsageError(f"formats {formats!r}", why="names of formats are expected", todo=todo)
     found = (formats,) if isinstance(formats, str) else tuple(formats)
     return frozenset(find_weight_format(str(name)).name for name in found)
 
@@ -202,7 +203,7 @@ def _formats(formats: Iterable[str]) -> frozenset[str]:
 def _checked_name(name: str) -> str:
     plain = name.removeprefix("user:") if isinstance(name, str) else ""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", plain):
-        raise UsageError(f"candidate name {name!r}", why="letters, digits, _ . - are allowed, 64 at most")
+        raise UsageError(f"invalid candidate name {name!r}", todo="use at most 64 letters, digits, _ . -")
     return plain
 
 
@@ -212,7 +213,7 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
     if qualname is None or "<" in qualname:
         raise UsageError(
             f"{qualname or function!r} cannot be imported by a worker",
-            why="a candidate runs in a process of its own, which imports it by name",
+            why="a candidate runs in a separate process, which imports it by name",
             todo="define it at the top level of a file",
         )
     module = function.__module__
@@ -220,8 +221,8 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
     if file is None:
         raise UsageError(
             f"{qualname} is not in a file (module {module})",
-            why="a candidate runs in a process of its own, which imports it by name",
-            todo="move it from the prompt or notebook into a .py file and import that",
+            why="a candidate runs in a separate process, which imports it by name",
+            todo="move it from the prompt or notebook into a .py file, and import that file",
         )
     if module == "__main__":
         return _script(Path(file).resolve())
@@ -238,7 +239,7 @@ def _script(file: Path) -> tuple[str, str]:
         raise UsageError(
             f"{file} cannot be imported by a worker",
             why=f"{file.stem!r} is not a module name",
-            todo="rename the file: letters, digits and _",
+            todo="rename the file; use letters, digits and _",
         )
     return file.stem, _folder(file.parent)
 
@@ -260,7 +261,7 @@ def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCand
     if not colon or not re.fullmatch(r"\w+(\.\w+)*", module) or module.endswith(".py") or not name.isidentifier():
         raise UsageError(
             f"--candidate {target}",
-            why="module:function, as Python imports it, is expected",
+            why="the form module:function is expected, as Python imports it",
             todo="for fast_rmsnorm in ./mykernels.py write mykernels:fast_rmsnorm",
         )
     here = str((folder or Path.cwd()).resolve())

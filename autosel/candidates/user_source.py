@@ -77,7 +77,7 @@ def from_source(target: str, op: str) -> UserSource:
         raise UsageError(
             f"{path} exports no function",
             why="a kernel is called through tvm-ffi, by its exported name",
-            todo=f"end it with TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, {op});",
+            todo=f"add TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, {op}); at its end",
         )
     if entry and entry not in exported:
         raise UsageError(f"{path} exports no {entry}", why=f"it exports {', '.join(exported)}")
@@ -96,7 +96,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources_in(log: str) -> str:
-    """Return the largest registers, spills and shared memory in the log of ptxas -v; "" if it has none."""
+    """Return the largest registers, spills and shared memory in the log of ptxas -v; "" if the log lacks them."""
     registers = [int(n) for n in _USED.findall(log)]
     if not registers:
         return ""

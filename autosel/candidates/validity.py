@@ -13,7 +13,7 @@ from autosel.values import Arm, Decision, NativeRecipe, PythonRecipe
 
 
 def staleness(decision: Decision) -> str:
-    """Return why a decision is no longer valid, because one of its arms has changed; "" if neither has.
+    """Return the change of an arm that makes a decision invalid; "" if both arms are unchanged.
 
     For a decision that was proven again after a change (`decision.stale`), only the build counts: its source has
     changed.
@@ -44,7 +44,7 @@ def _stale(arm: Arm, *, any_source: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def _edited(build: str, source: str, candidate: str) -> str:
-    """Check a build once per process: a serving process keeps what it loaded. Without `source`, any is accepted."""
+    """Check a build once per process: a serving process keeps its loaded build. Without `source`, accept any source."""
     artefact = find_artefact(build)
     if artefact is None:
         return f"the compiled {candidate} ({build[:12]}) is missing or damaged; run tune again"
@@ -77,14 +77,16 @@ def forget() -> None:
 def as_now(arm: Arm) -> Arm:
     """Return the arm as its recipe would be loaded now.
 
-    A native arm is its build, by digest, whatever has happened to its source; a Python arm has its current code and
-    libraries. Raises BuildError if it cannot be loaded.
+    A native arm keeps its build, even if its source has changed; a Python arm gets its current code and libraries.
+    Raises BuildError if the arm cannot be loaded.
     """
     if isinstance(arm.recipe, PythonRecipe):
         try:
             return replace(arm, digest=arms.digest_of(_python_digest(arm.recipe), arm.knobs))
         except (OSError, AssertionError) as error:
-            raise BuildError(f"{arm.candidate} cannot be read any more: {error}") from error
+            raise BuildError(f"{arm.candidate} can no longer be read: {error}") from error
     if not re.fullmatch("[0-9a-f]{64}", arm.build) or find_artefact(arm.build) is None:
-        raise BuildError(f"the compiled {arm.candidate} ({arm.build[:12]}) is missing or damaged")
+        raise BuildError(
+            f"the compiled {arm.candidate} ({arm.build[:12]}) is missing or damaged", todo="run tune again"
+        )
     return arm

@@ -30,8 +30,8 @@ WHAT = {"sdpa": "import torch.nn.functional as it\nit.scaled_dot_product_attenti
         "compile": "import torch as it\nit.compile = planted\n"}  # fmt: skip
 HOW = {
     "hangs": ("while True: pass", "took longer than"),
-    "dies": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "its process ended: SIGSEGV"),
-    "exits": ("import os; os._exit(3)", "its process ended"),
+    "dies": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the probe's process ended: SIGSEGV"),
+    "exits": ("import os; os._exit(3)", "the probe's process ended"),
     "raises": ("raise RuntimeError('no such kernel')", "RuntimeError: no such kernel"),
 }
 
@@ -57,8 +57,8 @@ def test_failures_of_the_child_become_reasons(how: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("what", "body", "reason"),
     [
-        ("sdpa", "return args[0] * 0", "a small call is off by"),
-        ("compile", "return lambda x: x", "gives another result than eager"),
+        ("sdpa", "return args[0] * 0", "a small call has an error of"),
+        ("compile", "return lambda x: x", "gives a different result than eager PyTorch"),
     ],
 )
 def test_a_wrong_result_is_a_reason(
@@ -91,7 +91,7 @@ def test_an_import_that_takes_its_process_along_is_an_answer(tmp_path: Path, mon
     (tmp_path / "kills_itself.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     said = base.unimportable(replace(TORCH, module="kills_itself", needs=()), "1")
-    assert said == "torch cannot be imported: its process ended: SIGABRT"
+    assert said == "torch cannot be imported: the probe's process ended: SIGABRT"
 
 
 def test_an_import_without_end_is_cut_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

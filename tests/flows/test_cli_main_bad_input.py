@@ -243,7 +243,7 @@ def test_a_candidate_that_misbehaves_fails_parity_with_code_4_and_how_to_see_it(
         ("mykernels:wrogn", "did you mean wrong?"),
         ("mykernels:takes_less", "rmsnorm passes (x, weight, eps, offset)"),
         ("mykernel:good", "no module mykernel"),
-        ("./mykernels.py", "module:function, as Python imports it"),
+        ("./mykernels.py", "the form module:function is expected"),
         ("broken:good", "is not Python"),
         ("cpp:rmsnrom", "did you mean cpp:rmsnorm"),
     ],
@@ -290,7 +290,7 @@ def test_a_candidate_without_supported_shapes_gets_the_reason(home: Path, said: 
     code, out, err = said(*race("single:single"))
     assert code == 2
     assert "not eligible" in out
-    assert "takes fp32; the workload is bf16" in err
+    assert "supports fp32; the workload is bf16" in err
 
 
 def test_a_good_candidate_is_proven_timed_and_not_recorded(home: Path, said: Said) -> None:

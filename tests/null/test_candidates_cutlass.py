@@ -62,9 +62,9 @@ def test_every_known_device_has_a_product_for_many_rows(device: str, m: int) -> 
         ("cutlass:gemm_sm90", linear(64), RTX, "needs compute capability 9.0; the device has 12.0"),
         ("cutlass:gemm_sm90", linear(64), load("b200"), "the device has 10.0"),
         ("cutlass:gemm_sm90", linear(1), H200, "below half of 7, where CUDA cores win by far"),
-        ("cutlass:gemm_sm90", linear(64, dtype="fp32"), H200, "takes bf16, fp16; the workload is fp32"),
-        ("cutlass:gemm_sm90", linear(64, k=4100), H200, "K = 4100 leaves rows that are not whole vectors of 16 bytes"),
-        ("cutlass:gemm_sm80", linear(64, n=50257), RTX, "N = 50257 leaves rows"),
+        ("cutlass:gemm_sm90", linear(64, dtype="fp32"), H200, "supports bf16, fp16; the workload is fp32"),
+        ("cutlass:gemm_sm90", linear(64, k=4100), H200, "rows of K = 4100 elements are not whole vectors of 16 bytes"),
+        ("cutlass:gemm_sm80", linear(64, n=50257), RTX, "rows of N = 50257"),
         ("cutlass:gemm_sm80", linear(4096), H200, "cutlass:gemm_sm90's range"),
         ("cutlass:gemm_sm80", linear(1 << 31), RTX, "M = 2147483648 is above"),
     ],
@@ -85,7 +85,7 @@ def test_logits_come_from_the_build_that_serves_a_projection_of_that_shape(name:
     assert isinstance(HEADS[name].supports(head, fp), Accepted)
     greedy = Workload(op="lm_head", dims=head.dims, dtype="bf16", traits=(("greedy", 1),))
     ragged = Workload(op="lm_head", dims=(("M", 16), ("V", 50257), ("d", 4096)), dtype="bf16")
-    for w, words in ((greedy, "gives logits"), (ragged, "V = 50257 leaves rows")):
+    for w, words in ((greedy, "returns logits"), (ragged, "rows of V = 50257")):
         answer = HEADS[name].supports(w, fp)
         assert isinstance(answer, Rejected)
         assert words in answer.reason

@@ -63,7 +63,7 @@ def test_an_fp8_cache_needs_a_device_for_which_triton_converts_it() -> None:
     kernel = next(k for k in KERNELS if k.source == "attn_decode_fp8")
     w = for_kernel(kernel, plain("attn", D=128))
     assert "converts e4m3 from compute capability 8.9" in reason(kernel, w, of_capability("8.6"))
-    assert "takes heads up to 512 wide" in reason(kernel, w.at(D=1024), of_capability("8.9"))
+    assert "supports heads up to 512 wide" in reason(kernel, w.at(D=1024), of_capability("8.9"))
 
 
 def imported(source: Path) -> Iterator[str]:

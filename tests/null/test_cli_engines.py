@@ -54,7 +54,7 @@ def test_devices_of_one_name_that_differ_are_not_mixed(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "here", list)
     with pytest.raises(UsageError, match="ambiguous device") as error:
         engines._of_one(elsewhere, found)
-    assert "2 that differ" in error.value.why
+    assert "2 different devices" in error.value.why
     with pytest.raises(UsageError, match="ambiguous device"):
         engines._device("vllm", None, [GPU, OTHER])
     assert engines._of_one(elsewhere, {GPU.hw_id: (GPU, ["a"])}) == ("a",)  # type: ignore[dict-item,list-item]

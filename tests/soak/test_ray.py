@@ -28,7 +28,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process_no_lock_and_every_decision(tmp_p
             except subprocess.TimeoutExpired:
                 ended = interrupt(home, child)
                 code, kept = ended.code, ended.kept
-                sys.stderr.write(f"Ctrl-C {n + 1} after {after_s:.0f} s: {kept} decided and kept\n")
+                sys.stderr.write(f"Ctrl-C {n + 1} after {after_s:.0f} s: {kept} decided and stored\n")
             else:
                 kept = 0
             assert code in (0, 5, 130), "decided, too noisy to decide, or stopped"

@@ -62,7 +62,7 @@ class CppKernel(Candidate):
         if fp.kind != "cpu":
             return Rejected(reason="a CPU kernel; the device is a GPU")
         if w.dtype not in self.dtypes:
-            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
         why = self.limits(w)
         if why:
             return Rejected(reason=why)

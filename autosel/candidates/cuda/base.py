@@ -67,7 +67,7 @@ class CudaKernel(Candidate):
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
-            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
         if fp.kind != "cuda":
             return Rejected(reason="a CUDA kernel; the device is a CPU")
         too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]

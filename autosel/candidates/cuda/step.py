@@ -67,9 +67,9 @@ def supports(attn: Workload, fp: Fingerprint) -> Support:
     if fp.kind != "cuda":
         return Rejected(reason="a CUDA kernel; the device is a CPU")
     if attn.dtype not in ("bf16", "fp16", "fp32"):
-        return Rejected(reason=f"takes bf16, fp16, fp32; the workload is {attn.dtype}")
+        return Rejected(reason=f"supports bf16, fp16, fp32; the workload is {attn.dtype}")
     if attn.op != "attn" or attn["S"] != 1:
-        return Rejected(reason="takes one position per sequence, over a contiguous cache")
+        return Rejected(reason="supports one position per sequence, over a contiguous cache")
     f = facts(fp)
     why = persistent.fits(attn["B"], attn["D"], attn.dtype) or cuda.why_not(f.cc) or persistent.crowded(attn, f)
     if not why and find_compiler() is None:
@@ -112,7 +112,7 @@ def room(entries: Entries, build: StepBuild, like: Tensor) -> int | Rejected:
     except (ValueError, RuntimeError) as error:
         return Rejected(reason=str(error))
     if not int(found):
-        return Rejected(reason="not one CTA of the whole-step kernel fits an SM of this device")
+        return Rejected(reason="no CTA of the whole-step kernel fits on an SM of this device")
     return int(found)
 
 

@@ -67,11 +67,11 @@ class CutlassKernel(Candidate):
 def _tiles(w: Workload, f: GpuFacts) -> str:
     """Check the common requirements. The builds accept any shape, but below these they would work in 16 x 16 tiles."""
     if w.trait("greedy", 0):
-        return "gives logits; the workload needs their largest"
+        return "returns logits; the workload needs the index of the largest"
     step = VECTOR_BYTES // DTYPE_BYTES[w.dtype]
     ragged = next((name for name in SIDES[w.op] if w[name] % step), "")
     if ragged:
-        return f"{ragged} = {w[ragged]} leaves rows that are not whole vectors of {VECTOR_BYTES} bytes"
+        return f"rows of {ragged} = {w[ragged]} elements are not whole vectors of {VECTOR_BYTES} bytes"
     first = gemm.crossover(projection(w), f)
     return "" if 2 * w["M"] >= first else f"M = {w['M']} is below half of {first}, where CUDA cores win by far"
 

@@ -135,7 +135,7 @@ class LibraryKernel(Candidate):
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
-            return Rejected(reason=f"takes {', '.join(self.dtypes)}; the workload is {w.dtype}")
+            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
         if fp.kind != "cuda":
             return Rejected(reason=f"a kernel of {self.library.distribution}; the device is a CPU")
         major, _, minor = str(fp.identity["cc"]).partition(".")
@@ -193,7 +193,7 @@ def sum_then_norm(w: Workload, _: tuple[int, int]) -> str:
     """Accept only a norm after the residual's sum, which is the order of the fused functions. Some normalise the
     rounded sum."""
     if w.trait("sandwich", 0) == 2:
-        return "it may normalise the rounded sum; the workload wants the norm of the unrounded one"
+        return "it may normalise the rounded sum; the workload normalises the unrounded one"
     return "it adds, then normalises; the workload normalises first" if w.trait("sandwich", 0) else ""
 
 
@@ -210,4 +210,4 @@ def whole_cache(w: Workload, _: tuple[int, int]) -> str:
         return "its call has no lengths of single sequences"
     if w.trait("window", 0) or w.trait("softcap", 0.0):
         return "no window and no softcap in this call"
-    return "" if w["S"] == 1 else f"takes one position per call; the workload has S = {w['S']}"
+    return "" if w["S"] == 1 else f"supports one position per call; the workload has S = {w['S']}"

@@ -214,21 +214,21 @@ def _called_4(
 
 def _heads(w: Workload, _: tuple[int, int]) -> str:
     if w["D"] > WIDEST_HEAD or w["D"] % 8:
-        return f"takes heads up to {WIDEST_HEAD} wide in steps of 8; the workload's are {w['D']}"
+        return f"supports heads up to {WIDEST_HEAD} wide in steps of 8; the workload's are {w['D']}"
     return ""
 
 
 def _pages(w: Workload, cc: tuple[int, int]) -> str:
     page = w["page"]
     return _heads(w, cc) or (
-        "" if page % PAGE == 0 else f"takes pages of a multiple of {PAGE} tokens; these have {page}"
+        "" if page % PAGE == 0 else f"supports pages of a multiple of {PAGE} tokens; these have {page}"
     )
 
 
 def _heads_4(w: Workload, cc: tuple[int, int]) -> str:
     widest = WIDEST_HEAD_BY_CUTE.get(cc[0], 128)
     if w["D"] > widest or w["D"] % 8:
-        return f"takes heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
+        return f"supports heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
     return ""
 
 

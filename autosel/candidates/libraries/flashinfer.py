@@ -1,6 +1,6 @@
 """flashinfer-python: serving kernels, compiled at first use unless prebuilt ones are installed.
 
-Signatures: 0.7.2.post1, which are those of 0.3.0 for the functions called here. Its matrix products are in
+Signatures: 0.7.2.post1; the functions called here have the same ones in 0.3.0. Its matrix products are in
 flashinfer_mm.py, its paged attention in flashinfer_paged.py. Its samplers are left out: they use their own generator,
 but the op's token follows from the caller's `uniform`.
 """
@@ -151,16 +151,16 @@ GROUP_FOR_TENSOR_CORES = 4  # its documentation: tensor cores pay for groups
 
 def _one(w: Workload, cc: tuple[int, int]) -> str:
     if w["B"] != 1:
-        return f"takes one sequence per call; the workload has B = {w['B']}"
+        return f"supports one sequence per call; the workload has B = {w['B']}"
     if w["D"] not in HEAD_DIMS:
-        return f"takes heads of {', '.join(map(str, HEAD_DIMS))}; the workload's are {w['D']} wide"
+        return f"supports heads of {', '.join(map(str, HEAD_DIMS))}; the workload's are {w['D']} wide"
     return whole_cache(w, cc)
 
 
 def whole_heads(w: Workload, _: tuple[int, int]) -> str:
     """Accept heads that the rotation can divide: vectors of 8, or a 32nd of a head, in each rotated half."""
     if w["D"] not in ROPE_HEAD_DIMS:
-        return f"takes heads of {', '.join(map(str, ROPE_HEAD_DIMS))}; the workload's are {w['D']} wide"
+        return f"supports heads of {', '.join(map(str, ROPE_HEAD_DIMS))}; the workload's are {w['D']} wide"
     step = 2 * max(8, w["D"] // 32)
     return "" if w["R"] % step == 0 else f"rotates in steps of {step}; the workload rotates {w['R']} elements"
 

@@ -1,7 +1,7 @@
 """flashinfer-python's bf16 matrix products: each of its routes is a candidate; the fastest depends on the shape.
 
 Signature: 0.7.2.post1, `mm_bf16(a, b, bias, pdl, out, out_dtype, backend)`, with b [K, N] stored by columns, as plain
-weights are. cublaslt, tinygemm, cutile and cute-dsl do not exist in 0.6.9. The limits are those of its own checks.
+weights are. cublaslt, tinygemm, cutile and cute-dsl do not exist in 0.6.9. The limits follow the library's own checks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _limits(route: Route) -> Limits:
             return f"its {route.backend} route adds no bias"
         n, k = route.step
         if w["N"] % n or w["K"] % k:
-            return f"its {route.backend} route takes N in steps of {n} and K of {k}; here {w['N']} and {w['K']}"
+            return f"its {route.backend} route supports N in steps of {n} and K of {k}; here {w['N']} and {w['K']}"
         return ""
 
     return limits

@@ -174,7 +174,7 @@ def xqa(
 
 
 def _alike(k_pages: Tensor, v_pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both aligned and with equal strides: the library addresses both by those of K."""
+    """Return both aligned and with equal strides: the library addresses both by the strides of K."""
     keys, values = aligned(k_pages), aligned(v_pages)
     return (keys, values) if keys.stride() == values.stride() else (keys.contiguous(), values.contiguous())
 
@@ -203,15 +203,15 @@ def _semaphores(device: str, stream: int) -> Tensor:
 
 def _no_plan(w: Workload, _: tuple[int, int]) -> str:
     if w["S"] != 1:
-        return f"takes one position per call; the workload has S = {w['S']}"
-    return "" if w["D"] in HEAD_DIMS else f"takes heads of {', '.join(map(str, HEAD_DIMS))}; here {w['D']} wide"
+        return f"supports one position per call; the workload has S = {w['S']}"
+    return "" if w["D"] in HEAD_DIMS else f"supports heads of {', '.join(map(str, HEAD_DIMS))}; here {w['D']} wide"
 
 
 def _no_xqa(w: Workload, cc: tuple[int, int]) -> str:
     if cc[0] not in XQA_MAJORS:
         return f"is for compute capabilities {', '.join(f'{m}.x' for m in XQA_MAJORS)}; the device has {cc[0]}.{cc[1]}"
     if w["page"] not in XQA_PAGES:
-        return f"takes pages of {', '.join(map(str, XQA_PAGES))} tokens; these have {w['page']}"
+        return f"supports pages of {', '.join(map(str, XQA_PAGES))} tokens; these have {w['page']}"
     return "it has no softcap" if w.trait("softcap", 0.0) else _no_plan(w, cc)
 
 

@@ -76,7 +76,7 @@ def _sum(w: Workload, cc: tuple[int, int]) -> str:
 
 def _vectors(w: Workload, _: tuple[int, int]) -> str:
     whole = w["N"] % VECTOR == 0 and w["K"] % VECTOR == 0
-    return "" if whole else f"takes N and K in steps of {VECTOR}; here {w['N']} and {w['K']}"
+    return "" if whole else f"supports N and K in steps of {VECTOR}; here {w['N']} and {w['K']}"
 
 
 def _kernel(

@@ -38,7 +38,7 @@ class Forced(Candidate):
 
     def _why_not(self, w: Workload, fp: Fingerprint) -> str:
         if w.dtype not in ("bf16", "fp16"):
-            return f"takes bf16, fp16; the workload is {w.dtype}"
+            return f"supports bf16, fp16; the workload is {w.dtype}"
         if fp.kind != "cuda":
             return "a CUDA kernel of PyTorch's; the device is a CPU"
         major, _, minor = str(fp.identity["cc"]).partition(".")
@@ -50,9 +50,9 @@ class Forced(Candidate):
         if self.what == "efficient" and w["Hq"] != w["Hkv"]:
             return "its kernel has no grouped heads"
         if self.op == "attn" and (w.trait("ragged", default=False) or w["S"] != 1):
-            return "without a mask it reads one position a sequence, all of equal length"
+            return "without a mask it supports one position a sequence, all of equal length"
         if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:
-            return "without a mask it has no window"
+            return "without a mask it supports no window"
         keys = w["L"] if self.op == "attn" else w["S"]
         why = _no_cudnn(w, keys, (int(major), int(minor or 0))) if self.what == "cudnn" else ""
         return why or unusable(self.what, fp)
@@ -85,15 +85,15 @@ def called(what: str, kind: str, cc: str) -> None:
     worst = float((got - expected).abs().max())
     allowed = 4 * 2.0**-11 * float(v.abs().max())
     if not worst <= allowed:
-        raise ValueError(f"a small call is off by {worst:.3g}, allowed {allowed:.3g}")
+        raise ValueError(f"a small call has an error of {worst:.3g}; {allowed:.3g} is allowed")
 
 
 def _no_cudnn(w: Workload, keys: int, cc: tuple[int, int]) -> str:
     """Return why PyTorch would not use cuDNN's kernel, by its own checks, or ""."""
     widest = 256 if cc == (9, 0) else 128
     if w["D"] > widest or w["D"] % 8:
-        return f"takes heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
-    return "its kernel takes more than one key" if keys == 1 else ""
+        return f"supports heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
+    return "its kernel needs more than one key" if keys == 1 else ""
 
 
 def _attn(kernel: str) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, tanh: int) -> Tensor:
-    """As swiglu."""
+    """Call the library's GELU kernel, with the arguments of `swiglu`."""
     import sgl_kernel  # type: ignore[import-not-found,unused-ignore]
     import torch
 

@@ -17,12 +17,12 @@ MOST_PARTS = 65_535  # programs along a grid's second and third dimension
 
 def _limits(w: Workload, f: GpuFacts) -> str:
     if w["D"] > WIDEST_HEAD:
-        return f"takes heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
+        return f"supports heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
     if w["B"] * w["Hkv"] > MOST_PARTS:
-        return f"takes up to {MOST_PARTS} sequences times KV heads; the workload has {w['B'] * w['Hkv']}"
+        return f"supports up to {MOST_PARTS} sequences times KV heads; the workload has {w['B'] * w['Hkv']}"
     rows = w["Hq"] // w["Hkv"] * w["S"]
     if rows > MOST_PARTS * LEAST_ROWS:
-        return f"takes up to {MOST_PARTS * LEAST_ROWS} query rows per KV head; the workload has {rows}"
+        return f"supports up to {MOST_PARTS * LEAST_ROWS} query rows per KV head; the workload has {rows}"
     return ""
 
 
@@ -32,9 +32,9 @@ def _fp8_limits(w: Workload, f: GpuFacts) -> str:
 
 def _prefill_limits(w: Workload, f: GpuFacts) -> str:
     if w["D"] > WIDEST_HEAD:
-        return f"takes heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
+        return f"supports heads up to {WIDEST_HEAD} wide; the workload's are {w['D']}"
     if w["B"] * w["Hq"] > MOST_PARTS:
-        return f"takes up to {MOST_PARTS} sequences times query heads; the workload has {w['B'] * w['Hq']}"
+        return f"supports up to {MOST_PARTS} sequences times query heads; the workload has {w['B'] * w['Hq']}"
     return ""
 
 

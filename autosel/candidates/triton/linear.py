@@ -19,19 +19,19 @@ def _few(w: Workload, f: GpuFacts) -> str:
 
 
 def _at_most(most: int, instead: str) -> Limits:
-    return lambda w, f: "" if w["M"] <= most else f"takes up to {most} rows, {instead}; M = {w['M']}"
+    return lambda w, f: "" if w["M"] <= most else f"supports up to {most} rows, {instead}; M = {w['M']}"
 
 
 def _head(w: Workload, f: GpuFacts) -> str:
     if not w.trait("greedy", 0):
         return ""
     if w["V"] > MOST_VOCABULARY:
-        return f"takes a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
-    return _at_most(MOST_NAMED, "or gives their logits")(w, f)
+        return f"supports a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
+    return _at_most(MOST_NAMED, "without a limit if it returns logits")(w, f)
 
 
 def _few_fp8(w: Workload, f: GpuFacts) -> str:
-    return without_e4m3(f) or ("" if w["M"] <= FEW else f"takes up to {FEW} rows; M = {w['M']}")
+    return without_e4m3(f) or ("" if w["M"] <= FEW else f"supports up to {FEW} rows; M = {w['M']}")
 
 
 def tiled(w: Workload, f: GpuFacts) -> Knobs:
@@ -71,7 +71,9 @@ KERNELS = (
         formats=("fp8_e4m3-row",),
         operands=("x", "w.codes", "w.scales", "bias", "residual"),
     ),
-    TritonKernel("norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
-    TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a norm of its own pays")),
+    TritonKernel(
+        "norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a separate norm is faster")
+    ),
+    TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a separate norm is faster")),
     TritonKernel("lm_head", "lm_head", formula=head, limits=_head),
 )

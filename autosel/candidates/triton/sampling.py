@@ -11,7 +11,7 @@ MOST_VOCABULARY = 1 << 24  # counts are stored as fp32
 
 
 def _limits(w: Workload, f: GpuFacts) -> str:
-    return "" if w["V"] <= MOST_VOCABULARY else f"takes a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
+    return "" if w["V"] <= MOST_VOCABULARY else f"supports a vocabulary up to {MOST_VOCABULARY}; V = {w['V']}"
 
 
 KERNELS = (TritonKernel("sample", "sample", formula=sampling.sample, limits=_limits),)
