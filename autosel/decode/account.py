@@ -110,7 +110,7 @@ class Uses:
         self.counted = dispatch.board().counted()
 
     def served(self) -> Mapping[str, Mapping[str, int]]:
-        """Return calls by workload key and candidate: the proof of use, whatever bound the callables."""
+        """Return calls by workload key and candidate, which prove that these candidates ran."""
         found: dict[str, dict[str, int]] = {}
         for key, count in dispatch.board().counted().items():
             w, candidate, *_ = key
@@ -186,7 +186,7 @@ def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTim
 def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
     """Time tasks by the device's clock, from the end of the previous task to the end of this one.
 
-    The time includes what a task does besides the op that it is named after (norms, rotation, append).
+    The time includes the task's other work besides its named op (norms, rotation, append).
     """
     main = [task.calls[0] for task in step.tasks]
     saved: dict[str, list[int]] = {}

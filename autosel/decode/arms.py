@@ -149,7 +149,7 @@ Ours = Written | AtOnce | Speculating
 
 
 def our_arm(scene: Scene, chosen: Chosen) -> Ours:
-    """Return the optimised arm: speculating or allocating if the plan says so, else written in the chosen form."""
+    """Return the optimised arm: speculating or allocating if the plan requires it, else written in the chosen form."""
     if scene.plan.speculate:
         return Speculating(scene)
     return Written(scene, chosen) if scene.plan.prealloc else AtOnce(scene, chosen.chain)

@@ -80,20 +80,24 @@ def generate(
 
 def _refuse(decoder: Decoder, prompts: list[list[int]], count: int, sampling: Sampling, speculate: int) -> None:
     if not prompts or not all(prompts):
-        raise UsageError("an empty prompt", why="the first token follows from at least one")
+        raise UsageError("a prompt is empty", why="the first generated token needs at least one token before it")
     if count < 1:
-        raise UsageError(f"{count} tokens to generate", why="at least one is expected")
+        raise UsageError(f"cannot generate {count} tokens", todo="generate at least one")
     for prompt in prompts:
         refuse_other_tokens(prompt, decoder.shape)
     longest = max(map(len, prompts)) + count
     if longest > decoder.shape.max_context:
         raise UsageError(
-            f"{longest} tokens, prompt and answer",
-            why=f"{decoder.shape.name} was made for contexts of at most {decoder.shape.max_context}",
+            f"prompt and answer have {longest} tokens",
+            why=f"{decoder.shape.name} supports contexts of at most {decoder.shape.max_context}",
             todo="use a shorter prompt, or generate fewer",
         )
     if speculate and sampling.changes_greedy:
-        raise UsageError("speculation with sampling", why="drafts are checked against greedy decoding", todo="drop one")
+        raise UsageError(
+            "speculation and sampling are mutually exclusive",
+            why="drafts are checked against greedy decoding",
+            todo="remove one of them",
+        )
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------

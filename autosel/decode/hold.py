@@ -55,7 +55,7 @@ def blame(ledger: Ledger | None, fp: Fingerprint, control: Step, arm: Arm, error
         try:
             ledger.quarantine(fault.arm, hw_id=fp.hw_id, op=fault.op, cause="watchdog", reason=reason, evidence=WORKED)
         except LedgerError as failed:
-            fault.add_note(f"it could not be put in quarantine: {failed.what}")
+            fault.add_note(f"{arm.candidate} could not be put in quarantine: {failed.what}")
     return fault
 
 
@@ -89,5 +89,5 @@ def refuse_held(ledger: Ledger | None, fp: Fingerprint, candidate: str, digests:
         raise UsageError(
             f"{candidate} is in quarantine",
             why=held.reason,
-            todo=f"{settings.spelling()} db release {held.id} lets it run again",
+            todo=f"end the quarantine with `{settings.spelling()} db release {held.id}`",
         )

@@ -145,14 +145,14 @@ def refuse(plan: Plan) -> None:
     frequencies(plan.shape, torch.device("cpu"))
     support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
-        raise UsageError("--step graph", why=support.reason, todo="leave it out: the step then runs call by call")
+        raise UsageError("--step graph", why=support.reason, todo="use --step ops: the step then runs call by call")
     if plan.step == "whole":
         refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):
         raise UsageError(
-            "speculation with a batch, a fixed context or sampling",
+            "speculation excludes a batch, a fixed context and sampling",
             why="it is measured on one greedy, advancing stream",
-            todo="use --batch 1 and greedy decoding",
+            todo="use --batch 1, --advance and greedy decoding",
         )
 
 
@@ -160,7 +160,7 @@ def refuse_wrong(step: Any) -> None:
     """Raise ParityError if the guard found a whole step wrong: its times mix two forms."""
     watch = getattr(step, "watch", None)
     if watch is not None and watch.fault:
-        todo = "run it again: the step then runs op by op" if watch.decision is not None else "use --step ops"
+        todo = "run again: the step then runs op by op" if watch.decision is not None else "use --step ops"
         raise ParityError(f"{step.candidate} no longer serves the step", why=watch.fault, todo=todo)
 
 

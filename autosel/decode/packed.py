@@ -118,7 +118,7 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
 
 
 def make_room(weights: Weights, plan: Plan) -> None:
-    """Free packed copies of an earlier run, the team's and those of single ops, if this run needs the memory."""
+    """Free packed copies of an earlier run, of the team and of single ops, if this run needs the memory."""
     STORE.sweep()
     if weights.device.type == "cpu" and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
         STORE.forget([w for _, w in weights.matrices()])
@@ -143,7 +143,7 @@ def prepare_of(fp: Fingerprint) -> Prepare:
 
 def _no_room(need: int, free: int) -> str:
     have = f"{max(free, 0) / 2**30:.1f} GiB are free"
-    return f"they would take {need / 2**30:.1f} GiB in addition to the original; {have}"
+    return f"they need {need / 2**30:.1f} GiB in addition to the original weights; {have}"
 
 
 def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> PackedWeights:

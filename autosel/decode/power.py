@@ -70,7 +70,7 @@ class Meter:
         try:
             return tuple(counter.read() for counter in self.counters)
         except (OSError, ValueError) as error:
-            self.why = f"energy is not known: {error}"
+            self.why = f"energy is unknown: {error}"
             return self.before
 
 
@@ -91,7 +91,7 @@ class BoardMeter(Meter):
             taken += self._to_advance(step)
             self.total = (self.read() - first) / 1e3 / taken * steps
         except (OSError, ValueError) as error:
-            self.why = f"energy is not known: {error}"
+            self.why = f"energy is unknown: {error}"
             return
         self.told = f"energy: the board's, by NVML, over {taken} more steps in a row"
 
@@ -112,7 +112,7 @@ def meter(device: str, root: Path = RAPL) -> Meter:
         return _board(device)
     packages = _packages(root)
     if not packages:
-        return Meter((), f"energy is not known: {root} has no intel-rapl package domain")
+        return Meter((), f"energy is unknown: {root} has no intel-rapl package domain")
     made = Meter(tuple(_counter(folder) for folder in packages))
     made.begin()  # reports an unreadable counter before anything is measured
     return made
@@ -123,7 +123,7 @@ def _board(device: str) -> Meter:
         read = nvml.energy_counter(fingerprint.unit(device))
         read()
     except (OSError, UsageError) as error:
-        return Meter((), f"energy is not known: {error}")
+        return Meter((), f"energy is unknown: {error}")
     return BoardMeter(read)
 
 

@@ -138,7 +138,7 @@ def lower(step: Step) -> Program:
             ops[-1] = replace(ops[-1], calls=(*ops[-1].calls, call))
         else:
             ops.append(LOWERED[call.site if call.op == "glue" else call.op](step, call))
-    assert not before, "what is rotated is appended"
+    assert not before, "kv_append follows every rotation"
     eps, offset = map(float, step.decoder.norm)
     return Program(ops=tuple(ops), rest=tuple(rest), eps=eps, offset=offset, weights=step.decoder.weights)
 
@@ -190,7 +190,7 @@ def _project(
 
 
 def _rotate(projection: ProgramOp, before: Sequence[Call], append: Call) -> Rotate:
-    assert isinstance(projection, Project), "what is rotated was projected"
+    assert isinstance(projection, Project), "a projection precedes a rotation"
     by_site = {call.site: call for call in before}
     rope = by_site["rope"]
     q_norm, k_norm = (by_site[s].weights["weight"] if s in by_site else None for s in ("q norm", "k norm"))

@@ -66,7 +66,7 @@ def _chosen(rows: list[list[int]], plan: Plan) -> list[list[int]]:
     short = min(map(len, chosen))
     if short < wanted:
         raise UsageError(
-            f"{plan.prompt} gives {short} tokens; --seq {plan.seq} takes {wanted}", todo="use a shorter --seq"
+            f"{plan.prompt} has {short} tokens; --seq {plan.seq} needs {wanted}", todo="use a shorter --seq"
         )
     for row in chosen:
         refuse_other_tokens(row, plan.model)
@@ -88,7 +88,9 @@ def text_to_score(path: Path, plan: Plan) -> Text:
         tokenizer, tokens = "bytes", list(text.encode())
     refuse_other_tokens(tokens, plan.model)
     if len(tokens) < 2 * plan.batch:
-        raise UsageError(f"{path} gives {len(tokens)} tokens", why=f"at least {2 * plan.batch} are scored")
+        raise UsageError(
+            f"{path} has {len(tokens)} tokens", why=f"at least {2 * plan.batch} are needed", todo="use a longer text"
+        )
     digest = sha256(text.encode()).hexdigest()
     return Text(name=path.name, sha256=digest, tokenizer=tokenizer, tokens=tuple(tokens))
 
@@ -121,7 +123,8 @@ def _token_rows(path: Path, text: str) -> list[list[int]]:
     rows = data if isinstance(data, list) and data and all(isinstance(r, list) for r in data) else [data]
     for row in rows:
         if not isinstance(row, list) or not row or not all(type(t) is int for t in row):
-            raise BadConfig(f"{path} has no token ids", why="a list of whole numbers is expected, or a list of such")
+            why = "a list of integers, or a list of such lists, is expected"
+            raise BadConfig(f"{path} has no token ids", why=why)
     return rows
 
 
@@ -129,14 +132,14 @@ def _tokenize(text: str, folder: Path) -> list[int]:
     path = folder / TOKENIZER
     if not path.is_file():
         raise UsageError(
-            "a prompt in words needs the checkpoint's tokenizer",
+            "a text prompt needs the checkpoint's tokenizer",
             why=f"{path} does not exist",
             todo="give token ids in a .json file, or name a checkpoint folder with --weights",
         )
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise extras.missing("hf", "a prompt in words", error) from error
+        raise extras.missing("hf", "a text prompt", error) from error
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
     except Exception as error:  # the library raises plain Exceptions

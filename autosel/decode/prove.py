@@ -120,7 +120,7 @@ def _refuse_other_logits(scene: Scene, ops: Step, other: AnyStep, name: str) -> 
     if not error <= bound:
         raise ParityError(
             f"the logits of {name} differ from the step op by op",
-            why=f"{error:.3g} from the reference, {bound:.3g} allowed",
+            why=f"the error against the reference is {error:.3g}; {bound:.3g} is allowed",
             todo="use --step ops, and report this",
         )
     return Passed(cases=1, worst=error / bound, worst_case="logits against a pass in higher precision")

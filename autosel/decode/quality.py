@@ -75,7 +75,7 @@ def clipped(plan: Plan, text: Text) -> str:
 
 
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """Return fp32 logits [B, S, V] after each token. float64 would not match what a user compares with any better."""
+    """Return fp32 logits [B, S, V] after each token. float64 would not match a user's results better."""
     reference = Eager(decoder.weights, torch.float32)
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
     hidden = reference.hidden(tokens, nothing, 0)

@@ -74,7 +74,7 @@ def form_of(candidate: str) -> StepForm:
 
 
 def ask(scene: Scene, ledger: Ledger | None) -> Question:
-    """Return the forms to choose from, and what is decided about them."""
+    """Return the forms to choose from, and the decision about them, if there is one."""
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())

@@ -1,8 +1,8 @@
 """A race of whole steps, and its timer: steps are timed in this process, where their weights are.
 
-The rules are those of every race (race.run). The difference is where sessions run: all arms share the weights, which
-take gigabytes, so that their placement in memory favours none. Each session makes an arm's buffers, program and graph
-again.
+The rules are the same as in every race (race.run). The difference is where sessions run: all arms share the weights,
+which take gigabytes, so that their placement in memory favours none. Each session makes an arm's buffers, program and
+graph again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Steps:
         """Do nothing: each session writes its steps again."""
 
     def close(self) -> None:
-        """Do nothing: nothing is kept between sessions."""
+        """Do nothing: sessions share no state."""
 
     def written(self, candidate: str) -> AnyStep:
         scene, form = self.scene, form_of(candidate)
@@ -200,7 +200,7 @@ class StepSeat:
         return max(read_windows(self.steps.scene.plan.device))
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
-        """None: a step is the program."""
+        """Return no situations: a step is the whole program."""
         return ()
 
     def moved_bytes(self, arm: str) -> int:

@@ -83,7 +83,7 @@ class Plan:
     first layers and the output head.
     """
 
-    model: ModelShape  # the whole model, whatever `layers` says
+    model: ModelShape  # the whole model, for any `layers`
     layers: int = 0  # how many layers run; 0: all
     weights: str = "random"  # or a checkpoint folder
     # "random" tokens, run through the model; "synthetic": the cache is filled with random keys and values instead, and
@@ -117,7 +117,7 @@ class Plan:
         if self.longest > self.model.max_context:
             raise UsageError(
                 f"--seq {self.seq}: the run reaches {self.longest} tokens",
-                why=f"{self.model.name} was made for contexts of at most {self.model.max_context}",
+                why=f"{self.model.name} supports contexts of at most {self.model.max_context}",
                 todo="use a shorter --seq",
             )
 
@@ -348,7 +348,7 @@ class DecodeRun:
     per_op: tuple[OpTime, ...]
     tokens_checked: int  # chosen by both arms from the same state; with speculation, all kept tokens
     tokens_equal: int
-    # the optimised path's largest distance from the reference logits, or what a differing token needs to be chosen
+    # the optimised path's largest error of logits, or the error that the choice of a differing token needs
     max_logit_error: float
     logit_bound: float  # allowed error
     # Share of a median optimised step: the time that Python needs for its list, with every op doing nothing (for a

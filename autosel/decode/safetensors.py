@@ -70,7 +70,7 @@ class Tensors:
         if entry.dtype not in DTYPES:
             raise BadConfig(
                 f"{entry.file}: {name} is {entry.dtype}",
-                why="quantised weights are another workload, not a cheaper bf16 one",
+                why="quantised weights are a different workload, not bf16 at lower cost",
                 todo="name the unquantised checkpoint",
             )
         if entry.shape != tuple(out.shape):

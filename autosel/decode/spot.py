@@ -58,7 +58,7 @@ def _check_of(
     if main.op == "glue":
         return partial(_embedded, step, main)
     if main.op == "attn":
-        assert earlier is not None, "what is attended to was projected"
+        assert earlier is not None, "a projection precedes attention"
         return _attention(step, task, earlier.calls[0]["y"], natives["step_attend"])
     if main.op not in PRODUCTS or any(not isinstance(main[name], Tensor) for name in main.weights):
         return None  # a weight in a format has no check

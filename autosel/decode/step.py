@@ -35,7 +35,7 @@ Raced = Callable[[Decision | None], Collection[str]]
 
 
 class Direct:
-    """Run each op as it is called; it allocates its result."""
+    """Run each op at its call; it allocates its result."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -323,7 +323,7 @@ class Recorder:
         outputs = self._outputs(contract, w, site)
         for out in outputs.values():
             held = [t for t in inputs.values() if isinstance(t, Tensor) and _shares(t, out)]
-            assert not held, f"{site}'s buffer is one of its own arguments"
+            assert not held, f"{site}'s output buffer is also one of its arguments"
         self._write(op, site, w, self.bound[w.key], inputs | outputs, weights)
         made = tuple(outputs.values())
         return made[0] if len(made) == 1 else made

@@ -55,9 +55,7 @@ class Stopping(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StepWatch:
-    """Guard of one step. Without `decision`, by which the team serves, nothing is recorded. `report` receives the
-    fault.
-    """
+    """Guard of one step. Faults are recorded only with `decision`, by which the team serves. `report` receives them."""
 
     policy: Policy
     allowance: Allowance
@@ -144,11 +142,11 @@ class StepWatch:
     def _blame(self, step: Stopping, task: int, ratio: float, control: float, again: Sequence[float]) -> None:
         wrong = sum(other > self.limit for other in again)
         cause: Cause = "kernel" if wrong == REPLAYS else "race"
-        what = f"task {task} of {len(step.checks)} is {ratio:.3g} times as far off as it may be"
-        told = f"the step op by op {control:.2g} times; wrong in {wrong} of {REPLAYS} replays"
+        what = f"the error of task {task} of {len(step.checks)} is {ratio:.3g} times its limit"
+        told = f"the step op by op reaches {control:.2g} times; wrong in {wrong} of {REPLAYS} replays"
         self.fault = f"wrong in service: {what}, {told}"
         if self.decision is None:
-            log.error("%s no longer takes the step: %s", step.candidate, self.fault)
+            log.error("%s no longer serves the step: %s", step.candidate, self.fault)
             return
         evidence = {"task": task, "tasks": len(step.checks), "ratio": ratio, "control": control, "replays": list(again)}
         self.report(

@@ -126,7 +126,7 @@ class Weights:
 
 
 def looked_up(table: Matrix, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of a table; those of a format are rounded to the dtype once."""
+    """Return rows of a table; rows in a format are rounded to the dtype once."""
     if isinstance(table, Tensor):
         return table[tokens]
     rows: Tensor = table.rows(tokens.flatten()).dequantised(dtype).unflatten(0, tokens.shape)
@@ -207,7 +207,7 @@ def refuse_without_memory(plan: Plan) -> None:
         return
     weights, cache = arena_bytes(plan.shape, plan.dtype), cache_bytes(plan)
     raise UsageError(
-        f"this run takes {need / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free",
+        f"this run needs {need / 2**30:.1f} GiB of memory; {free / 2**30:.1f} GiB are free",
         why=f"weights {weights / 2**30:.1f}, KV cache {cache / 2**30:.1f} GiB for {plan.batch} x {plan.longest} tokens",
         todo="use fewer --layers, a shorter --seq, a smaller --batch or a smaller model",
     )
@@ -327,7 +327,7 @@ class _Checkpoint:
         if quantised:
             raise BadConfig(
                 f"{tensors.folder} is quantised: it has {quantised}",
-                why="quantised weights are another workload, not a cheaper bf16 one",
+                why="quantised weights are a different workload, not bf16 at lower cost",
                 todo="name the unquantised checkpoint",
             )
         self.base, self.top = self._prefix()
@@ -391,7 +391,7 @@ class _Checkpoint:
         if len(found) == 2 and found[0] != self.shape.V:
             raise BadConfig(
                 f"{self.tensors.folder}: the vocabulary is {found[0]} by {name}, {self.shape.V} by config.json",
-                why="tokens would name other rows",
+                why="token ids would select wrong rows",
                 todo="fetch the checkpoint again: its config.json belongs to other weights",
             )
 
@@ -411,8 +411,8 @@ class _Checkpoint:
             inside = name.startswith((f"{self.base}layers.", f"{self.base}embed", f"{self.base}norm"))
             if inside and name not in expected and not name.endswith(DERIVED) and not name.startswith(used_layers):
                 raise BadConfig(
-                    f"{self.tensors.folder}: nothing uses {name}",
-                    why=f"{self.shape.family} has no such tensor; leaving it out would give another model",
+                    f"{self.tensors.folder}: unexpected tensor {name}",
+                    why=f"{self.shape.family} has no such tensor; without it the model would give other results",
                     todo="check that config.json belongs to this checkpoint",
                 )
 

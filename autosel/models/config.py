@@ -149,7 +149,7 @@ def _refuse_unsupported(fields: _Fields, top: Mapping[str, Any]) -> None:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise BadConfig(
             f"{fields.path}: quantization_config {method}".rstrip(),
-            why="quantised weights are another workload, not a cheaper bf16 one",
+            why="quantised weights are a different workload, not bf16 at lower cost",
             todo="name the unquantised checkpoint",
         )
     for name in EXPERT_FIELDS:

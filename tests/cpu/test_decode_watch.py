@@ -160,7 +160,7 @@ def test_a_fault_is_recorded_and_the_build_is_quarantined(oracle: Oracle, fp: Fi
     board.close()
     with open_ledger() as ledger:
         held = ledger.quarantined(fp.hw_id, "step")
-    assert held[step.build].cause == "kernel" and "times as far off as it may be" in held[step.build].reason
+    assert held[step.build].cause == "kernel" and "times its limit" in held[step.build].reason
     assert {"task", "ratio", "control", "replays"} <= set(held[step.build].evidence)
 
 

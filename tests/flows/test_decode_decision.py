@@ -208,7 +208,7 @@ def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
         monkeypatch.setattr(packed, "free_memory", lambda _: 0)
         crowded = measured(plan, ledger)
         assert crowded.bytes_per_step > first.bytes_per_step and crowded.mode_key.startswith("team.") and asked == []
-        assert any("no packed weights: they would take" in note for note in crowded.notes)
+        assert any("no packed weights: they need" in note for note in crowded.notes)
         assert len(ledger.history("step")) == 1
 
 

@@ -241,7 +241,7 @@ def test_packing_needs_room_beside_the_original(fp: Fingerprint, monkeypatch: py
     monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + 1000)
     with pytest.raises(UsageError, match="packed weights") as refused:
         packed.pack(load_weights(plan_of("llama-1b")), fp)
-    assert "in addition to the original; 0.0 GiB are free" in refused.value.why
+    assert "in addition to the original weights; 0.0 GiB are free" in refused.value.why
 
 
 def test_packed_weights_are_freed_for_a_run_that_needs_the_memory(

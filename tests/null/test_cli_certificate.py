@@ -155,7 +155,7 @@ def test_a_rerun_is_shown_with_both_figures_and_the_interval() -> None:
     [
         (("--iters", "0"), "--iters"),
         (("--seq", "1"), "--seq"),
-        (("--seq", "999999"), "made for contexts of at most"),
+        (("--seq", "999999"), "supports contexts of at most"),
         (("--layers", "17"), "llama-1b has 16"),
         (("--small-batch", "2", "--batch", "2"), "--small-batch and --batch are mutually exclusive"),
         (("--speculate", "4"), "ngram:K"),

@@ -44,8 +44,8 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("--speculate", "ngram:2", "--batch", "2"), "speculation with a batch"),
-        (("--speculate", "ngram:2", "--temperature", "1"), "speculation with a batch"),
+        (("--speculate", "ngram:2", "--batch", "2"), "speculation excludes a batch"),
+        (("--speculate", "ngram:2", "--temperature", "1"), "speculation excludes a batch"),
         (("--prompt", "nowhere.txt"), "cannot read nowhere.txt"),
         (("--seq", "1000000"), "contexts of at most 131072"),
         (("--iters", "0"), "--iters"),

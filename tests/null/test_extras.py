@@ -75,7 +75,7 @@ def test_so_does_a_prompt_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     (tmp_path / prompt.TOKENIZER).touch()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UsageError, match="a prompt in words needs the package tokenizers, of the extra hf") as caught:
+    with pytest.raises(UsageError, match="a text prompt needs the package tokenizers, of the extra hf") as caught:
         prompt._tokenize("four words of prompt", tmp_path)
     assert caught.value.todo == f"install it:  {extras.command('hf')}"
 
