@@ -184,7 +184,9 @@ def _op(name: str) -> Op:
 
 def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
     if not isinstance(dtypes, Iterable):  # a decorator read from source has not been checked
-        raise UsageError(f"dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"use {', '.join(DTYPES)}")
+        raise UsageError(
+            f"invalid dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"use {', '.join(DTYPES)}"
+        )
     found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     for dtype in found:
         if dtype not in DTYPES:
@@ -195,7 +197,7 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
 def _formats(formats: Iterable[str]) -> frozenset[str]:
     if not isinstance(formats, Iterable):
         todo = f"use {', '.join(WEIGHT_FORMATS)}"
-        raise UsageError(f"formats {formats!r}", why="names of formats are expected", todo=todo)
+        raise UsageError(f"invalid formats {formats!r}", why="names of formats are expected", todo=todo)
     found = (formats,) if isinstance(formats, str) else tuple(formats)
     return frozenset(find_weight_format(str(name)).name for name in found)
 
@@ -260,7 +262,7 @@ def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCand
     module, colon, name = target.partition(":")
     if not colon or not re.fullmatch(r"\w+(\.\w+)*", module) or module.endswith(".py") or not name.isidentifier():
         raise UsageError(
-            f"--candidate {target}",
+            f"--candidate {target} is invalid",
             why="the form module:function is expected, as Python imports it",
             todo="for fast_rmsnorm in ./mykernels.py write mykernels:fast_rmsnorm",
         )

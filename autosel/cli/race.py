@@ -192,7 +192,8 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tu
 
     contract, found = ops.find(op), []
     if weight != PLAIN and "weight" not in contract.trait_defaults:
-        raise UsageError(f"--format {weight}", why=f"{contract.name} has no weights", todo="remove --format")
+        why = f"{contract.name} has no weights"
+        raise UsageError(f"--format {weight} does not apply", why=why, todo="remove --format")
     traits = {"weight": weight} if weight != PLAIN else {}
     for text in shapes:
         told = re.findall(r"([A-Za-z]+)(\d{1,12})", text)
@@ -200,7 +201,7 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tu
         written = re.fullmatch(r"[A-Za-z]+\d{1,12}([. ][A-Za-z]+\d{1,12})*", text)
         if not written or len(told) != len(sizes) or set(sizes) != set(contract.dim_names):
             raise UsageError(
-                f"--shape {text}",
+                f"--shape {text} is invalid",
                 why=f"{contract.name} has the dimensions {', '.join(contract.dim_names)}",
                 todo=f"--shape {'.'.join(f'{n}64' for n in contract.dim_names)}",
             )

@@ -195,7 +195,7 @@ class Asked:
                 "--small-batch and --batch are mutually exclusive", why="each sets the number of sequences in a step"
             )
         if (self["layers"] or 0) > model.layers:
-            raise UsageError(f"--layers {self['layers']}", why=f"{model.name} has {model.layers}")
+            raise UsageError(f"--layers {self['layers']} is too large", why=f"{model.name} has {model.layers} layers")
         return Plan(
             model=model,
             layers=0 if self["layers"] == model.layers else self["layers"] or 0,
@@ -298,7 +298,9 @@ def drafted(text: str) -> int:
     kind, _, count = text.partition(":")
     if text and (kind != "ngram" or not count.isdigit() or not 1 <= int(count) <= 64):
         raise UsageError(
-            f"--speculate {text!r}", why="ngram:K with K from 1 to 64 is expected", todo="--speculate ngram:4"
+            f"--speculate {text!r} is invalid",
+            why="ngram:K with K from 1 to 64 is expected",
+            todo="--speculate ngram:4",
         )
     return int(count) if text else 0
 

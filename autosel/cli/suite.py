@@ -68,7 +68,7 @@ def _refuse_others(asked: Asked) -> None:
     if others:
         taken = " ".join(option for name, option in known.items() if name in TAKEN and name != "suite")
         why = f"a suite measures the same configurations everywhere; it accepts {taken}"
-        raise UsageError(f"{', '.join(others)} with --suite", why=why, todo="measure one run without --suite")
+        raise UsageError(f"--suite excludes {', '.join(others)}", why=why, todo="measure one run without --suite")
 
 
 def _write_suite(folder: Path, document: Any) -> None:

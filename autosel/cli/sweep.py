@@ -95,7 +95,7 @@ def request_of(asked: dict[str, Any], trace_file: Path | None) -> Request:
     refuse_absent(asked["device"])
     model = models.load(asked["model"])
     if (asked["layers"] or 0) > model.layers:
-        raise UsageError(f"--layers {asked['layers']}", why=f"{model.name} has {model.layers}")
+        raise UsageError(f"--layers {asked['layers']} is too large", why=f"{model.name} has {model.layers} layers")
     return Request(
         model=model,
         contexts=contexts,

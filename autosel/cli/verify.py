@@ -98,7 +98,7 @@ def _head(text: str) -> str:
 
     text = text.removeprefix("sha256:")
     if text and not is_checksum(text):
-        raise UsageError(f"--head {text[:80]!r}", why="a checksum has 64 hex digits, in lower case")
+        raise UsageError(f"--head {text[:80]!r} is invalid", why="a checksum has 64 hex digits, in lower case")
     return text
 
 

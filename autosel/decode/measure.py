@@ -145,7 +145,8 @@ def refuse(plan: Plan) -> None:
     frequencies(plan.shape, torch.device("cpu"))
     support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
-        raise UsageError("--step graph", why=support.reason, todo="use --step ops: the step then runs call by call")
+        todo = "use --step ops: the step then runs call by call"
+        raise UsageError("--step graph is impossible", why=support.reason, todo=todo)
     if plan.step == "whole":
         refuse_unsupported(plan)
     if plan.speculate and (plan.batch > 1 or not plan.advance or plan.sampling.changes_greedy):

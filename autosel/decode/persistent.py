@@ -72,7 +72,8 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raise UsageError with the reason if the plan's device cannot run whole steps."""
     support = supports(plan)
     if isinstance(support, Rejected):
-        raise UsageError("--step whole", why=support.reason, todo="use --step ops: the step then runs op by op")
+        todo = "use --step ops: the step then runs op by op"
+        raise UsageError("--step whole is impossible", why=support.reason, todo=todo)
 
 
 def write(

@@ -39,13 +39,13 @@ LARGEST = {"batch": 1 << 16, "seq": 1 << 24, "iters": 10**6, "warmup": 10**6, "p
 
 def _among(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise UsageError(f"{name} {value!r}", why=f"a number from {low:g} to {high:g} is expected")
+        raise UsageError(f"{name} {value!r} is invalid", why=f"a number from {low:g} to {high:g} is expected")
 
 
 def _one_of(name: str, value: object, allowed: object) -> None:
     words = get_args(allowed)
     if value not in words:
-        raise UsageError(f"{name} {value!r:.40}", why=f"one of {', '.join(words)} is expected")
+        raise UsageError(f"{name} {value!r:.40} is invalid", why=f"one of {', '.join(words)} is expected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Plan:
         _one_of("step", self.step, AskedStep)
         _one_of("layout", self.layout, AskedLayout)
         if self.dtype == "fp8_e4m3":
-            raise UsageError("--dtype fp8_e4m3", why="the decoder computes in bf16, fp16 or fp32")
+            raise UsageError("--dtype fp8_e4m3 is not supported", why="the decoder computes in bf16, fp16 or fp32")
         if self.longest > self.model.max_context:
             raise UsageError(
                 f"--seq {self.seq}: the run reaches {self.longest} tokens",
