@@ -29,7 +29,7 @@ def db_command() -> None:
 @db_command.command("info", examples=("db info", "db info --json"))
 @json_option
 def info(as_json: bool) -> None:
-    """Show the ledger's place and size, and the number of its decisions."""
+    """Show the ledger's place, size and number of decisions."""
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:

@@ -36,7 +36,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
 
 def test_operands_that_a_small_card_cannot_hold_are_refused(free: dict[str, int | None]) -> None:
     refuse_without_memory([contest(4 * GIB)], "cuda:1")
-    with pytest.raises(UsageError, match=r"takes 9\.2 GiB of cuda:1's memory; 8\.0 GiB are free"):
+    with pytest.raises(UsageError, match=r"needs 9\.2 GiB of cuda:1's memory; 8\.0 GiB are free"):
         refuse_without_memory([contest(8 * GIB)], "cuda:1")
     free["cuda:1"] = None  # unknown: then the race finds out
     refuse_without_memory([contest(8 * GIB)], "cuda:1")
