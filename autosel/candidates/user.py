@@ -196,8 +196,9 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
 
 def _formats(formats: Iterable[str]) -> frozenset[str]:
     if not isinstance(formats, Iterable):
-        todo = f"use {', '.join(WEIGHT_FORMATS)}"
-        raise UsageError(f"invalid formats {formats!r}", why="names of formats are expected", todo=todo)
+        raise UsageError(
+            f"invalid formats {formats!r}", why="names of formats are expected", todo=f"use {', '.join(WEIGHT_FORMATS)}"
+        )
     found = (formats,) if isinstance(formats, str) else tuple(formats)
     return frozenset(find_weight_format(str(name)).name for name in found)
 

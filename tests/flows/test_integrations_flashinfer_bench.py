@@ -271,7 +271,7 @@ def test_imported_traces_decide_nothing_and_can_be_tuned(
     said = " ".join(capsys.readouterr().out.split())
     assert "theirs 500 3.0x NVIDIA H100" in said and "2 of them new; they do not affect decisions" in said
     assert run(["import", str(dataset)]) == 0  # the same again
-    assert "0 of them new here" in capsys.readouterr().out
+    assert "0 of them new;" in capsys.readouterr().out
     (named,) = named_workloads(traffic)
     assert named.workload.key == "rmsnorm/M7.d4096/bf16" and named.calls_per_step == 2
     decision = pinned(named.workload, "torch:rmsnorm")
