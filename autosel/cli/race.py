@@ -28,7 +28,18 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import bandwidth, bytes_text, emit_json, error_json, microseconds, ratio, report, table
+from autosel.cli.output import (
+    bandwidth,
+    bytes_text,
+    emit_json,
+    error_json,
+    microseconds,
+    paragraph,
+    ratio,
+    report,
+    table,
+)
+from autosel.cli.sentences import race_sentence
 from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
 from autosel.formats import PLAIN
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Workload, to_json
@@ -157,6 +168,8 @@ def race_command(
         for t in tried:
             for line in explanation(t, candidate.name, built_log(candidate, t.named.workload, fp)):
                 click.echo(f"  {line}")
+        if sentence := race_sentence(tried, candidate.name):
+            click.echo(paragraph(sentence))
         return failure
 
     if watch:
@@ -446,5 +459,9 @@ def judge(tried: Sequence[Tried], again: str, inputs: str) -> AutoselError | Non
     open_ones = [t for t in tried if t.verdict is not None and t.verdict.outcome == "undecided"]
     if open_ones:
         reasons = "\n".join(f"{t.named.workload.key}: {t.verdict.reason}" for t in open_ones if t.verdict)
-        return TooNoisy(f"{len(open_ones)} of {len(tried)}", why=reasons, todo=f"race again:  {again}")
+        return TooNoisy(
+            f"{len(open_ones)} of {len(tried)} workloads; PyTorch stays there",
+            why=reasons,
+            todo=f"race again:  {again}",
+        )
     return None
