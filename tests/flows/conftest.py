@@ -1,4 +1,4 @@
-"""The inputs of proofs are drawn from the run's seed, as in tests/cpu."""
+"""Draw the inputs of proofs from the run's seed, as in tests/cpu."""
 
 from tests.cpu.conftest import pytest_configure
 

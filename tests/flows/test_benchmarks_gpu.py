@@ -1,4 +1,4 @@
-"""`./run gpu --device cpu`: every stage of the run on a GPU, for real, on this CPU and a tiny model."""
+"""Test `./run gpu --device cpu`: every stage of the run on a GPU, with real work on this CPU and a tiny model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def dry(folder: Path) -> dict[str, Any]:
-    """The records of one run of all stages at one op, by stage; the soak tier goes through all units of all ops."""
+    """Return the records of one run of all stages with one op, by stage; the soak tier runs all units of all ops."""
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
     words += ["--contexts", "64:64", "--keep", str(folder / "checkout"), *(f"--unit={word}" for word in WORDS)]
     done = command(folder, *words, "--op", "rmsnorm", "--layers", "1")
@@ -87,7 +87,7 @@ def test_every_stage_runs_to_its_end(dry: dict[str, Any]) -> None:
         assert all(found["ok"] for found in record["units"].values()), stage
 
 
-def test_each_stage_found_what_it_is_there_for(dry: dict[str, Any]) -> None:
+def test_each_stage_has_its_expected_results(dry: dict[str, Any]) -> None:
     rates = dry["fingerprint"]["units"]["take"]["fingerprint"]["rates"]
     assert rates["read_bytes_per_s@1"]["value"] > 0
     assert dry["parity"]["units"]["rmsnorm cpp:rmsnorm bf16"]["outcome"] == "passed"
@@ -116,8 +116,8 @@ def test_each_stage_found_what_it_is_there_for(dry: dict[str, Any]) -> None:
     assert patched["ours"]["tokens_per_s"] > 0
 
 
-def test_results_go_where_they_are_kept(dry: dict[str, Any], folder: Path) -> None:
-    """All but what belongs to this machine."""
+def test_keep_stores_results_in_the_checkout(dry: dict[str, Any], folder: Path) -> None:
+    """Keep all results except data of this machine."""
     (kept,) = (folder / "checkout" / "benchmarks" / "results").iterdir()
     names = {path.name for path in kept.iterdir()}
     assert names >= {*(f"{stage}.json" for stage in STAGES), "summary.md", "certificates.jsonl"}
@@ -133,10 +133,10 @@ def test_the_summary_has_every_stage(dry: dict[str, Any], folder: Path) -> None:
 
 
 def test_finished_units_are_not_repeated(dry: dict[str, Any], folder: Path) -> None:
-    """A unit that is missing is all that the same command measures."""
+    """Run the same command again, which measures only a missing unit."""
     path = folder / "out" / "parity.json"
     shown = sorted(p.name for p in (folder / "out").iterdir())
-    assert not [name for name in shown if name.startswith(".")], shown  # nothing half-written
+    assert not [name for name in shown if name.startswith(".")], shown  # no partial files
     cut = json.loads(path.read_text())
     del cut["units"]["rmsnorm cpp:rmsnorm bf16 M4.d256.offset=1.0"]
     cut["units"]["rmsnorm cpp:rmsnorm bf16"]["seconds"] = 12345.0
@@ -151,11 +151,11 @@ def test_finished_units_are_not_repeated(dry: dict[str, Any], folder: Path) -> N
 
 
 def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: str = "home") -> subprocess.Popen[str]:
-    """A run that is at its `unit`-th unit."""
+    """Start a run, and return when it is at its `unit`-th unit."""
     environment = {**os.environ, "AUTOSEL_HOME": str(folder / home)}
     words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
     line = [sys.executable, "-P", str(MAIN), *words, "--op", "rmsnorm", "--stage", stage]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     running = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     signal.signal(signal.SIGINT, before)
     assert running.stderr is not None
@@ -165,7 +165,7 @@ def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: 
 
 
 def resumed(folder: Path, out: str) -> None:
-    """The same command continues where the first one was stopped."""
+    """Run the same command again, which continues after the finished units."""
     before = json.loads((folder / out / "graph.json").read_text())
     assert 0 < len(before["units"]) < len(before["listed"])
     words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
@@ -178,7 +178,7 @@ def resumed(folder: Path, out: str) -> None:
 
 
 def test_an_interrupt_ends_it_and_the_same_command_continues(folder: Path) -> None:
-    """Ctrl-C: the interrupt goes to the foreground group."""
+    """Send Ctrl-C to the foreground group."""
     running = begun(folder, "interrupted")
     os.killpg(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=120)
@@ -195,12 +195,12 @@ def test_after_a_kill_results_are_complete_and_no_process_measures(folder: Path)
     _, alive = psutil.wait_procs([child], timeout=60)
     assert not alive
     record = json.loads((folder / "killed" / "graph.json").read_text())
-    assert 0 < len(record["units"]) < len(record["listed"])  # the same command would go on from there
+    assert 0 < len(record["units"]) < len(record["listed"])  # the same command would continue from there
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_verb_that_a_stage_has_started_ends_with_the_run(folder: Path, end: signal.Signals) -> None:
-    running = begun(folder, f"verb-{end.name}", stage="tune", unit=1, home=f"home-{end.name}")  # nothing decided there
+    running = begun(folder, f"verb-{end.name}", stage="tune", unit=1, home=f"home-{end.name}")  # no decisions
     below = verbs_below(running.pid)
     os.kill(running.pid, end)
     _, said = running.communicate(timeout=120)
@@ -210,7 +210,7 @@ def test_a_verb_that_a_stage_has_started_ends_with_the_run(folder: Path, end: si
 
 
 def verbs_below(pid: int) -> list[psutil.Process]:
-    """All processes below, once `autosel tune` is among them and has begun to work."""
+    """Wait until `autosel tune` is a descendant and works; return all descendants."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         below = psutil.Process(pid).children(recursive=True)
@@ -233,7 +233,7 @@ def test_without_a_gpu_it_prints_the_fix(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--device", "h200"), ("--op", "gemw"), ("--stage", "parity", "--from", "tune")])
-def test_a_wrong_word_is_refused_before_anything_runs(folder: Path, words: tuple[str, ...]) -> None:
+def test_an_invalid_argument_is_refused_before_anything_runs(folder: Path, words: tuple[str, ...]) -> None:
     device = () if "--device" in words else ("--device", "cpu")
     done = command(folder, *device, *words)
     assert done.returncode == 2

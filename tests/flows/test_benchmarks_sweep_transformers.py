@@ -1,4 +1,4 @@
-"""Patch tiny models of transformers' classes: a sample a day, the same kinds of outcome as in the whole sweep."""
+"""Patch tiny models of transformers' classes: a daily sample, with all kinds of outcome of the whole sweep."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_all_linear_and_norm_calls_of_common_classes_are_served(sweep: Any, name
 
 
 def test_a_result_that_is_wrong_for_prompts_alone_is_found(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof of a layer has one row, so `patch` accepts it."""
+    """Check prompts too, because the proof of a layer has one row, so `patch` accepts such a layer."""
     original = sweep.Moving.selection
 
     def planted(self: Any, op: Any) -> Any:
@@ -59,7 +59,7 @@ def test_a_result_that_is_wrong_for_prompts_alone_is_found(sweep: Any, monkeypat
     assert row.outcome == "wrong" and "differs by more than its bound" in row.reason
 
 
-def test_a_process_that_dies_costs_its_class_alone(sweep: Any) -> None:
+def test_a_process_that_dies_fails_only_its_class(sweep: Any) -> None:
     rows = sweep.sweep(["NoSuchForCausalLM", "LlamaForCausalLM"], 1)
     assert [(row.name, row.outcome) for row in rows] == [
         ("LlamaForCausalLM", "patched"),
@@ -72,7 +72,7 @@ def test_a_process_that_dies_costs_its_class_alone(sweep: Any) -> None:
 
 
 def test_the_bound_of_a_logit_follows_the_bounds_of_the_ops(sweep: Any) -> None:
-    """By element the signs are independent, by row they are the same."""
+    """Move results by their bounds with independent signs per element, and with one sign per row."""
     generator = torch.Generator().manual_seed(1)
     bound = torch.ones(4, 64)
     by_element, by_row = sweep._by_element(generator)(bound), sweep._by_row(generator)(bound)

@@ -1,4 +1,4 @@
-"""Check that a broken environment blames no candidate: real workers in really broken environments, then repaired."""
+"""Test that no candidate is blamed for a broken environment: real workers in broken, then repaired environments."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def assert_the_next_tune_decides(ledger: Ledger) -> None:
 # --- tune -------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_without_torch_blame_no_candidate_and_the_next_tune_decides(
+def test_without_torch_in_workers_no_candidate_is_blamed_and_the_next_tune_decides(
     packages: Breakable, ledger: Ledger
 ) -> None:
     packages.break_package("torch")
@@ -140,7 +140,7 @@ def test_an_environment_that_breaks_before_races_quarantines_no_candidate(packag
 
 
 def test_native_candidates_do_not_fail_if_no_native_kernel_can_be_loaded(packages: Breakable, ledger: Ledger) -> None:
-    """Workers start and PyTorch works: only an empty candidate of the same kind tells."""
+    """Test workers in which PyTorch works, so that only an empty candidate of the same kind shows the fault."""
     packages.break_package("tvm_ffi")
     listener = Watching()
     with pytest.raises(EnvironmentFault, match=r"libtvm_ffi\.so"):
@@ -153,8 +153,8 @@ def test_native_candidates_do_not_fail_if_no_native_kernel_can_be_loaded(package
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Provide a compiler that has worked in a separate home, whose rates are known. The returned function makes it
-    refuse every command, with this message."""
+    """Provide a compiler that has worked, in a separate home with measured rates. The returned function makes the
+    compiler refuse every command, with this message."""
     script, home = tmp_path / "c++", tmp_path / "home"
 
     def breaks(words: str, why: str) -> None:
@@ -185,7 +185,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         pytest.param("/rmsnorm.cpp", "error writing to x.s: No space left on device", id="a full disk"),
     ],
 )
-def test_a_compiler_that_breaks_midway_fails_nobodys_build(
+def test_a_compiler_that_breaks_during_a_tune_fails_no_build(
     words: str, why: str, compiler: Callable[[str, str], None], ledger: Ledger
 ) -> None:
     compiler(words, why)
@@ -195,7 +195,7 @@ def test_a_compiler_that_breaks_midway_fails_nobodys_build(
     assert_nobody_is_blamed(ledger, listener)
 
 
-def test_a_compiler_that_never_worked_here_is_none(compiler: Callable[[str, str], None]) -> None:
+def test_a_compiler_that_never_worked_here_is_treated_as_missing(compiler: Callable[[str, str], None]) -> None:
     shutil.rmtree(native.artefacts())
     compiler(".cpp", "error: no such file")
     with pytest.raises(BuildError) as caught:
@@ -211,7 +211,7 @@ def test_a_kernel_that_alone_does_not_compile_has_failed(compiler: Callable[[str
     assert len(failed_proofs(ledger)) == 1
 
 
-# --- what earlier versions have stored --------------------------------------------------------------------------------
+# --- failures stored by earlier versions -----------------------------------------------------------------------------
 
 
 def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released(ledger: Ledger) -> None:
@@ -289,7 +289,7 @@ def test_the_daemons_child_says_that_torch_cannot_be_imported(packages: Breakabl
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(json.dumps(task) + "\n")
-        child.stdin.flush()  # and not closed: its end would stop the child
+        child.stdin.flush()  # kept open, because closing it would stop the child
         said = json.loads(child.stdout.readline())
         assert child.wait(timeout=120) == 1
     assert (said["event"], said["kind"]) == ("error", "EnvironmentFault")

@@ -1,8 +1,8 @@
-"""How installed libraries are called: each candidate's whole proof, with a stand-in for the library in a worker.
+"""Test the calls of installed libraries: each candidate's whole proof, with a stand-in for the library in a worker.
 
-The stand-ins of tests/libraries/ have the libraries' own signatures (compared with the published sources where those
-are fetched) and compute with PyTorch. Proven is the mapping: layouts, scales, what is written in place, lengths that
-change from call to call. The libraries' kernels are not.
+The stand-ins of tests/libraries/ have the libraries' signatures (compared with the published sources if those were
+fetched) and compute with PyTorch. The tests prove the mapping: layouts, scales, writes in place, lengths that change
+between calls. They do not test the libraries' kernels.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _no_stand_in_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prover() -> Iterator[Prover]:
-    """One worker for all of them, in which the stand-ins are found by the libraries' names."""
+    """Return one worker for all tests, in which the stand-ins have the libraries' names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", engines.ROOT.as_posix() + ":" + STAND_INS.as_posix())
         with Prover(known.load("h200"), Terms()) as made:
@@ -96,7 +96,7 @@ def prover() -> Iterator[Prover]:
 
 
 def stood_in(module: Any, name: str) -> LibraryKernel:
-    """The candidate itself, of a library that is installed."""
+    """Return the candidate, as if its library were installed."""
     made: LibraryKernel = copy.copy(next(k for k in module.KERNELS if k.name == name))
     made.library = HERE
     if made.op == "linear":  # a stand-in has no steps: the whole battery
@@ -116,7 +116,7 @@ def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, p
 
 
 def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For other pages, and for an empty sequence, it needs no new plan."""
+    """Reuse the plan for other pages, and for an empty sequence."""
     monkeypatch.syspath_prepend(STAND_INS)
     for name in [n for n in sys.modules if n.partition(".")[0] in ("arithmetic", *STOOD)]:
         monkeypatch.delitem(sys.modules, name)
@@ -194,7 +194,7 @@ PARTS = (
 def test_a_stand_in_has_the_published_signature(
     engine: str, file: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names, order, kind and defaults; of the longest methods the parameters that are passed."""
+    """Compare names, order, kind and defaults; for the longest methods only the parameters that are passed."""
     if engines.missing(engine):
         pytest.skip(engines.missing(engine))
     theirs = published(engines.ENGINES / engine / file, function)
@@ -207,7 +207,7 @@ def test_a_stand_in_has_the_published_signature(
 
 
 def published(file: Path, function: str) -> dict[str, str]:
-    """Each parameter with its default, as text; keyword-only ones marked. Of overloads the last."""
+    """Return each parameter with its default, as text, and mark keyword-only ones; for overloads, the last."""
     where: list[ast.stmt] = ast.parse(file.read_text()).body
     *outer, name = function.split(".")
     for cls in outer:
@@ -235,5 +235,5 @@ def stood(file: str, function: str, monkeypatch: pytest.MonkeyPatch) -> dict[str
 
 
 def plain(default: str) -> str:
-    """A dtype may be spelled as its name."""
+    """Return a default with a dtype given by name as torch's dtype."""
     return {"'float16'": "torch.float16"}.get(default, default)

@@ -69,8 +69,8 @@ def test_a_wrong_result_is_a_reason(
     assert reason in probe.fault(*asked)
 
 
-def test_a_kernel_that_pytorch_has_here_is_found_to_work_and_another_not() -> None:
-    """On a CPU PyTorch has a flash kernel, and none of cuDNN's."""
+def test_a_kernel_of_pytorch_for_this_device_works_and_another_does_not() -> None:
+    """Try PyTorch's flash kernel, which a CPU has, and cuDNN's, which it does not have."""
     assert sdpa.unusable("flash", CPU) == ""
     assert "PyTorch's cudnn kernel does not run here: RuntimeError" in sdpa.unusable("cudnn", CPU)
 
@@ -83,18 +83,18 @@ def test_a_kernel_for_a_device_that_is_not_there_is_rejected() -> None:
     assert isinstance(found, Rejected) and "no GPU of compute capability 9.0" in found.reason
 
 
-# PyTorch's own package plays a library: it is installed, and has a version.
+# PyTorch's package represents a library: it is installed, and has a version.
 TORCH = Library(distribution="torch", module="json", least_version=(1, 0), needs=("dumps",))
 
 
-def test_an_import_that_takes_its_process_along_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_kills_its_process_is_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kills_itself.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     said = base.unimportable(replace(TORCH, module="kills_itself", needs=()), "1")
     assert said == "torch cannot be imported: the probe's process ended: SIGABRT"
 
 
-def test_an_import_without_end_is_cut_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_import_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "never_ends.py").write_text("while True: pass\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     said = base.unimportable(replace(TORCH, module="never_ends", needs=()), "1", deadline_s=0.5)
@@ -102,7 +102,7 @@ def test_an_import_without_end_is_cut_at_its_deadline(tmp_path: Path, monkeypatc
 
 
 def test_a_version_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is kept: another process does not start a third."""
+    """Store the answer, so that another process does not try again."""
     gone = replace(TORCH, module="no_such_module")
     first = base.unimportable(gone, "1")
     probe.forget()
@@ -110,7 +110,7 @@ def test_a_version_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert base.unimportable(gone, "1") == first
 
 
-def test_torch_compile_is_accepted_where_it_works_and_rejected_where_not(
+def test_torch_compile_is_accepted_if_it_works_and_rejected_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_compiler() is None:

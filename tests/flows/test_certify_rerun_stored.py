@@ -1,6 +1,7 @@
-"""Certificates that commit 462cf5c wrote, measured again: of a preset, and of a folder, whose figures are derived then.
+"""Measure certificates of commit 462cf5c again: one of a preset, and one of a folder, whose figures are then derived.
 
-No figure is asserted: this machine may be another one, or noisy. That the plan is the certified one is.
+The tests assert that the plan is the certified one. They assert no figure, because this machine may be another one, or
+noisy.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LINES = {
 def test_a_stored_certificate_is_run_again(line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography", reason="one of them is signed")
     home = earlier.copied(homes.furnish(tmp_path / "home"))
-    monkeypatch.chdir(earlier.FOLDER)  # where `--model tiny` is
+    monkeypatch.chdir(earlier.FOLDER)  # the folder of `--model tiny`
     with earlier.there():
         told = verb("verify", "--rerun", f"certificates.jsonl:{line}", "--json", home=home, codes=(0, 3, 5))
     again, left = told["rerun"], [one["line"] for one in told["not_checkable"]]

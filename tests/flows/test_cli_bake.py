@@ -53,7 +53,7 @@ def tree(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def served_from(folder: Path, tmp_path: Path, **variables: str) -> dict[str, Any]:
-    """Serve in a fresh process that may write nothing, and has no compiler and no home."""
+    """Serve in a new process without write access, compiler and home."""
     for path in (*folder.rglob("*"), folder):
         path.chmod(0o555 if path.is_dir() else 0o444)
     (tmp_path / "nothing").mkdir(exist_ok=True)
@@ -77,16 +77,16 @@ def baked(home: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("locked", [False, True])
-def test_it_serves_read_only_without_a_compiler_and_writes_nothing(
+def test_a_baked_folder_serves_read_only_without_a_compiler_and_is_not_changed(
     baked: Path, home: Path, tmp_path: Path, record_property: Callable[[str, object], None], locked: bool
 ) -> None:
-    home.rename(tmp_path / "gone")  # nothing is read from where it was made
+    home.rename(tmp_path / "gone")  # no file of the original home is read
     before = tree(baked)
     lock = {"AUTOSEL_LOCK": str(baked / "autosel.lock"), "AUTOSEL_FROZEN": "1"} if locked else {}
     found = served_from(baked, tmp_path, **lock)
     assert (found["candidate"], found["right"], found["compiler"]) == ("cpp:rmsnorm", True, False)
     assert found["calls"] == 31 and tree(baked) == before
-    record_property("ready_s", found["ready_s"])  # after `import torch`; in the report of --junitxml
+    record_property("ready_s", found["ready_s"])  # time after `import torch`, for the report of --junitxml
 
 
 def test_a_build_that_is_missing_from_the_folder_is_refused_under_the_lock(baked: Path, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_export_to_an_engine_on_a_cpu_is_a_home_with_what_its_plug_in_serves(
     assert found is not None and [row.document["op"] for row in found.rows] == ["rmsnorm"]
 
 
-def test_a_folder_with_files_is_refused_and_nothing_decided_bakes_nothing(home: Path, tmp_path: Path) -> None:
+def test_a_folder_with_files_and_a_home_without_decisions_are_refused(home: Path, tmp_path: Path) -> None:
     assert "nothing can be baked" in verb("export", "--bake", str(tmp_path / "made"), home=home, codes=(1,))
     forget()
     promote(open_ledger(), native_arm())

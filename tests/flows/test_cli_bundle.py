@@ -1,4 +1,4 @@
-"""Decisions on their way to a host that shares no database: signed, proven there, and only then served."""
+"""Test decisions carried to a host without a shared database: signed, proven there, and only then served."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def there(tmp_path: Path) -> Ledger:
 
 
 def measured(ledger: Ledger, fp: Fingerprint, **changes: Any) -> Any:
-    """A decision for a real arm, as a tune on a like host would have recorded it."""
+    """Return a decision for a real arm, as a tune on a host of this kind would have recorded it."""
     base = way_of(registry.baseline(W.op), W, fp)
     offered = [c for c, support in registry.eligible(W, fp) if isinstance(support, Accepted)]
     arm = changes.pop("arm", next(way_of(c, W, fp).arm for c in offered if c.backend == "CPP"))
@@ -74,7 +74,7 @@ def test_a_decision_is_adopted_after_building_and_proving_its_kernel_here(
     assert list(adopt(there, fp, Quiet())) == [], "once"
 
 
-def test_an_arm_that_is_another_thing_here_is_not_adopted(ledger: Ledger, there: Ledger, fp: Fingerprint) -> None:
+def test_an_arm_with_another_build_here_is_not_adopted(ledger: Ledger, there: Ledger, fp: Fingerprint) -> None:
     good, homes = measured(ledger, fp).arm, count()
 
     def refused(**changes: Any) -> str:

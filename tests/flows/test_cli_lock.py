@@ -1,4 +1,4 @@
-"""autosel.lock: pinned by digest, served from the file, refused where it cannot be kept."""
+"""Test autosel.lock: decisions pinned by digest, served from the file, and refused if they cannot be served."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_lock_serves_its_pins_regardless_of_later_decisions(lock: Path, home
         assert other.candidate == "torch:rmsnorm" and "no decision" in other.reason
 
 
-def test_check_says_what_is_missing_and_build_makes_it(
+def test_check_names_missing_builds_and_build_compiles_them(
     lock: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["lock", "--check", "--file", str(lock)]) == 0
@@ -77,7 +77,7 @@ def test_check_says_what_is_missing_and_build_makes_it(
     }
 
 
-def test_frozen_refuses_to_start_where_the_lock_cannot_be_kept(
+def test_frozen_refuses_to_start_if_the_lock_cannot_be_kept(
     lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "_stack", [])
@@ -127,7 +127,7 @@ def test_pins_for_other_devices_are_kept(lock: Path, capsys: pytest.CaptureFixtu
     }
 
 
-def test_an_edited_lock_is_not_believed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_lock_is_ignored(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock.write_text(lock.read_text().replace('"promoted"', '"pinned"', 1))
     assert run(["lock", "--check", "--file", str(lock)]) == 2
     assert "damaged or edited" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_a_command_runs_under_the_lock_or_not_at_all(lock: Path, home: Path) -> 
     assert refused.returncode == 1 and "cannot be served here" in refused.stderr
 
 
-def test_mode_off_is_the_baseline_and_replay_tells_no_daemon(
+def test_mode_off_serves_the_baseline_and_replay_reports_no_misses(
     lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting(monkeypatch, mode="replay")
@@ -200,13 +200,13 @@ def test_a_lock_without_decisions_is_an_error(home: Path, tmp_path: Path, capsys
     assert not (tmp_path / "autosel.lock").exists()
 
 
-def test_a_lock_pins_what_serves_on_every_device_of_the_machine(
+def test_a_lock_pins_decisions_of_every_device_of_the_machine(
     lock: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = known.load("h200")
     promote(open_ledger(), native_arm(), fp=gpu, idempotency_key="gpu")
     assert run(["lock", "--file", str(lock)]) == 0
-    assert len(snapshot.read(lock).rows) == 1, "a GPU that is not here is another machine's"
+    assert len(snapshot.read(lock).rows) == 1, "decisions of a missing GPU must not be pinned"
     monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0", "cuda:1"))
     here = devices.device_at
     monkeypatch.setattr(devices, "device_at", lambda place: (gpu, "") if place != "cpu" else here(place))
@@ -215,10 +215,10 @@ def test_a_lock_pins_what_serves_on_every_device_of_the_machine(
     assert run(["lock", "--check", "--file", str(lock)]) == 0
 
 
-def test_a_frozen_program_asks_a_gpu_when_its_first_tensor_comes_and_not_before_it_may_fork(
+def test_a_frozen_program_queries_a_gpu_at_its_first_tensor_so_that_it_can_fork_before(
     lock: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child forked after CUDA was asked for its devices cannot use it."""
+    """Delay the query, because a child forked after CUDA was queried for its devices cannot use it."""
     gpu, asked = known.load("h200"), []
     promote(open_ledger(), native_arm(), fp=gpu, idempotency_key="gpu")
     here = devices.device_at

@@ -87,7 +87,7 @@ Said = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An own home and folder, with a tiny model and users' kernels in it."""
+    """Return a separate home and folder, with a tiny model and users' kernels."""
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         monkeypatch.delenv(name)
     furnish(tmp_path / "home")
@@ -116,7 +116,7 @@ def forget() -> None:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Run a command line; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(list(arguments))
@@ -126,7 +126,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 
 def decided(home: Path, key: str = "one", w: Workload = RMS) -> Decision:
-    """A decision of this device as tune would record it, with a second arm that passed parity."""
+    """Record a decision of this device as tune would, with a second arm that passed parity."""
     device = this_device()
     baseline = arms.arm(registry.baseline(w.op), w, device, "", Knobs())
     with open_ledger() as ledger:
@@ -179,7 +179,7 @@ OTHER = Arm(
     ],
     ids=str,
 )
-def test_a_model_that_cannot_be_understood_is_refused_by_file_and_field_before_anything_starts(
+def test_an_invalid_model_is_refused_by_file_and_field_before_anything_starts(
     content: Any, told: str, home: Path, said: Said
 ) -> None:
     path = home.parent / "model" / "config.json"
@@ -248,9 +248,7 @@ def test_a_candidate_that_misbehaves_fails_parity_with_code_4_and_how_to_see_it(
         ("cpp:rmsnrom", "did you mean cpp:rmsnorm"),
     ],
 )
-def test_a_candidate_that_is_not_there_is_refused_without_being_run(
-    target: str, told: str, home: Path, said: Said
-) -> None:
+def test_a_missing_candidate_is_refused(target: str, told: str, home: Path, said: Said) -> None:
     (home.parent / "broken.py").write_text("def good(:")
     code, out, err = said(*race(target))
     assert (code, out) == (2, "")
@@ -303,10 +301,10 @@ def test_a_good_candidate_is_proven_timed_and_not_recorded(home: Path, said: Sai
     assert not (home / "ledger.db").exists()
 
 
-def test_without_a_compiler_tune_keeps_pytorch_and_records_who_could_not_race(
+def test_without_a_compiler_tune_keeps_pytorch_and_records_candidates_that_could_not_race(
     home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tune with all that can go wrong with candidates: no compiler, and a user's that crashes."""
+    """Tune once without a compiler, and with a user's candidate that crashes."""
     use(monkeypatch, AUTOSEL_CXX="/nonexistent", PATH="/nonexistent", CXX="")
     monkeypatch.setattr(user, "_REGISTERED", {})
     user.register(user.from_target("mykernels:crashes", "rmsnorm"))
@@ -325,14 +323,14 @@ def test_without_a_compiler_tune_keeps_pytorch_and_records_who_could_not_race(
     code, out, _ = said("explain", "--failed")
     assert max(len(line) for line in out.splitlines()) <= 80
     code, out, _ = said("tune", "--model", "model", "--op", "rmsnorm", "--json")
-    assert (code, json.loads(out)["measured"]) == (0, 0), "what failed is not tried again while nothing has changed"
+    assert (code, json.loads(out)["measured"]) == (0, 0), "a failed candidate was tried again without a change"
     code, out, _ = said("doctor")
     assert "none: the C++ kernels are not eligible" in out
     assert "/nonexistent does not exist" in out
     assert said("best", "rmsnorm")[0] == said("knobs", "--fingerprint", "h200", "--op", "attn")[0] == 0
 
 
-def test_a_compiler_that_is_none_costs_its_kernels_and_nothing_else(
+def test_an_invalid_compiler_leaves_out_only_its_kernels(
     home: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, AUTOSEL_CXX="/bin/true")
@@ -428,7 +426,7 @@ def test_a_ledger_of_a_newer_version_is_left_alone(home: Path, said: Said) -> No
     assert "upgrade autosel" in err
 
 
-def test_a_locked_ledger_is_said_to_be_locked(home: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_ledger_is_reported_as_locked(home: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     made = decided(home)
     monkeypatch.setattr("autosel.ledger.engine.BUSY_S", 0.05)
     with write_lock(home / "ledger.db", deadline_s=1):
@@ -466,8 +464,8 @@ def test_a_full_disk_loses_nothing_stored_and_is_reported(home: Path) -> None:
 
 @pytest.mark.parametrize("last", ["kept", "demoted"])
 def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) -> None:
-    """No file can grow by a byte: SQLite cannot make the index of its log, which reading takes too. The demotion is in
-    the log alone: its writer was killed before it moved it into the file."""
+    """Allow no file to grow, so that SQLite cannot create the index of its log, which reading needs too. The demotion
+    is only in the log, because its writer was killed before it moved the log into the file."""
     made = decided(home)
     if last == "demoted":
         killed_after(lambda ledger: ledger.demote(made.id, "in the log alone"))
@@ -492,7 +490,7 @@ def test_on_a_full_disk_a_change_is_refused_with_the_reason(home: Path) -> None:
 
 
 def killed_after(write: Callable[[Ledger], object]) -> None:
-    """Write as the daemon does, and be killed between the commit and its checkpoint."""
+    """Write like the daemon, and kill the writer between the commit and its checkpoint."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
@@ -504,7 +502,7 @@ def killed_after(write: Callable[[Ledger], object]) -> None:
 
 
 def without_room(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where every write to a file fails, as on a full disk."""
+    """Run Python with every write to a file failing, as on a full disk."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -517,7 +515,7 @@ def without_room(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder another user can reach; pytest's own are closed to them."""
+    """Return a folder that other users can reach; they cannot enter pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="autosel-test-"))
     folder.chmod(0o755)
     yield folder
@@ -552,7 +550,7 @@ def test_a_read_only_home_is_read_and_every_change_is_refused(
 
 
 def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
-    """Run a verb in a process that may not write the home: root may write anything."""
+    """Run a verb as a user who may not write the home, because root may write anything."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if child == 0:
@@ -577,7 +575,7 @@ def as_nobody(home: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_every_verb_that_needs_a_home_reports_one_that_is_a_file(tmp_path: Path) -> None:
-    """In separate processes, because this one remembers another home."""
+    """Run verbs in separate processes, because this one has cached another home."""
     file = tmp_path / "file"
     file.touch()
     env = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")} | {"AUTOSEL_HOME": str(file)}
@@ -603,7 +601,7 @@ def test_every_verb_that_needs_a_home_reports_one_that_is_a_file(tmp_path: Path)
     "words", [["import", "{long}"], ["export", "{long}/it"], ["record", "--output", "{long}/it", "--", "true"]],
     ids=lambda words: words[0],
 )  # fmt: skip
-def test_a_name_that_is_too_long_for_a_file_is_refused_in_words(words: list[str], said: Said) -> None:
+def test_a_name_that_is_too_long_for_a_file_is_refused_with_a_message(words: list[str], said: Said) -> None:
     code, _, err = said(*(word.format(long="x" * 5000) for word in words))
     assert code in (1, 2) and err.startswith("error: cannot ") and "bug" not in err
 
@@ -631,7 +629,7 @@ def test_only_a_candidate_that_passed_parity_can_be_promoted(home: Path, said: S
     code, out, _ = said("promote", str(made.id), "cpp:rmsnorm", "--reason", "because", "--json")
     assert (code, json.loads(out)["candidate"]) == (0, "cpp:rmsnorm")
     code, out, _ = said("best", "rmsnorm", "--json")
-    assert (code, json.loads(out)["state"]) == (0, "baseline"), "its build is not here: the baseline runs"
+    assert (code, json.loads(out)["state"]) == (0, "baseline"), "without its build the baseline must run"
     assert "missing or damaged" in json.loads(out)["reason"]
     code, out, _ = said("best", "rmsnorm")
     assert "stale" in out
@@ -650,7 +648,7 @@ def test_only_a_candidate_that_passed_parity_can_be_promoted(home: Path, said: S
         ("damaged", "was damaged or edited"),
     ],
 )
-def test_an_import_that_is_not_a_whole_export_changes_nothing(content: str, told: str, home: Path, said: Said) -> None:
+def test_an_import_of_an_incomplete_export_changes_nothing(content: str, told: str, home: Path, said: Said) -> None:
     made, path = decided(home), home / "export.json"
     assert said("export", str(path))[0] == 0
     path.write_text(path.read_text().replace("for the test", "for another") if content == "damaged" else content)
@@ -670,10 +668,10 @@ def test_an_export_to_a_missing_folder_is_reported_and_makes_no_folders(home: Pa
     assert not (home / "none").exists()
 
 
-# --- nothing there yet --------------------------------------------------------------------------------------------
+# --- an empty home ------------------------------------------------------------------------------------------------
 
 
-def test_before_anything_is_decided_the_answers_are_the_baseline_and_what_to_do(home: Path, said: Said) -> None:
+def test_without_decisions_verbs_name_the_baseline_and_the_command_to_tune(home: Path, said: Said) -> None:
     code, out, err = said("best", "attn")
     assert code == 0
     assert "the baseline serves, torch:" in out

@@ -54,7 +54,7 @@ def recording(**changes: Any) -> recorded.Recorded:
     return recorded.Recorded(**values)
 
 
-def test_a_programs_processes_are_added_up_and_its_exit_code_is_its_own(
+def test_calls_of_all_processes_are_added_up_and_the_exit_code_is_the_programs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "traffic.json"
@@ -76,7 +76,7 @@ def test_a_programs_processes_are_added_up_and_its_exit_code_is_its_own(
     assert not list(tmp_path.glob("traffic.json.*"))
 
 
-def test_a_program_that_asks_nothing_is_said_to(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_calls_no_op_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["record", "-o", str(tmp_path / "r.json"), "--", sys.executable, "-c", "print(1)"]) == 2
     err = capfd.readouterr().err
     assert "nothing was recorded" in err and "autosel.patch(model)" in err
@@ -85,7 +85,7 @@ def test_a_program_that_asks_nothing_is_said_to(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(("last", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_a_program_that_fails_before_it_asks_keeps_its_exit_code(
+def test_a_program_that_fails_before_it_calls_an_op_keeps_its_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], last: str, code: int
 ) -> None:
     words = ["record", "-o", str(tmp_path / "r.json"), "--", sys.executable, "-c", f"import os, sys; {last}"]
@@ -98,7 +98,7 @@ def test_one_workload_is_singular() -> None:
     assert "2 workloads, 1,002 calls" in record_verb._summary(Path("r.json"), {ONE: 2, ONE.at(d=64): 1000})
 
 
-def test_calls_and_bytes_order_what_is_tuned(tmp_path: Path) -> None:
+def test_workloads_are_tuned_in_the_order_of_calls_and_bytes(tmp_path: Path) -> None:
     big = ops.find("linear").workload("fp32", {"M": 1, "N": 512, "K": 512})
     file = tmp_path / "r.json"
     recorded.save(file, recording(calls={ONE: 100, big: 5}))
@@ -139,7 +139,7 @@ def test_merging_keeps_the_mode_of_most_calls_and_refuses_two_devices() -> None:
         recorded.merge([recording(), recording(device="other")])
 
 
-def test_a_workload_no_op_could_mean_is_refused(tmp_path: Path) -> None:
+def test_a_workload_that_no_op_has_is_refused_in_a_recording(tmp_path: Path) -> None:
     odd = [
         Workload(op="nothing", dims=(("M", 1),), dtype="fp32"),
         Workload(op="rmsnorm", dims=(("d", 32), ("M", 1)), dtype="fp32"),
@@ -180,7 +180,7 @@ def test_tune_takes_a_recording_or_a_model_not_both(tmp_path: Path, capfd: pytes
     assert "--recorded and --seq" in capfd.readouterr().err
 
 
-def test_asked_counts_calls_across_a_change_of_the_snapshot(tmp_path: Path) -> None:
+def test_recorded_calls_are_counted_across_a_change_of_the_snapshot(tmp_path: Path) -> None:
     with dispatch.use(tmp_path) as board:
         norm = dispatch.best("rmsnorm")
         norm(torch.randn(1, 32), torch.randn(32))
@@ -189,7 +189,7 @@ def test_asked_counts_calls_across_a_change_of_the_snapshot(tmp_path: Path) -> N
         assert board.asked() == {ONE: 2}
 
 
-def test_calls_on_another_device_are_a_recording_of_their_own(tmp_path: Path) -> None:
+def test_calls_on_another_device_are_a_separate_recording(tmp_path: Path) -> None:
     parts = [recording(device="gpu", calls={ONE: 9}), recording(device="cpu"), recording(device="cpu")]
     most, other = recorded.by_device(parts)
     assert (most.device, most.calls) == ("gpu", {ONE: 9})
@@ -201,7 +201,7 @@ def test_calls_on_another_device_are_a_recording_of_their_own(tmp_path: Path) ->
     assert record_verb._beside(Path("a/traffic.json"), "0123456789") == Path("a/traffic-01234567.json")
 
 
-def test_a_recording_is_tuned_on_the_device_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_tuned_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = known.load("h200")
     monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0"))
     here = devices.device_at
@@ -211,7 +211,7 @@ def test_a_recording_is_tuned_on_the_device_it_is_of(tmp_path: Path, monkeypatch
         assert record_verb.place_of(tmp_path / "r.json") == place
 
 
-def test_a_recording_of_no_device_here_is_not_tuned_for_another_unnoticed(
+def test_a_recording_of_a_missing_device_is_not_silently_tuned_for_another(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""`run` on this machine's cores: a tiny model measured for real, its certificate checked, run again, and touched."""
+"""Test `run` on this machine: measure a tiny model, then check, rerun and edit its certificate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verb(*arguments: str, codes: tuple[int, ...] = (0,)) -> Any:
-    """Run a command line here: its JSON document."""
+    """Run a command line in this process; return its JSON document."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run([*arguments, "--json"])
@@ -60,14 +60,14 @@ def tiny(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> dict[str, Any]:
-    """The JSON of a run that meets one objective and misses another."""
+    """Return the JSON of a run that meets one objective and misses another."""
     wanted = ("--audit", str(folder / "audit.json"), "--trace", str(folder / "trace.json"))
     objectives = ("--slo", "tps>0.001,itl<0.001us")
     found: dict[str, Any] = verb(*tiny(folder), *RUN, *wanted, *objectives, codes=(3,))
     return found
 
 
-def test_a_run_leaves_a_verified_certificate_of_what_it_did(ran: dict[str, Any], folder: Path) -> None:
+def test_a_run_writes_a_verified_certificate(ran: dict[str, Any], folder: Path) -> None:
     made = ran["certificate"]
     assert made["iters"] == 20 == len(made["samples"]["optimised_ns"]) and made["warmup"] == 2
     assert made["verification_ok"] and made["layers"] == {"run": 4, "of": 4}
@@ -88,13 +88,13 @@ def test_its_audit_and_trace_account_for_the_step(ran: dict[str, Any], folder: P
     assert sum(e["cat"] == "step" for e in slices) == 40
 
 
-def test_a_rerun_measures_the_same_plan_and_says_whether_it_came_out(ran: dict[str, Any], folder: Path) -> None:
+def test_a_rerun_measures_the_same_plan_and_reports_if_it_was_reproduced(ran: dict[str, Any], folder: Path) -> None:
     found = verb("verify", "--rerun", f"{folder / 'c.jsonl'}:1", codes=(0, 3, 5))  # messages about a busy machine vary
     assert found["rerun"]["outcome"] in ("reproduced", "faster", "slower", "too noisy")
     assert found["rerun"]["speedup"]["certified"] == ran["certificate"]["speedup"]
 
 
-def test_a_part_is_said_compared_with_nothing_else_and_chained(ran: dict[str, Any], folder: Path) -> None:
+def test_a_run_of_some_layers_is_marked_not_compared_with_others_and_chained(ran: dict[str, Any], folder: Path) -> None:
     part = verb(*tiny(folder), "--seq", "32", "--iters", "3", "--warmup", "0", "--layers", "2")["certificate"]
     assert part["model"].endswith("[2/4 layers]") and part["layers"] == {"run": 2, "of": 4}
     assert part["previous"] == ran["certificate"]["checksum"]
@@ -123,7 +123,7 @@ def test_another_machines_certificate_is_not_run_again_here(ran: dict[str, Any],
     assert "another device" in found["error"]["what"]
 
 
-def test_a_sweep_measures_every_cell_and_weighs_them_by_traffic(folder: Path) -> None:
+def test_a_sweep_measures_every_cell_and_weights_them_by_traffic(folder: Path) -> None:
     (folder / "lengths.txt").write_text("20 30\n")
     grid = ("--context", "32:64", "--batch", "1:2", "--layers", "1", "--iters", "2", "--warmup", "0", "--no-tune")
     wanted = ("--trace-file", str(folder / "lengths.txt"), "--report", str(folder / "swept"))

@@ -1,6 +1,6 @@
-"""The main job end to end on this machine: one real tune of a tiny model, then everything a user does with it.
+"""Test the main job end to end on this machine: one real tune of a tiny model, then the verbs that use its decisions.
 
-Tunes killed at any moment are in test_pipeline_durability.py, and in tests/soak with nothing replaced."""
+test_pipeline_durability.py kills tunes at any moment; tests/soak also kills tunes with real proofs and races."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(home: Path) -> dict[str, Any]:
-    """The JSON of the first tune."""
+    """Return the JSON of the first tune."""
     return verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
 
 
@@ -70,7 +70,7 @@ def test_tune_decides_every_workload_with_its_evidence(tuned: dict[str, Any]) ->
 
 
 def test_a_second_tune_measures_nothing(home: Path, tuned: dict[str, Any]) -> None:
-    """Nothing settled is measured; workloads that this machine was too noisy to decide are raced again."""
+    """Measure no settled workload; race only those again that this machine was too noisy to decide."""
     again = verb(home, "tune", "--model", str(home / "model"), "--seq", "200", *OPS, "--json")
     settled = {d["decision_id"] for d in settled_in(tuned)}
     assert settled <= {d["decision_id"] for d in again["decisions"]}
@@ -81,7 +81,7 @@ def settled_in(tuned: dict[str, Any]) -> list[dict[str, Any]]:
     return [d for d in tuned["decisions"] if d["outcome"] != "undecided"]
 
 
-def test_best_says_what_serves(home: Path, tuned: dict[str, Any]) -> None:
+def test_best_names_the_serving_candidate(home: Path, tuned: dict[str, Any]) -> None:
     found = verb(home, "best", "attn", "--json")
     fields = {
         "op", "workload", "state", "backend", "candidate", "decision_id", "speedup", "next_best", "baseline_us",
@@ -105,7 +105,7 @@ def test_the_library_serves_the_decision(home: Path, tuned: dict[str, Any]) -> N
         torch.testing.assert_close(step(x, weight).float(), reference, rtol=2**-7, atol=1e-6)
 
 
-def test_explain_tells_parity_race_effect_and_how_to_reproduce(home: Path, tuned: dict[str, Any]) -> None:
+def test_explain_shows_parity_race_effect_and_how_to_reproduce(home: Path, tuned: dict[str, Any]) -> None:
     text = verb(home, "explain", "rmsnorm")
     for word in ("parity", "race", "verdict", "median", "tail", "changes", "reproduce"):
         assert word in text
@@ -122,7 +122,7 @@ def test_a_demotion_by_hand_serves_the_baseline_and_stays_in_the_history(home: P
     assert back["candidate"] == decision["candidate"]
 
 
-def test_a_pin_holds_until_it_is_taken_away(home: Path, tuned: dict[str, Any]) -> None:
+def test_a_pin_holds_until_it_is_removed(home: Path, tuned: dict[str, Any]) -> None:
     decision = verb(home, "best", "rmsnorm", "--json")
     pinned = verb(home, "pin", str(decision["decision_id"]), "torch:rmsnorm", "--reason", "freeze", "--json")
     assert pinned["state"] == "pinned"
@@ -134,7 +134,7 @@ def test_a_pin_holds_until_it_is_taken_away(home: Path, tuned: dict[str, Any]) -
 def test_an_export_moves_decisions_to_another_ledger(home: Path, tuned: dict[str, Any], tmp_path: Path) -> None:
     verb(home, "export", str(tmp_path / "decisions.json"))
     found = verb(tmp_path / "other", "import", str(tmp_path / "decisions.json"), "--json")
-    assert not found["kept"] and not found["refused"]  # each says why
+    assert not found["kept"] and not found["refused"]  # each has its reason
     assert len(found["served"]) + len(found["adopted"]) >= len(settled_in(tuned))
     assert verb(tmp_path / "other", "best", "rmsnorm", "--json")["op"] == "rmsnorm"
 
@@ -166,8 +166,10 @@ def test_the_second_of_two_tuners_of_a_device_names_the_first(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_tune_says_what_was_kept_and_how_to_go_on(home: Path, tmp_path: Path, sent: signal.Signals) -> None:
-    """In a separate process, with real workers."""
+def test_a_stopped_tune_reports_what_was_kept_and_how_to_continue(
+    home: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
+    """Stop a tune in a separate process, with real workers."""
     words = ["tune", "--model", str(home / "model"), "--op", "rmsnorm"]
     child = subprocess.Popen(
         [sys.executable, "-m", "autosel.cli.main", *words],

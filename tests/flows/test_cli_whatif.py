@@ -20,7 +20,7 @@ def row(candidate: str, us: float) -> dict[str, Any]:
     return {"candidate": candidate, "time_us": us, "baseline_us": 2 * us}
 
 
-def test_winners_that_flip_come_first_and_what_it_gains_is_weighted_by_calls() -> None:
+def test_changed_winners_come_first_and_the_gain_is_weighted_by_calls() -> None:
     here = {"a": row("cpp:a", 10.0), "b": row("cpp:b", 4.0), "c": row("cpp:c", 1.0)}
     there = {"a": row("cpp:a", 5.0), "b": row("torch:b", 8.0)}
     changes = whatif.compare(here, there, {"a": 3, "b": 1, "c": 1, "new": 1})

@@ -1,4 +1,4 @@
-"""The daemon as a process: its socket, many clients, kill -9, the command line through it, faults, other users."""
+"""Test the daemon as a process: socket, many clients, kill -9, the command line through it, faults, other users."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_daemon_reports_ready_is_private_and_single_and_stops_on_request(dae
     assert "serving" in cli(daemon.home, "status").stdout
     with socket.create_connection(("127.0.0.1", int(daemon.url.rstrip("/").rpartition(":")[2]))) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: " + daemon.url[7:-1].encode() + b"\r\n\r\n")
-        assert b"200" in line.recv(4096)  # a line of events is open
+        assert b"200" in line.recv(4096)  # a connection to the event stream is open
         assert daemon.stop() == 0
     assert not path.exists()
     assert cli(daemon.home, "status").returncode == 1
@@ -104,7 +104,7 @@ def test_garbage_headers_without_end_and_half_requests_do_no_harm(daemon: Daemon
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process takes root to start")
-def test_another_user_is_refused_by_the_folder_and_by_the_kernels_word(daemon: Daemon) -> None:
+def test_another_user_is_refused_by_the_folder_and_by_peer_credentials(daemon: Daemon) -> None:
     path = socket_path(daemon.home)
     asking = (
         "import os, socket, sys\n"
@@ -119,7 +119,7 @@ def test_another_user_is_refused_by_the_folder_and_by_the_kernels_word(daemon: D
         command = [sys.executable, "-S", "-c", asking, str(path)]
         return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
-    for folder in [path.parent, *path.parent.parents]:  # the way there, but for the last step
+    for folder in [path.parent, *path.parent.parents]:  # the path to the socket, except the last folder
         if folder != path.parent and folder.owner() == "root":
             folder.chmod(folder.stat().st_mode | 0o011)
     assert as_nobody().startswith("connect")
@@ -153,7 +153,7 @@ def test_eight_clients_get_the_right_answers_while_others_write(daemon: Daemon) 
     assert all(written)
 
 
-def test_more_lines_than_allowed_are_turned_away_and_those_there_go_on(daemon: Daemon) -> None:
+def test_connections_beyond_the_limit_are_refused_and_open_ones_continue(daemon: Daemon) -> None:
     lines = [connect(socket_path(daemon.home), 10.0) for _ in range(70)]
     answers = []
     for line in lines:
@@ -180,7 +180,7 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process takes root to start")
-def test_another_users_connections_to_the_port_leave_ours_free(daemon: Daemon) -> None:
+def test_another_users_connections_to_the_port_do_not_count_against_ours(daemon: Daemon) -> None:
     port = daemon.url.rstrip("/").rpartition(":")[2]
     command = [sys.executable, "-S", "-c", HOLDING, port]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -205,7 +205,7 @@ WRITERS = 4
 
 
 def _write_until_the_end(home: Path, number: int, acknowledged: Any) -> None:
-    """Record decisions through the daemon until it is gone, telling each that was acknowledged."""
+    """Record decisions through the daemon until it ends; report each that was acknowledged."""
     line = Client(socket_path(home), timeout_s=30.0)
     for count in range(10_000):
         w = ATTN.at(L=(count % 8 + 1) * 700, B=number + 1)
@@ -313,7 +313,7 @@ def _fault(decision: Any) -> Fault:
 
 
 @pytest.mark.parametrize("way", ["journal", "socket"])
-def test_a_fault_that_one_process_saw_demotes_for_all(daemon: Daemon, way: str) -> None:
+def test_a_fault_in_one_process_demotes_in_all(daemon: Daemon, way: str) -> None:
     with open_ledger(home=daemon.home) as ledger:
         made = record(ledger, "one", fp=here(), mode=current_mode())
     gone = threading.Event()
@@ -341,11 +341,11 @@ def test_a_fault_that_one_process_saw_demotes_for_all(daemon: Daemon, way: str) 
 
 
 def _events(line: Client) -> Iterator[tuple[str, Any]]:
-    """(kind, value) of each event from now on."""
+    """Yield (kind, value) of each event from now on."""
     wire = connect(line.path, 30.0)
     wire.sendall(b"GET /v1/events HTTP/1.1\r\nHost: x\r\n\r\n")
     text = wire.makefile("r", encoding="utf-8")
-    while "retry:" not in text.readline():  # the head, until the stream has begun
+    while "retry:" not in text.readline():  # the header, until the stream has started
         pass
 
     def following() -> Iterator[tuple[str, Any]]:
@@ -389,7 +389,7 @@ for _ in range(7):
 
 
 def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Daemon) -> None:
-    """By a process that continues, periodically; by one that ends, at its end. Calls for other conditions are named."""
+    """Report counts periodically, and when a process ends; name decisions for other conditions."""
     from autosel.ops import find
 
     threads = torch.get_num_threads()
@@ -427,7 +427,7 @@ def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Dae
     assert f"process {os.getpid()}, {current_mode()}: decisions serve " in shown and f"missed: {why}" in shown
 
 
-def test_a_fault_that_cannot_be_kept_beside_the_snapshot_goes_to_the_daemon(
+def test_a_fault_that_cannot_be_written_to_the_journal_goes_to_the_daemon(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_ledger(home=daemon.home) as ledger:
@@ -447,8 +447,8 @@ def test_a_fault_that_cannot_be_kept_beside_the_snapshot_goes_to_the_daemon(
         assert ask.get("/v1/faults")["quarantines"][0]["reason"] == "row 3 is wrong"
 
 
-def test_a_full_disk_stops_writing_not_reading(home: Path) -> None:
-    """The limit on file sizes gives a genuine I/O error, as a full disk does."""
+def test_on_a_full_disk_writes_fail_and_reads_continue(home: Path) -> None:
+    """Cause a real I/O error by a limit on file sizes, as on a full disk."""
     with open_ledger(home=home, alone=True) as ledger:
         record(ledger, "one", fp=here(), mode=current_mode())
     script = (
@@ -513,7 +513,7 @@ def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None
         assert ROOT.exists()
 
 
-# --- whatever is sent -------------------------------------------------------------------------------------------------
+# --- invalid input ---------------------------------------------------------------------------------------------------
 
 _ODD = st.one_of(
     st.none(),
@@ -539,7 +539,7 @@ _COVERED = {"client": "1-a", "process": 7, "engine": "", "mode": "m", "share": 1
 
 
 def _valid() -> dict[str, Any]:
-    """A body of each address that takes one, as a client of ours would send it."""
+    """Return a valid body for each address that takes one."""
     w = to_json(ATTN)
     spend = commands.Spend(key="k", amount=1e-9, reason="")
     return {
@@ -558,7 +558,7 @@ def _valid() -> dict[str, Any]:
 
 @st.composite
 def _requests(draw: st.DrawFn) -> tuple[str, str, bytes, str]:
-    """(method, target, body, type): an address of ours with something odd in its path, its query or its body."""
+    """Draw (method, target, body, type): a known address with a strange path, query or body."""
     end = draw(st.sampled_from([e for e in ENDPOINTS if e.path != "/v1/events"]))
     odd = st.one_of(st.integers().map(str), st.text(min_size=1, max_size=40))
     path = re.sub(r"{\w+}", lambda _: quote(draw(st.sampled_from(["1", "attn"]) | odd), safe=""), end.path)
@@ -602,13 +602,13 @@ def test_any_input_on_the_socket_is_answered_and_never_a_bug(target: Daemon, sen
         line.request(method, address, body=body if method != "GET" else None, headers={"Content-Type": kind})
         reply = line.getresponse()
         told = reply.read()
-    busy = reply.status == 503 and reply.getheader("Retry-After") == "1"  # the device is still being looked at
+    busy = reply.status == 503 and reply.getheader("Retry-After") == "1"  # the device is still being identified
     assert reply.status < 500 or (busy and address.startswith("/v1/fingerprint")), (sent, told)
     if reply.status >= 400 and method != "HEAD":
-        assert json.loads(told)["error"]["what"], "a refusal says what it is"
+        assert json.loads(told)["error"]["what"], "the refusal has no message"
 
 
-def test_after_all_that_it_is_well(target: Daemon) -> None:
+def test_after_invalid_input_the_daemon_is_healthy(target: Daemon) -> None:
     with target.client() as ask:
         assert ask.get("/v1/health")["status"] == "ok"
     assert target.process.poll() is None

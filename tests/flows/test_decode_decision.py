@@ -1,7 +1,7 @@
 """Test decisions about the whole step: raced once, then served without a race until something that they depend on
 changes.
 
-The steps are real and their times are not: the result of a race must not depend on this machine.
+The steps are real but their times are simulated, so that the result of a race does not depend on this machine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STEP_NS = 20e6
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
-    """Make the team so many times as fast as op by op, on packed weights once more, and PyTorch half as fast; return
-    the arms that were asked for a sample."""
+    """Make the team faster than op by op by this factor, the team on packed weights by its square, and PyTorch half as
+    fast; return the arms that were sampled."""
 
     def set_ratio(ratio: float, pytorch: float = 0.5) -> list[str]:
         asked: list[str] = []
@@ -55,7 +55,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
 
         monkeypatch.setattr(race.StepSeat, "_sample", sample)
         monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1e12)
-        monkeypatch.setattr(race, "watch", lambda: None)  # what waits for a core here says nothing of these times
+        monkeypatch.setattr(race, "watch", lambda: None)  # real waits for a core do not change the simulated times
         return asked
 
     return set_ratio
@@ -78,7 +78,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """One small layer: the rules do not depend on the model."""
+    """Return a plan of one small layer, because the rules do not depend on the model."""
     monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
     whole = models.load("llama-1b")
     sizes = {"layers": 1, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": 512}
@@ -89,7 +89,7 @@ def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 @pytest.fixture
 def packable(plan: Plan) -> Plan:
-    """In the dtype whose weights a team can read packed, where this CPU has the kernel."""
+    """Return a plan in the dtype whose weights a team can read packed; skip if this CPU has no such kernel."""
     if isinstance(support := packed.supports("bf16", fingerprint.take("cpu")), Rejected):
         pytest.skip(support.reason)
     return replace(plan, dtype="bf16")
@@ -99,7 +99,7 @@ def measured(plan: Plan, ledger: Ledger) -> DecodeRun:
     return measure(plan, load_weights(plan), ledger=ledger)
 
 
-def test_a_race_that_is_won_is_a_decision_and_the_next_run_takes_it_without_one(
+def test_a_race_that_the_team_wins_is_a_decision_that_the_next_run_uses_without_a_race(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = timed(1.1)
@@ -129,7 +129,7 @@ def test_a_race_that_is_won_is_a_decision_and_the_next_run_takes_it_without_one(
     assert json.loads(capsys.readouterr().out)[0]["stale"] == ""
 
 
-def test_a_race_that_is_not_won_is_kept_and_the_next_run_does_not_ask_again(
+def test_a_race_that_the_team_does_not_win_is_stored_and_not_repeated(
     plan: Plan, home: Path, timed: Callable[[float], list[str]]
 ) -> None:
     asked = timed(0.98)
@@ -143,7 +143,7 @@ def test_a_race_that_is_not_won_is_kept_and_the_next_run_does_not_ask_again(
     assert any("op by op" in note and f"decision {decision.id}" in note for note in second.notes)
 
 
-def test_pytorch_takes_the_step_where_nothing_of_ours_is_faster(
+def test_pytorch_runs_the_step_if_none_of_our_forms_is_faster(
     plan: Plan, home: Path, timed: Callable[..., list[str]]
 ) -> None:
     asked = timed(0.98, pytorch=1.1)
@@ -168,7 +168,7 @@ def test_pytorch_takes_the_step_where_nothing_of_ours_is_faster(
         assert "PyTorch alone" in wrong(seal(forged))
 
 
-def test_a_demotion_is_obeyed_and_another_kernel_is_raced_again(
+def test_a_demotion_holds_and_a_changed_kernel_is_raced_again(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = timed(1.1)
@@ -184,7 +184,7 @@ def test_a_demotion_is_obeyed_and_another_kernel_is_raced_again(
         assert [d.state for d in ledger.history("step")] == ["promoted", "demoted", "promoted"]
 
 
-def test_packed_weights_are_a_way_of_their_own_that_the_ledger_tells_of(
+def test_packed_weights_are_a_separate_arm_in_the_ledger(
     packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, plan = timed(1.1), packable
@@ -240,7 +240,7 @@ def test_a_decision_for_unpacked_weights_packs_none(
     assert weights.embedding not in packed._KEPT
 
 
-def test_a_plan_that_says_who_takes_the_step_asks_no_ledger(
+def test_a_plan_that_sets_the_form_of_the_step_does_not_read_the_ledger(
     plan: Plan, home: Path, timed: Callable[[float], list[str]]
 ) -> None:
     asked = timed(0.5)
@@ -250,11 +250,11 @@ def test_a_plan_that_says_who_takes_the_step_asks_no_ledger(
         assert ledger.history("step") == [] and asked == []
 
 
-def test_a_team_faster_than_memory_is_not_believed(
+def test_a_team_faster_than_memory_voids_the_session(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(1.1)
-    monkeypatch.setattr("autosel.decode.race.CACHES", 0)  # however small the model is
+    monkeypatch.setattr("autosel.decode.race.CACHES", 0)  # for a model of any size
     monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1.0)
     with open_ledger() as ledger:
         assert measured(plan, ledger).mode_key.startswith("eager.")

@@ -51,7 +51,7 @@ def entry(fp: Fingerprint) -> Callable[[str], Callable[..., Any]]:
 
 
 def there_and_back(entry: Callable[[str], Callable[..., Any]], w: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
-    """Its bytes, and the matrix made of them."""
+    """Return the packed bytes, and the matrix unpacked from them."""
     size = torch.zeros(1, dtype=torch.int64)
     entry("pack")(w, None, size, threads)
     made = torch.empty(int(size) + 64, dtype=torch.uint8)
@@ -72,8 +72,8 @@ def there_and_back(entry: Callable[[str], Callable[..., Any]], w: Tensor, thread
     wild=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
     threads=st.integers(1, 3),
 )
-def test_any_bits_survive(entry: Any, rows: int, columns: int, seed: int, wild: float, threads: int) -> None:
-    """Drawn normally, some of them replaced by any 16 bits: infinities, NaN with payloads, subnormals, both zeros."""
+def test_any_bits_are_restored(entry: Any, rows: int, columns: int, seed: int, wild: float, threads: int) -> None:
+    """Replace some normal values by any 16 bits: infinities, NaN with payloads, subnormals, both zeros."""
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(rows, columns, generator=g).mul(0.02).bfloat16().view(torch.int16)
     any_bits = torch.randint(-(2**15), 2**15, w.shape, generator=g, dtype=torch.int32).to(torch.int16)
@@ -97,7 +97,7 @@ def test_trained_weights_take_three_quarters(entry: Any) -> None:
     ("w", "why"),
     [(torch.zeros(0, 128).bfloat16(), "0 x 128"), (torch.zeros(8, 128), "bfloat16")],
 )
-def test_what_is_no_matrix_of_bf16_is_refused(entry: Any, w: Tensor, why: str) -> None:
+def test_anything_but_a_matrix_of_bf16_is_refused(entry: Any, w: Tensor, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         entry("pack")(w, None, torch.zeros(1, dtype=torch.int64), 1)
 
@@ -141,7 +141,7 @@ def has_kernel(fp: Fingerprint) -> None:
 
 
 def with_strange_values(weights: Weights) -> Weights:
-    """Some finite ones that have no code: zeros, subnormals, and large ones."""
+    """Add finite values without a code: zeros, subnormals, and large ones."""
     g = torch.Generator().manual_seed(9)
     with torch.inference_mode():
         for _, w in weights.matrices():
@@ -185,7 +185,7 @@ def test_every_instruction_set_leaves_the_bits_of_its_own_team(fp: Fingerprint, 
 
 @pytest.mark.parametrize("d", [1920, 2048, 2176])
 def test_packed_rows_short_and_long_are_added_up_like_unpacked_ones(fp: Fingerprint, d: int) -> None:
-    """Rows below 4 KB are added up in another order."""
+    """Include rows below 4 KB, which are added in another order."""
     has_kernel(fp)
     plan = plan_of("llama-1b", layers=1, d=d, V=128)
     plain, other = steps_of(plan, load_weights(plan), fp, 2)
@@ -212,7 +212,7 @@ def test_gate_and_up_are_both_packed_or_both_unpacked(fp: Fingerprint) -> None:
     weights = load_weights(plan)
     with torch.inference_mode():
         up = weights["0.up"]
-        up.copy_(torch.exp2(torch.rand(up.shape) * 60 - 60))  # of so many exponents that packing does not pay
+        up.copy_(torch.exp2(torch.rand(up.shape) * 60 - 60))  # has so many exponents that packing does not pay
     plain, other = steps_of(plan, weights, fp, 2)
     for step in (plain, other):
         step.run()
@@ -224,7 +224,7 @@ def test_gate_and_up_are_both_packed_or_both_unpacked(fp: Fingerprint) -> None:
 @pytest.mark.parametrize("isa", ISA_FLAGS)
 @pytest.mark.parametrize("source", [team.SOURCE, PACKER])
 def test_a_cpu_without_the_instruction_still_has_the_rest(source: str, isa: Any) -> None:
-    """Its compiler takes the sources: of packed weights there is nothing in them, but for how they lie."""
+    """Compile the sources without the instruction: they then contain only the layout of packed weights."""
     compiler = find_compiler()
     assert compiler is not None
     include = Path(tvm_ffi.__file__).parent / "include"
@@ -233,10 +233,10 @@ def test_a_cpu_without_the_instruction_still_has_the_rest(source: str, isa: Any)
     assert done.returncode == 0, done.stderr[:2000]
 
 
-# --- when there is none ----------------------------------------------------------------------------------------------
+# --- without packed weights ------------------------------------------------------------------------------------------
 
 
-def test_packing_needs_room_beside_the_original(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_needs_memory_in_addition_to_the_original(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
     has_kernel(fp)
     monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + 1000)
     with pytest.raises(UsageError, match="packed weights") as refused:
@@ -281,14 +281,14 @@ def test_weights_that_packing_would_not_shrink_are_not_packed(fp: Fingerprint) -
     assert "no matrix would be smaller" in refused.value.why
 
 
-def test_a_single_other_bit_is_seen_before_a_step_reads_it(entry: Any) -> None:
+def test_a_single_wrong_bit_is_found_before_a_step_reads_it(entry: Any) -> None:
     w = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)).mul(0.02).bfloat16()
-    w[3, 7] = 1e-30  # one has no code; one in 10,000 random ones has none either, and its code is meaningless
+    w[3, 7] = 1e-30  # one has no code; neither has one in 10,000 random weights, whose stored code is arbitrary
     made, _ = there_and_back(entry, w, 2)
     different = torch.zeros(1, dtype=torch.int64)
     entry("compare")(made, w, different, 2)
     assert int(different) == 0
-    for at in (128 + 5, 128 + 64 + 3, made.numel() - 64):  # a code, a lower byte, an upper one beside
+    for at in (128 + 5, 128 + 64 + 3, made.numel() - 64):  # a code, a lower byte, an upper byte in the list
         made[at] ^= 1
         entry("compare")(made, w, different, 2)
         made[at] ^= 1
@@ -297,7 +297,7 @@ def test_a_single_other_bit_is_seen_before_a_step_reads_it(entry: Any) -> None:
         entry("compare")(made, w[:8], different, 1)
 
 
-def test_weights_that_come_back_otherwise_are_not_used(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_unpack_to_other_bits_are_not_used(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
     has_kernel(fp)
     load = layouts.load_entry
 
@@ -309,7 +309,7 @@ def test_weights_that_come_back_otherwise_are_not_used(fp: Fingerprint, monkeypa
         packed.pack(load_weights(plan_of("llama-1b")), fp)
 
 
-def test_packed_once_for_all_steps_of_the_same_weights(fp: Fingerprint) -> None:
+def test_weights_are_packed_once_for_all_steps(fp: Fingerprint) -> None:
     has_kernel(fp)
     weights = load_weights(plan_of("llama-1b"))
     assert packed.pack(weights, fp) is packed.pack(weights, fp)
@@ -327,7 +327,7 @@ def test_only_bf16_on_a_cpu_with_the_instruction_is_packed(fp: Fingerprint) -> N
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_single_ops_on_packed_weights_give_the_bits_of_plain_ones_and_say_what_they_save(
+def test_single_ops_on_packed_weights_give_the_bits_of_plain_ones_and_report_saved_bytes(
     fp: Fingerprint, batch: int, tmp_path: Path
 ) -> None:
     has_kernel(fp)

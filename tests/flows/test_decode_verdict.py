@@ -63,7 +63,7 @@ def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> 
 
 
 def says(monkeypatch: pytest.MonkeyPatch, arm: Any, step: int, change: Callable[[int], int]) -> None:
-    """The arm's first row says another token at this step, counted from 0."""
+    """Make the arm's first row choose another token at this step, counted from 0."""
     honest, steps = arm.tokens, []
 
     def stepped(self: Any) -> Said:
@@ -88,7 +88,7 @@ def far(token: int) -> int:
 
 
 def twins(weights: Weights) -> None:
-    """Tokens 0 and 1, 2 and 3, ... have the same logit."""
+    """Give tokens 0 and 1, 2 and 3, ... the same logit."""
     weights.head[1::2] = weights.head[::2]
 
 
@@ -146,7 +146,7 @@ def test_drawn_tokens_that_follow_from_logits_within_the_bound_may_differ(
 
 @pytest.fixture
 def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Twelve tokens of plain decoding, and drafts that are always right."""
+    """Return twelve tokens of plain decoding, and drafts that are always right."""
     said: list[int] = []
     honest = Written.tokens
 
@@ -163,7 +163,7 @@ def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", [{}, {"cache": "paged", "page": 16}], ids=["contiguous", "paged"])
-def test_all_that_speculation_keeps_is_held_against_plain_greedy_decoding(
+def test_all_tokens_that_speculation_keeps_are_compared_with_plain_greedy_decoding(
     folder: Path, layout: dict[str, Any], foreseen: list[int]
 ) -> None:
     run = ran(folder, iters=12, speculate=3, **layout)
@@ -204,7 +204,7 @@ def test_a_text_is_scored_up_to_the_models_context_with_a_note(folder: Path) -> 
     assert "of each row's 50 tokens of t.json the first 32 were scored: the model has no longer context" in run.notes
 
 
-def test_a_run_under_another_number_of_threads_says_for_which_its_ops_are_decided(folder: Path, tmp_path: Path) -> None:
+def test_a_run_with_another_number_of_threads_names_the_decided_one(folder: Path, tmp_path: Path) -> None:
     w = ops.find("lm_head").workload("fp32", {"M": 1, "V": VOCABULARY, "d": 64})
     home, threads = serve(tmp_path, [(w, "cpp:lm_head")]), torch.get_num_threads()
     torch.set_num_threads(threads + 1)

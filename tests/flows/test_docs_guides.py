@@ -1,5 +1,4 @@
-"""Run the guides: their Python code and short commands run in the order of the page; all other commands are
-accepted."""
+"""Run the guides: their Python code and short commands run in the order of the page; other commands are only parsed."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from autosel.cli.main import VERBS, cli
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(p for p in (ROOT / "docs" / "guides").glob("*.md") if p.name != "README.md")
 BLOCK = re.compile(r"^```(python|console|toml|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED = re.compile(r"# ([\w./-]+\.(?:py|toml))\n")  # a block that begins so is that file
-CHANGING = ("add-a-format", "add-an-op", "add-a-backend")  # these change a checkout: a copy of it
+NAMED = re.compile(r"# ([\w./-]+\.(?:py|toml))\n")  # a block that starts like this is that file
+CHANGING = ("add-a-format", "add-an-op", "add-a-backend")  # guides that change a checkout run in a copy
 # Brief enough to run here, with the exit code they shall have; others measure for minutes, need another environment,
 # or are run by their verb's own tests.
 RUN = {
@@ -75,7 +74,7 @@ def commands(guide: Path) -> list[str]:
 
 
 def script(guide: Path) -> str:
-    """The page as one program."""
+    """Return the page as one program."""
     lines = [COMMAND]
     for kind, text in blocks(guide):
         named = NAMED.match(text)
@@ -105,7 +104,7 @@ def split(command: str) -> tuple[dict[str, str], list[str]]:
 
 
 def changes(diff: str) -> str:
-    """Lines that stay (a blank before them), go (-) or come (+); @@ begins another place of the file."""
+    """Return a call of changed_ that applies a diff: lines start with a blank, - or +, and @@ separates hunks."""
     first, *rest = diff.splitlines()
     hunks: list[list[str]] = [[]]
     for line in rest:
@@ -167,11 +166,11 @@ def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
         read_as_tensorrt_llm(json.loads((folder / "options.yaml").read_text()))
 
 
-def test_every_command_of_a_guide_parses_and_the_brief_ones_are_all_there() -> None:
+def test_every_command_of_a_guide_parses_and_every_short_one_exists() -> None:
     seen = [c for guide in GUIDES for c in commands(guide)]
     assert set(RUN) <= set(seen)
     for command in seen:
-        _, words = split(command.replace("e5m2-row", "int8-row"))  # which its guide adds to a copy
+        _, words = split(command.replace("e5m2-row", "int8-row"))  # an op that its guide adds to a copy
         if words[:2] == ["pip", "install"]:
             continue
         assert words[0] == "autosel" and words[1] in VERBS, command
@@ -185,7 +184,7 @@ def test_every_guide_is_listed() -> None:
     assert all(f"({guide.name})" in index for guide in GUIDES)
 
 
-def test_links_of_the_guides_lead_somewhere() -> None:
+def test_links_of_the_guides_have_a_target() -> None:
     for guide in [*GUIDES, ROOT / "docs" / "guides" / "README.md"]:
         for link in re.findall(r"\]\(([^)#]+)\)", guide.read_text()):
             assert (guide.parent / link).exists(), (guide.name, link)

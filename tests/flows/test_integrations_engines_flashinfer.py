@@ -1,4 +1,4 @@
-"""The FlashInfer dataset with its manifest, read by the published parsers themselves."""
+"""Read the exported FlashInfer dataset and its manifest by the published parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel package for Hugging Face `kernels`: loaded and used by that library itself, on the CPU."""
+"""Load and use the exported kernel package with Hugging Face's `kernels` library, on the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(json.dumps([bool(torch.allclose(got, want, rtol=1e-5, atol=1e-5)), [u.cand
 """
 
 
-def test_kernels_itself_loads_the_package_and_runs_what_was_decided(
+def test_the_kernels_library_loads_the_package_and_runs_the_decided_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", engines.paths("kernels"))
@@ -78,7 +78,7 @@ def test_a_package_that_kernels_cannot_read_is_not_counted(tmp_path: Path, monke
     assert [row.there for row in heard.rows] == [False, True] and "metadata" in heard.rows[0].why
 
 
-def test_without_a_decision_nothing_is_written(tmp_path: Path) -> None:
+def test_without_a_decision_no_package_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to export"):
         hf_kernels.export(fingerprint.take("cpu"), [], tmp_path / "package")
     assert not (tmp_path / "package").exists()

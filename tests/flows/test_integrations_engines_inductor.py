@@ -1,4 +1,4 @@
-"""Inductor's lookup table: written, then found again by Inductor's own lowering of each product."""
+"""Write Inductor's lookup table, and find each row by Inductor's own lowering of its product."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decision(number: int, m: int, candidate: str, backend: str, knobs: dict[str,
 
 
 def test_inductors_own_lowering_finds_every_row(tmp_path: Path) -> None:
-    """Each key is what Inductor makes of that product; each template and its hash are those it has."""
+    """Compare each key with the one that Inductor makes of the product, and each template and hash with Inductor's."""
     qkv = decision(7, 1, "torch:linear", "TORCH", {})
     made = inductor.export(target(qkv), tmp_path)
     assert made.counts["measured"] == 1 and made.counts["derived"] == len(made.rows) - 1
@@ -60,8 +60,8 @@ def test_inductors_own_lowering_finds_every_row(tmp_path: Path) -> None:
         assert heard.here == 0 and all("CUDA" in row.why for row in heard.rows)
 
 
-def test_a_row_inductor_asks_for_otherwise_is_not_counted(tmp_path: Path) -> None:
-    """A renamed key, a template Inductor no longer has, a stale hash: three of the rows are not found."""
+def test_rows_that_inductor_would_not_find_are_not_counted(tmp_path: Path) -> None:
+    """Miss three rows: a renamed key, a removed template, and a stale hash."""
     made = inductor.export(target(), tmp_path)
     table = json.loads((tmp_path / inductor.FILE).read_text())
     keys = list(table)
@@ -74,7 +74,7 @@ def test_a_row_inductor_asks_for_otherwise_is_not_counted(tmp_path: Path) -> Non
     assert [row.there for row in ask.ask("inductor", tmp_path, few).rows] == [False, False, False, True]
 
 
-def test_each_row_says_where_it_is_from(tmp_path: Path) -> None:
+def test_each_row_has_a_source(tmp_path: Path) -> None:
     tiles = {"tile_rows": 128, "tile_depth": 64, "columns": 16, "stages": 4, "split_k": 2}
     decisions = (
         decision(1, 1, "torch:linear", "TORCH", {}),
@@ -124,7 +124,7 @@ def test_use_has_inductor_read_the_table_and_refuses_a_folder_without_one(tmp_pa
             V.set_choices_handler(before)
 
 
-def test_an_fp8_model_has_no_rows_there(tmp_path: Path) -> None:
+def test_an_fp8_model_has_no_rows_in_inductors_table(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fp8_e4m3"):
         inductor.export(target(dtype="fp8_e4m3"), tmp_path)
     assert not list(tmp_path.iterdir())

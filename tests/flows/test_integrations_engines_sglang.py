@@ -1,4 +1,4 @@
-"""SGLang's files, found again by SGLang's own lookups: its published wheel, no GPU, nothing served."""
+"""Find SGLang's exported files by SGLang's own lookups, with its published wheel; no GPU, no serving."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sglangs_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are the engine's defaults."""
+    """Test products and experts in bf16 and blocked fp8, derived rows and pinned ones (the engine's defaults)."""
     asked = [target(tp=2), target(derives=False)]
     for name, extra in (("plain", {}), ("fp8", FP8)):
         model = str(checkpoint(tmp_path / name, **extra))

@@ -1,4 +1,4 @@
-"""vLLM's files, found again by vLLM's own lookups: its published wheel, no GPU, nothing served."""
+"""Find vLLM's exported files by vLLM's own lookups, with its published wheel; no GPU, no serving."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target(*decisions: Decision, model: str = "", derives: bool = True, tp: int 
 
 
 def spoiled(scratch: Path, folder: Path) -> list[Row]:
-    """A row whose file vLLM would name otherwise, and a default that this vLLM never had."""
+    """Return a row whose file has another name in vLLM, and a default that this vLLM does not have."""
     moved, changed = (
         r for r in vllm.export(target(derives=False, tp=16), scratch).rows if r.key == "1" and r.ask["n"] < 4000
     )
@@ -66,13 +66,13 @@ def spoiled(scratch: Path, folder: Path) -> list[Row]:
 
 @asks_vllm
 def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Products and experts, in bf16 and in blocked fp8, derived and pinned; pinned ones are the engine's defaults."""
+    """Test products and experts in bf16 and blocked fp8, derived rows and pinned ones (the engine's defaults)."""
     asked = [target(tp=2), target(derives=False)]
     for name, extra in (("plain", {}), ("fp8", FP8)):
         model = str(checkpoint(tmp_path / name, **extra))
         asked += [target(model=model, tp=2), target(model=model, derives=False)]
     rows, folder = [], tmp_path / "all"
-    for one in asked:  # one question for all of them: starting vLLM takes seconds
+    for one in asked:  # one process for all rows, because starting vLLM takes seconds
         made = vllm.export(one, tmp_path / "one")
         rows += made.rows
         for file in made.digests:
@@ -86,7 +86,7 @@ def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
     missed = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.there]
     stale = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.same]
     assert not missed and not stale
-    assert heard.here == len(asked)  # the flag's alone: the device is another
+    assert heard.here == len(asked)  # only the flag's row, because the device differs
     assert "VLLM_TUNED_CONFIG_FOLDER" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting
 
 
@@ -132,7 +132,7 @@ def test_decided_attention_names_a_backend_only_where_all_agree(tmp_path: Path) 
     assert "\nattention-backend" not in (tmp_path / "two" / "serve.yaml").read_text()
 
 
-def test_split_products_are_those_a_device_holds(tmp_path: Path) -> None:
+def test_products_of_a_tensor_parallel_model_have_one_devices_sizes(tmp_path: Path) -> None:
     made = vllm.export(target(tp=4), tmp_path)
     assert {(r.ask["n"], r.ask["k"]) for r in made.rows if r.ask["kind"] == "gemm"} == {
         (1536, 4096),

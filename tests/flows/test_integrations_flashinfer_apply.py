@@ -71,8 +71,8 @@ said["off"] = flashinfer.trace_apply.is_enabled()
 print(json.dumps(said))
 """
 
-# SGLang's norms on a GPU are sgl_kernel's, which call FlashInfer in half precision. That package loads its CUDA library
-# where it is imported whole: here its Python alone is, under the names that SGLang imports where it finds a GPU.
+# SGLang's norms on a GPU are sgl_kernel's, which call FlashInfer in half precision. Importing the whole package loads
+# its CUDA library, so only its Python files are imported here, under the names that SGLang uses with a GPU.
 SGLANG = """
 import importlib.util, sys, types
 from sglang.srt.layers import layernorm
@@ -118,7 +118,7 @@ def heard(script: str, home: Path, *engines_: str, **environment: str) -> dict[s
 
 @pytest.mark.skipif(bool(engines.missing("flashinfer", "vllm")), reason=engines.missing("flashinfer", "vllm"))
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-def test_flashinfers_functions_run_what_was_decided_and_are_right(tmp_path: Path) -> None:
+def test_flashinfers_functions_run_decided_kernels_with_right_results(tmp_path: Path) -> None:
     home = tmp_path / "home"
     shapes = (("rmsnorm", "cpp:rmsnorm"), ("add_rmsnorm", "cpp:add_rmsnorm"))
     plain = [(ops.find(op).workload("fp32", {"M": 2, "d": 64}), name) for op, name in shapes]
@@ -137,7 +137,7 @@ SGLANG_PARTS = ("flashinfer", "sglang", "sglang-kernel")
 
 @pytest.mark.skipif(bool(engines.missing(*SGLANG_PARTS)), reason=engines.missing(*SGLANG_PARTS))
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-def test_sglangs_norms_reach_what_was_decided_through_flashinfer(tmp_path: Path) -> None:
+def test_sglangs_norms_run_decided_kernels_through_flashinfer(tmp_path: Path) -> None:
     plain = [(ops.find(op).workload("bf16", {"M": 2, "d": 64}), f"cpp:{op}") for op in ("rmsnorm", "add_rmsnorm")]
     around_one = ops.find("rmsnorm").workload("bf16", {"M": 2, "d": 96}, offset=1.0)
     said = heard(SGLANG, serve(tmp_path / "home", [*plain, (around_one, "cpp:rmsnorm")]), *SGLANG_PARTS)
@@ -173,8 +173,8 @@ def small(op: str, **dims: int) -> Decision:
     return replace(pinned(w, name), baseline=replace(arm_of(w, name), candidate="another", digest="another"))
 
 
-def test_only_what_can_serve_flashinfers_calls_here_is_put_under_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a GPU, these are the decisions for it: FlashInfer has no calls on a CPU."""
+def test_only_decisions_that_can_serve_flashinfers_calls_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Route only decisions for a GPU, because FlashInfer has no calls on a CPU."""
     d, gpu = small("rmsnorm", M=1, d=64), known.load("h200")
     assert flashinfer_apply.serving([d]) == [d]
     unfit: list[Any] = [
@@ -191,7 +191,7 @@ def test_only_what_can_serve_flashinfers_calls_here_is_put_under_them(monkeypatc
 
 
 def test_an_undecided_call_on_a_gpu_runs_flashinfers_own_kernel(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own convention: a fused addition in place, the others by value."""
+    """Use FlashInfer's convention: a fused addition in place, the other results returned."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     called: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Decisions as a flashinfer-bench dataset, read by flashinfer-bench's own parser where it was fetched."""
+"""Test decisions as a flashinfer-bench dataset, read by flashinfer-bench's own parser if it was fetched."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def executed(source: str) -> Any:
 
 @pytest.mark.parametrize("op", SPOKEN, ids=lambda op: op.name)
 def test_a_definitions_reference_computes_the_op(op: Op) -> None:
-    """Called with what the definition names, in its order."""
+    """Call the reference with the arguments that the definition names, in order."""
     w = small(op)
     meant, inputs = fib.definition(w), op.inputs(w, 1)
     made = executed(meant["reference"])(*(inputs[n] for n in meant["inputs"]))
@@ -110,7 +110,7 @@ def _baseline_of(op: Op) -> str:
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 def test_an_exported_kernel_compiles_alone_and_is_right(tmp_path: Path) -> None:
-    """The wrapper fixes what the definition leaves out; only what the solution holds is there to include."""
+    """Compile with the solution's files only; the wrapper sets the arguments that the definition omits."""
     op = ops.find("linear")
     w = op.workload("fp32", {"M": 1, "N": 24, "K": 16}, bias=True)
     made = fib.export([decided(w, "cpp:gemv")], tmp_path / "dataset")
@@ -151,7 +151,7 @@ def documents(folder: Path, changes: Mapping[str, Any]) -> tuple[Path, Path]:
     return folder / "s.json", folder / "d.json"
 
 
-def test_a_solution_cannot_leave_its_folder_or_pass_for_another(tmp_path: Path) -> None:
+def test_a_solution_cannot_write_outside_its_folder_or_use_anothers_name(tmp_path: Path) -> None:
     good = documents(tmp_path, {})
     found = fib.unpack(*good, tmp_path / "mine")
     assert found.target == f"{tmp_path / 'mine' / 'main.py'}:run"
@@ -197,7 +197,7 @@ def test_a_demoted_arm_is_not_exported_as_a_solution(
 
 
 @pytest.mark.parametrize("op", SPOKEN, ids=lambda op: op.name)
-def test_a_trace_comes_back_as_the_workload_it_was_of(op: Op, tmp_path: Path) -> None:
+def test_a_trace_is_read_back_as_its_workload(op: Op, tmp_path: Path) -> None:
     w = small(op, offset=1.0) if op.name == "rmsnorm" else small(op)
     fib.export([decided(w, _baseline_of(op))], tmp_path)
     found = flashinfer_traces.read(tmp_path)
@@ -270,7 +270,7 @@ def test_imported_traces_decide_nothing_and_can_be_tuned(
     assert run(["import", str(dataset), "--into", str(traffic)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "theirs 500 3.0x NVIDIA H100" in said and "2 of them new; they do not affect decisions" in said
-    assert run(["import", str(dataset)]) == 0  # the same again
+    assert run(["import", str(dataset)]) == 0  # importing again changes nothing
     assert "0 of them new;" in capsys.readouterr().out
     (named,) = named_workloads(traffic)
     assert named.workload.key == "rmsnorm/M7.d4096/bf16" and named.calls_per_step == 2
@@ -290,7 +290,7 @@ def test_imported_traces_decide_nothing_and_can_be_tuned(
         ({"status": 5}, "status"),
     ],
 )
-def test_a_trace_that_cannot_be_is_refused_by_its_line(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused_by_its_line(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"t\.jsonl:1 is not a trace") as error:
         flashinfer_traces.read(foreign(tmp_path, "rmsnorm_h4096", **changed))
     assert why in str(error.value)

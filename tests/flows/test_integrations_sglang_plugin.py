@@ -1,4 +1,4 @@
-"""autosel's plug-in inside the real SGLang, through its own hooks and registry: idempotent, right, and serving."""
+"""Test autosel's plug-in in the real SGLang, through its hooks and registry: idempotent, right, and serving."""
 
 from __future__ import annotations
 
@@ -139,27 +139,27 @@ def test_each_hook_and_the_backend_are_registered_once(said: dict[str, object]) 
     assert said["choices"] == 1
 
 
-def test_sglangs_modules_run_what_was_decided_and_are_right(said: dict[str, object]) -> None:
+def test_sglangs_modules_run_decided_kernels_with_right_results(said: dict[str, object]) -> None:
     assert said["right"] == [True] * 4 and said["uses"] == ["add_rmsnorm", "paged_attn", "rmsnorm", "swiglu"]
 
 
-def test_deterministic_inference_is_sglangs_own(said: dict[str, object]) -> None:
-    assert said["invariant"] == [True, True, [0, 2]]  # counted as left to it
+def test_deterministic_inference_runs_sglangs_kernels(said: dict[str, object]) -> None:
+    assert said["invariant"] == [True, True, [0, 2]]  # counted as SGLang's
     assert said["deterministic"] == 0
 
 
 @pytest.mark.parametrize("page", [1, 16])
 def test_decode_steps_read_sglangs_cache_and_the_rest_is_left_to_sglang(said: dict[str, object], page: int) -> None:
-    """Each: is it right, and how many decided calls it made."""
+    """Check for each step if it is right, and its number of decided calls."""
     found = said[f"page {page}"]
     assert isinstance(found, dict)
     assert found["built"] == ["AutoselAttnBackend", "DecodeSteps", "TorchNativeAttnBackend"]
     assert found["prompts"] == [True, 0]
     assert found["decode"] == found["windowed"] == found["in a graph"] == [True, 1]
-    assert found["another batch"] == [True, 0]  # whose tables were not made
+    assert found["another batch"] == [True, 0]  # no tables were made for it
 
 
-def test_undecided_steps_and_latent_attention_are_sglangs_own(said: dict[str, object]) -> None:
+def test_undecided_steps_and_latent_attention_run_sglangs_kernels(said: dict[str, object]) -> None:
     assert said["undecided"] == 0
     assert "--attention-backend triton" in str(said["mla"])
 

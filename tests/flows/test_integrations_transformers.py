@@ -1,4 +1,4 @@
-"""autosel.patch on real transformers models: tiny, random, one of each family that is known."""
+"""Test autosel.patch on tiny, random transformers models, one of each known family."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NORMS = {"llama": 2 * LAYERS + 1, "mistral": 2 * LAYERS + 1, "qwen3": 4 * LAYERS
 def made(family: Callable[[], Any]) -> Any:
     torch.manual_seed(7)
     model = family().eval()
-    for parameter in model.parameters():  # norms that do something, logits that differ
+    for parameter in model.parameters():  # norm weights other than one, and distinct logits
         parameter.data.normal_(0.0, 0.3)
     return model
 
@@ -118,7 +118,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def natively(board: dispatch.Board) -> dict[str, int]:
-    """Calls that a C++ kernel served, by op."""
+    """Return the number of calls that a C++ kernel served, by op."""
     found: dict[str, int] = {}
     for use in board.uses():
         if use.candidate.startswith("cpp:"):
@@ -144,13 +144,13 @@ def test_everything_is_replaced_and_greedy_tokens_are_the_same(
         assert tokens(model, **way) == expected, way
     calls = natively(board)
     gated = {"swiglu"} if family is not gemma3 else set()
-    assert set(calls) >= {"linear", "attn", "rmsnorm", "rope"} | gated, "the decisions were asked"
+    assert set(calls) >= {"linear", "attn", "rmsnorm", "rope"} | gated, "no decision was used"
     autosel.unpatch(model)
     assert tokens(model) == before[0]
-    assert natively(board) == calls, "and no longer are"
+    assert natively(board) == calls, "decisions are still used"
 
 
-def test_unpatched_is_as_it_was_to_the_bit() -> None:
+def test_an_unpatched_model_gives_the_original_bits() -> None:
     model = made(llama)
     before, implementation = logits(model), model.config._attn_implementation
     autosel.patch(model)
@@ -161,7 +161,7 @@ def test_unpatched_is_as_it_was_to_the_bit() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_another_model_of_the_class_is_left_alone() -> None:
+def test_another_model_of_the_class_is_not_changed() -> None:
     one, other = made(llama), made(llama)
     before = logits(other)
     autosel.patch(one)
@@ -194,7 +194,7 @@ def test_a_copy_of_a_patched_model_runs_on_its_own_weights() -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_gradients_are_the_models_own() -> None:
+def test_calls_with_gradients_run_the_models_code() -> None:
     def gradient(model: Any) -> torch.Tensor:
         model.zero_grad()
         model(torch.arange(2, 12)[None]).logits.square().sum().backward()
@@ -207,7 +207,7 @@ def test_gradients_are_the_models_own() -> None:
     torch.testing.assert_close(gradient(model), before)
 
 
-def test_a_module_that_computes_something_else_is_left_as_it_was() -> None:
+def test_a_module_that_computes_something_else_is_not_replaced() -> None:
     class ScaledRMSNorm(nn.Module):
         def __init__(self, other: Any) -> None:
             super().__init__()
@@ -287,7 +287,7 @@ def test_a_rotation_inside_an_unknown_decorator_is_left_and_the_decorator_is_nam
 
 def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)).eval()
-    model.lm_head.forward = model.lm_head.forward  # the only module of a known kind: somebody else's
+    model.lm_head.forward = model.lm_head.forward  # the only module of a known kind belongs to other code
     before = logits_of_gpt2(model)
     with pytest.raises(UsageError, match="nothing in GPT2LMHeadModel can be replaced") as caught:
         autosel.patch(model)
@@ -329,7 +329,7 @@ def test_mixed_dtypes_and_no_device_are_refused() -> None:
     assert not any("forward" in m.__dict__ for m in (*model.modules(), *hollow.modules()))
 
 
-def test_the_random_state_is_the_users() -> None:
+def test_patching_does_not_change_the_random_state() -> None:
     model = made(llama)
     torch.manual_seed(5)
     expected = torch.randn(3)
@@ -347,8 +347,8 @@ def test_the_default_device_of_the_process_does_not_prevent_patching() -> None:
     assert found.replaced == replaced and all(replaced.values()), found.left
 
 
-def test_low_precision_logits_stay_within_the_roundings_of_the_format() -> None:
-    """bf16: what differs are single roundings, so the distance to float64 must not grow."""
+def test_low_precision_logits_differ_only_by_roundings_of_the_dtype() -> None:
+    """Check bf16, where single roundings differ, so the distance to float64 must not grow."""
     model = made(llama).to(torch.bfloat16)
     exact = logits(copy.deepcopy(model).double())
     own = (logits(model).double() - exact).square().mean().sqrt()
@@ -380,14 +380,14 @@ def both(plain: Any, roomy: Any, count: int = 1) -> None:
     assert plain.get_seq_length() == roomy.get_seq_length()
 
 
-def test_a_patched_models_cache_grows_in_place_and_holds_what_it_should() -> None:
+def test_a_patched_models_cache_grows_in_place_with_right_contents() -> None:
     plain, roomy = caches()
-    both(plain, roomy)  # the first step copies: there was no room yet
+    both(plain, roomy)  # the first step copies, because there is no room yet
     where = roomy.layers[0].keys.data_ptr()
     for count in (1, 2, 1):
         both(plain, roomy, count)
         assert roomy.layers[0].keys.data_ptr() == where
-    both(plain, roomy, 500)  # more than there is room for
+    both(plain, roomy, 500)  # more than the room
     both(plain, roomy)
     assert isinstance(roomy.layers[0], type(plain.layers[0]))
 
@@ -415,7 +415,7 @@ def test_older_keys_stay_unchanged_after_changes_of_the_cache() -> None:
     both(plain, roomy)
 
 
-def test_a_cache_may_be_filled_under_one_mode_and_grown_under_another() -> None:
+def test_a_cache_may_be_filled_in_one_inference_mode_and_extended_in_another() -> None:
     plain, roomy = caches()
     both(plain, roomy)
     both(plain, roomy)
@@ -443,5 +443,5 @@ def test_patching_makes_room_in_the_cache_that_generate_makes() -> None:
         for token in range(3, 9):
             model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             where.add(cache.layers[0].keys.data_ptr())
-    assert len(where) <= 3  # the prompt's, a copy of it with room, and that
+    assert len(where) <= 3  # the prompt's cache, a copy of it with room, and the same copy
     autosel.unpatch(model)

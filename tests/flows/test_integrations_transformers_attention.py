@@ -23,15 +23,17 @@ DEPTH = 4
 
 
 def gpt_oss() -> Any:
-    """Sinks: a score per head that joins each softmax and has no value."""
+    """Return a model with sinks: a score per head that is part of each softmax and has no value."""
     sizes = {**SIZES, "num_hidden_layers": DEPTH, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     kinds = ["sliding_attention", "full_attention"] * (DEPTH // 2)
-    config = transformers.GptOssConfig(**sizes, layer_types=kinds, experts_implementation="eager")  # it has a float64
+    config = transformers.GptOssConfig(
+        **sizes, layer_types=kinds, experts_implementation="eager"
+    )  # this implementation supports float64
     return transformers.GptOssForCausalLM(config)
 
 
 def gemma2() -> Any:
-    """Scores that are capped."""
+    """Return a model with capped scores."""
     sizes = {**SIZES, "num_hidden_layers": DEPTH, "sliding_window": 8, "query_pre_attn_scalar": 16}
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, attn_logit_softcapping=2.0))
 
@@ -51,7 +53,7 @@ def asked(board: dispatch.Board) -> dict[str, int]:
 
 
 def distance(model: Any, exact: torch.Tensor) -> torch.Tensor:
-    """RMS distance of its logits to float64's."""
+    """Return the RMS distance of the model's logits to float64's."""
     return (logits(model).double() - exact).square().mean().sqrt()
 
 
@@ -59,7 +61,7 @@ WAYS: list[dict[str, Any]] = [{}, {"rows": 2}, {"rows": 2, "padded": True}]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, gpt_oss, gemma2], ids=lambda f: f.__name__)
-def test_a_model_loaded_with_eager_attention_computes_what_it_did(
+def test_a_model_loaded_with_eager_attention_computes_the_same(
     family: Callable[[], Any], board: dispatch.Board
 ) -> None:
     model = made(family)
@@ -78,7 +80,7 @@ def test_a_model_loaded_with_eager_attention_computes_what_it_did(
         assert "prefill_attn" in asked(board), "a prompt's mask is seen to be causal"
 
 
-def test_attention_with_sinks_is_left_and_the_reason_is_said(board: dispatch.Board) -> None:
+def test_attention_with_sinks_is_not_replaced_and_the_reason_is_given(board: dispatch.Board) -> None:
     model = made(gpt_oss)
     patched = autosel.patch(model)
     assert patched.found["attention"] == DEPTH and patched.replaced["attention"] == 0
@@ -87,7 +89,7 @@ def test_attention_with_sinks_is_left_and_the_reason_is_said(board: dispatch.Boa
 
 
 def test_an_argument_that_the_op_does_not_have_sends_the_call_to_the_models_own(board: dispatch.Board) -> None:
-    """Sinks of no weight pass the proof; their later weight arrives as an argument of each call."""
+    """Use sinks of zero weight, which pass the proof; a later weight is an argument of each call."""
     model = made(gpt_oss)
     sinks = [layer.self_attn.sinks for layer in model.model.layers]
     weights = [sink.clone() for sink in sinks]
@@ -103,7 +105,7 @@ def test_an_argument_that_the_op_does_not_have_sends_the_call_to_the_models_own(
     torch.testing.assert_close(got, logits(model))
 
 
-def test_attention_that_somebody_registered_stays_theirs(board: dispatch.Board) -> None:
+def test_attention_registered_by_other_code_is_not_replaced(board: dispatch.Board) -> None:
     def doubled(*args: Any, **kwargs: Any) -> Any:
         output, weights = sdpa_attention_forward(*args, **kwargs)
         return 2 * output, weights
@@ -120,7 +122,7 @@ def test_attention_that_somebody_registered_stays_theirs(board: dispatch.Board) 
         del transformers.AttentionInterface._global_mapping["doubled"]
 
 
-def test_the_weights_of_attention_are_the_models_own_where_they_are_wanted(board: dispatch.Board) -> None:
+def test_calls_that_request_attention_weights_run_the_models_code(board: dispatch.Board) -> None:
     model = made(llama)
     model.set_attn_implementation("eager")
     ids = torch.arange(2, 12)[None]
@@ -158,7 +160,7 @@ def test_a_mask_that_its_owner_writes_into_is_read_again_each_step(kind: torch.d
     assert asked(board)["attn"] == proofs + 3 * model.config.num_hidden_layers
 
 
-def test_a_mask_that_fades_scores_is_the_models_own_matter(board: dispatch.Board) -> None:
+def test_calls_with_a_mask_of_other_values_run_the_models_code(board: dispatch.Board) -> None:
     model = made(llama)
     model.set_attn_implementation("eager")
     ids = torch.arange(2, 12)[None]
@@ -185,8 +187,10 @@ NOT_SERVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("named", [*SERVED, *NOT_SERVED])
-def test_flash_attention_passes_on_what_it_alone_describes(named: str, board: dispatch.Board) -> None:
-    """FlashAttention has its windows and packed sequences as arguments, not in a mask."""
+def test_flash_attention_calls_with_arguments_that_no_op_has_run_the_models_code(
+    named: str, board: dispatch.Board
+) -> None:
+    """Test FlashAttention's windows and packed sequences, which are arguments instead of a mask."""
     module = made(llama).model.layers[0].self_attn
     module.__dict__[PROVEN_ON] = torch.device("cpu")
     q, k, v = torch.randn(1, HQ, 1, HEAD), torch.randn(1, HKV, 20, HEAD), torch.randn(1, HKV, 20, HEAD)

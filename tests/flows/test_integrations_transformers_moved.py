@@ -1,4 +1,4 @@
-"""A model that was patched and then moved to another device runs its own code there."""
+"""Test that a patched model that was moved to another device runs its own code there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.flows.test_integrations_transformers import LAYERS, V, llama, made
 def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The baseline would serve it there, slower than its own code; and masks are not read there."""
+    """Run its own code there, because the baseline would be slower, and masks are not read on other devices."""
     with dispatch.use(tmp_path) as board:
         model = made(llama)
         autosel.patch(model)
@@ -31,13 +31,13 @@ def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
         assert sum(use.calls for use in board.uses()) == before
 
 
-def test_a_mask_elsewhere_is_not_read() -> None:
+def test_a_mask_on_another_device_is_not_read() -> None:
     from autosel.integrations.transformers import _look
 
     assert _look(torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), llama()) is None
 
 
-def test_a_model_elsewhere_is_refused_for_the_reason_that_holds() -> None:
+def test_a_model_on_an_unsupported_device_is_refused_with_the_right_reason() -> None:
     with torch.device("meta"):
         hollow = llama()
     with pytest.raises(UsageError, match="proves every module on its device, which must be one CPU or one GPU"):

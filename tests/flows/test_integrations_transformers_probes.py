@@ -1,4 +1,4 @@
-"""Modules are recognised by what they compute: norms, subclasses of linear layers, rotary tables."""
+"""Test that modules are recognised by their results: norms, subclasses of linear layers, rotary tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def root(x: Tensor, eps: float) -> Tensor:
 
 
 class Bare(nn.Module):
-    """Has no weight, no attribute and no name that tells what it computes."""
+    """A norm without a weight, an attribute or a name that identifies it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * root(x, 1e-5)
@@ -53,7 +53,7 @@ class BareNorm(Bare):
 
 
 class Scale(nn.Module):
-    """Is not called a norm."""
+    """A norm whose name does not contain it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Scale(nn.Module):
 
 
 class IgnoringNorm(Scale):
-    """Holds a weight of ones that it does not use."""
+    """A norm with a weight of ones that it does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class IgnoringNorm(Scale):
 
 
 @pytest.mark.parametrize("kind", [BareNorm, Scale, IgnoringNorm])
-def test_a_norm_is_found_by_what_it_computes(kind: Any, board: dispatch.Board) -> None:
+def test_a_norm_is_found_by_its_results(kind: Any, board: dispatch.Board) -> None:
     norm = kind()
     model = with_norm(norm)
     before, x = tokens(model), torch.randn(2, 3, D) * 0.01
@@ -108,7 +108,7 @@ def test_an_epsilon_is_read_at_each_call() -> None:
         torch.testing.assert_close(norm(x), x * root(x, 10.0) * (1 + norm.weight))
 
 
-def test_other_norms_are_left_with_a_reason_and_other_modules_without() -> None:
+def test_unsupported_norms_are_listed_with_a_reason_and_other_modules_are_not_listed() -> None:
     class CentredNorm(Scale):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x - x.mean(-1, keepdim=True))
@@ -134,7 +134,7 @@ def test_other_norms_are_left_with_a_reason_and_other_modules_without() -> None:
 
 
 class Gated(Scale):
-    """Gates the normalised value, as Qwen3-Next does."""
+    """A norm that gates the normalised value, like Qwen3-Next's."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         y = (x.float() * root(x.float(), self.some_epsilon)).to(x.dtype) * self.weight
@@ -142,7 +142,7 @@ class Gated(Scale):
 
 
 class GatedFirst(Scale):
-    """Gates the input, as Mamba2 does."""
+    """A norm that gates the input, like Mamba2's."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         x = hidden_states.float() * (1.0 if gate is None else torch.sigmoid(gate.float()))
@@ -182,7 +182,7 @@ class Routing(nn.Linear):
 
 
 class Adapted(nn.Linear):
-    """Adds nothing as long as its factor is zero."""
+    """A linear layer with an adapter, which adds zero while its factor is zero."""
 
     factor = None
 
@@ -252,7 +252,7 @@ def test_positions_of_several_axes_run_the_models_own_code(board: dispatch.Board
     assert not hasattr(cos, "_autosel")
 
 
-def test_what_a_class_lacks_is_named() -> None:
+def test_missing_parts_of_a_class_are_named() -> None:
     model = made(llama)
     for layer in model.model.layers:
         del layer.self_attn.head_dim

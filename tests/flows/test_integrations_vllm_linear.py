@@ -1,5 +1,5 @@
-"""vLLM's real server on a CPU, compiled and with its default binding of threads: what the plug-in serves, and that the
-answers stay the same."""
+"""Test vLLM's real server on a CPU, in compiled mode with its default binding of threads: the calls that the plug-in
+serves, and that answers do not change."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ pytestmark = [
 
 START_S = 240.0  # a start compiles the model
 PROMPTS = [[1 + (7 * at + 13 * row) % 60 for at in range(9 + 4 * row)] for row in range(3)]
-ALONE, TOGETHER = 64, 12  # tokens of the first prompt alone, and of each of all three at once
+ALONE, TOGETHER = 64, 12  # tokens of the first prompt alone, and of each prompt of a batch of all three
 LINEARS = ((256, 64), (64, 128), (192, 64), (64, 96))  # N, K of qkv, o, gate and up, down
-# A second plug-in, which writes the calls of its process to a file: the worker may be killed at any time.
+# A second plug-in writes the calls of its process to a file, because the worker may be killed at any time.
 WITNESS = """
 import json, os, threading, time
 
@@ -60,7 +60,7 @@ def _watch():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What one server gave: token ids and their log probabilities, of the first prompt alone and of all at once."""
+    """Answers of one server: token ids and log probabilities, for the first prompt alone and for a batch of all."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -68,7 +68,7 @@ class Answers:
 
 
 def decisions() -> Iterator[Decision]:
-    """One for each linear at one to three rows, for every number of threads that vLLM may leave to its worker."""
+    """Return a decision for each linear at one to three rows, for each possible number of threads of vLLM's worker."""
     before, number = torch.get_num_threads(), 0
     for threads in range(1, this_device().cpus + 1):
         torch.set_num_threads(threads)
@@ -91,7 +91,7 @@ def kernel_for(w: Workload) -> str:
 
 
 def answers(folder: Path, name: str, **environment: str) -> Answers:
-    """Start the server in a process group of its own, ask it, and end it."""
+    """Start the server in a separate process group, request answers, and end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -150,7 +150,7 @@ def asked(port: int, prompt: list[int], tokens: int) -> tuple[list[int], list[fl
 
 
 def end(server: subprocess.Popen[bytes]) -> None:
-    """End the group: the server has workers."""
+    """End the process group, which includes the server's workers."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, number)
@@ -170,7 +170,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "model")
     groups = {"vllm.general_plugins": {**entry_points()["vllm.general_plugins"], "witness": "witness:register"}}
     (installed(folder / "plug", groups) / "witness.py").write_text(WITNESS)
-    with pytest.MonkeyPatch.context() as patch:  # builds belong into the home that serves them
+    with pytest.MonkeyPatch.context() as patch:  # builds must be in the home that serves them
         patch.setenv("AUTOSEL_HOME", str(folder / "home"))
         settings.read.cache_clear()
         publish(folder / "home", decisions())
@@ -179,7 +179,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One word a token: the requests are made of token ids, but the server wants a tokenizer."""
+    """Write a tokenizer of one word per token: requests have token ids, but the server requires a tokenizer."""
     words = {f"w{i}": i for i in range(steps.VOCABULARY)}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
     whole = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
@@ -195,7 +195,7 @@ def off(scene: Path) -> Answers:
 
 @pytest.fixture(scope="module")
 def on(scene: Path, off: Answers) -> Answers:
-    """After the one without the plug-in, with the same cache of compiled graphs."""
+    """Return the answers with the plug-in, after those without it, with the same cache of compiled graphs."""
     return answers(scene, "on", AUTOSEL_HOME=str(scene / "home"))
 
 
@@ -205,7 +205,7 @@ def test_the_server_gives_the_same_greedy_tokens_with_the_plug_in(off: Answers, 
 
 
 def test_their_log_probabilities_differ_by_roundings_of_fp32(off: Answers, on: Answers) -> None:
-    """Sums of up to 128 products through two layers: some 1e-5 of logits of about one."""
+    """Allow roundings of sums of up to 128 products through two layers: some 1e-5 for logits of about one."""
     for with_it, without in zip(on.logprobs, off.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(with_it), torch.tensor(without), rtol=1e-4, atol=1e-4)
 
@@ -215,10 +215,10 @@ def test_the_plug_in_serves_every_decided_linear_in_compiled_mode(on: Answers) -
     assert {f"linear/M1.N{n}.K{k}/fp32" for n, k in LINEARS} <= served
 
 
-def test_prompts_are_vllms_own_and_counted(on: Answers) -> None:
+def test_prompts_run_vllms_kernels_and_are_counted(on: Answers) -> None:
     rows = {bucket.split("/")[1].split(".")[0] for op, bucket, candidate, *_ in on.uses if candidate == "engine:own"}
     assert "M9-16" in rows
 
 
-def test_nothing_is_served_where_autosel_is_disabled(off: Answers) -> None:
+def test_no_call_is_served_if_autosel_is_disabled(off: Answers) -> None:
     assert not [use for use in off.uses if use[2].startswith("cpp:")]

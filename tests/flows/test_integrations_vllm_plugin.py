@@ -1,8 +1,7 @@
-"""autosel's plug-in inside the real vLLM: found by it, registered once, built by its own selector, serving. No server.
+"""Test autosel's plug-in in the real vLLM, without a server: vLLM finds it, registers it once, and selects and runs it.
 
-vLLM runs on a platform of this test's (its own plug-in point): its CPU platform, which gives the attention backend
-asked for instead of the CPU's only one. vLLM's Triton kernels, which write its cache and attend where nothing was
-decided, run in Triton's interpreter.
+vLLM runs on this test's platform plug-in: its CPU platform, but with the requested attention backend instead of the
+CPU's only one. vLLM's Triton kernels, which write its cache and run undecided attention, run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -160,17 +159,15 @@ def test_each_op_is_registered_once_under_the_flag_vllm_knows(said: dict[str, ob
     assert said["flags"] == ["gelu_and_mul", "gemma_rms_norm", "rms_norm", "silu_and_mul"]
 
 
-def test_vllms_modules_run_what_was_decided_and_are_right(said: dict[str, object]) -> None:
+def test_vllms_modules_run_decided_kernels_with_right_results(said: dict[str, object]) -> None:
     assert said["norm"] == ["AutoselRMSNorm", True, True, True] and said["act"] is True
     assert said["own"] is True  # an undecided width: vLLM's own
     assert said["uses"] == ["add_rmsnorm", "paged_attn", "rmsnorm", "swiglu"]
 
 
 @pytest.mark.parametrize("window", [0, 8])
-def test_vllm_builds_our_attention_and_its_decode_steps_run_what_was_decided(
-    said: dict[str, object], window: int
-) -> None:
-    """Each step: is it right, and how many decided calls it made."""
+def test_vllm_builds_our_attention_whose_decode_steps_run_decided_kernels(said: dict[str, object], window: int) -> None:
+    """Check for each step if it is right, and its number of decided calls."""
     layer = said[f"window {window}"]
     assert isinstance(layer, dict)
     assert layer["built"] == ["CUSTOM", "autosel.integrations.vllm_attention", "AutoselAttentionImpl"]
@@ -178,11 +175,11 @@ def test_vllm_builds_our_attention_and_its_decode_steps_run_what_was_decided(
     assert layer["decode"] == [True, 1]
 
 
-def test_a_captured_step_runs_what_was_decided_for_the_longest_context(said: dict[str, object]) -> None:
+def test_a_captured_step_runs_the_kernel_decided_for_the_longest_context(said: dict[str, object]) -> None:
     assert said["captured"] == [True, 1]
 
 
-def test_batch_invariance_is_vllms_own(said: dict[str, object]) -> None:
+def test_with_batch_invariance_vllms_kernels_run(said: dict[str, object]) -> None:
     assert said["invariant"] == [True, 0, True]
 
 
@@ -194,7 +191,7 @@ def test_tiles_of_the_exported_folder_come_before_vllms_own(said: dict[str, obje
     assert said["tiles"] == {"1": {"BLOCK_SIZE_M": 16}} and said["none"] is None
 
 
-def test_the_entry_points_name_what_exists() -> None:
+def test_the_entry_points_name_existing_functions() -> None:
     for group, module in (("vllm.general_plugins", "vllm_plugin"), ("sglang.srt.plugins", "sglang_plugin")):
         assert entry_points()[group]["autosel"] == f"autosel.integrations.{module}:register"
         assert (Path(engines.ROOT) / f"autosel/integrations/{module}.py").is_file()

@@ -1,4 +1,4 @@
-"""The ledger under kill -9, full disks, damage, other versions, other users and many processes at once."""
+"""Test the ledger under kill -9, full disks, damage, other versions, other users and many processes at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def in_child(work: Callable[[], None]) -> bool:
-    """Fork, work, and tell whether it came to its end; any end but that or SIGKILL is a failure."""
+    """Run `work` in a fork; return True if it finished, False if SIGKILL ended it; fail for any other end."""
     child = os.fork()
     if child == 0:
         try:
@@ -55,7 +55,7 @@ def in_child(work: Callable[[], None]) -> bool:
     return status == 0
 
 
-def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothing_is_half_there(home: Path) -> None:
+def test_a_kill_at_any_step_of_a_record_loses_no_acknowledged_decision_and_leaves_none_partial(home: Path) -> None:
     ledger = open_ledger(home=home)
     steps = 0
     while True:
@@ -82,7 +82,7 @@ def test_killed_at_every_step_of_a_record_nothing_acknowledged_is_lost_and_nothi
         assert stored in (None, again.id), "the retry is the same decision"
         assert read_snapshot(home).rows[0].decision == again
         steps += 1
-    assert steps > 40, "the bomb went off in every statement"
+    assert steps > 40, "not every statement was interrupted"
     ledger.check()
     assert len(ledger.history()) == steps + 1
 
@@ -102,7 +102,7 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
         if finished:
             break
         shutil.rmtree(home)
-        steps += 7  # every seventh statement, for time's sake
+        steps += 7  # every seventh statement, to save time
     assert steps > 40
 
 
@@ -146,7 +146,7 @@ def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_
         shutil.rmtree(home)
         if finished:
             break
-        steps += 5  # every fifth statement, for time's sake
+        steps += 5  # every fifth statement, to save time
     assert steps > 15
 
 
@@ -172,11 +172,11 @@ def test_killed_at_random_moments_a_writer_loses_no_acknowledged_decision(home: 
     again.check()
     stored = {d.id for d in again.history()}
     assert set(acknowledged) <= stored
-    assert len(stored) - len(acknowledged) <= 12, "at most one unacknowledged decision a kill"
+    assert len(stored) - len(acknowledged) <= 12, "more than one unacknowledged decision per kill"
     assert read_snapshot(home).rows[0].decision.id == max(stored)
 
 
-# --- a disk that does not take it ---------------------------------------------------------------------------------
+# --- a full disk --------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_loses_nothing_acknowledged_and_reading_continues(home: Path) -> None:
@@ -200,7 +200,7 @@ print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
     assert len(acks) > 3
     assert len(trouble) == 3, "the limit was reached"
     assert all("could not be written" in text and "free some space" in text for text in trouble)
-    assert set(acks) <= set(seen), "reading goes on"
+    assert set(acks) <= set(seen), "reading must continue"
     again = open_ledger(home=home)
     again.check()
     assert set(acks) <= {d.id for d in again.history()}
@@ -234,7 +234,7 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder another user can reach; pytest's own are closed to them."""
+    """Return a folder that other users can reach; they cannot enter pytest's folders."""
     folder = Path(tempfile.mkdtemp(prefix="autosel-test-"))
     folder.chmod(0o755)
     yield folder
@@ -244,7 +244,7 @@ def shared_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_read_only_ledger_can_be_read_and_says_that_it_cannot_be_written(shared_folder: Path) -> None:
+def test_a_read_only_ledger_can_be_read_and_refuses_writes_with_a_message(shared_folder: Path) -> None:
     home = shared_folder / "home"
     made = record(open_ledger(home=home))
     for path in (home, *home.rglob("*")):
@@ -319,7 +319,7 @@ def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(
     assert read_snapshot(home) == served
 
 
-def test_another_program_s_file_or_database_is_refused(home: Path) -> None:
+def test_another_programs_file_or_database_is_refused(home: Path) -> None:
     home.mkdir()
     (home / "ledger.db").write_text("not a database, whatever it is called\n" * 40)
     (home / "ledger.db").chmod(0o600)
@@ -368,7 +368,7 @@ def test_the_migrations_make_exactly_the_schema_the_code_uses(home: Path) -> Non
     assert ScriptDirectory(str(resources.migrations())).get_current_head() == t.HEAD
 
 
-def test_the_database_runs_as_durable_as_promised(home: Path) -> None:
+def test_the_database_has_the_documented_durability(home: Path) -> None:
     ledger = open_ledger(home=home)
     with ledger._database.writing() as c:
         wanted = {
@@ -395,7 +395,7 @@ def test_a_backup_is_a_whole_ledger(home: Path, tmp_path: Path) -> None:
         ledger.backup(tmp_path / "no" / "such" / "folder.db")
 
 
-def test_check_finds_a_reference_to_nothing(home: Path) -> None:
+def test_check_finds_a_dangling_reference(home: Path) -> None:
     ledger = open_ledger(home=home)
     record(ledger)
     with sqlite3.connect(home / "ledger.db") as raw:  # foreign keys are off here
@@ -408,7 +408,7 @@ def test_check_finds_a_reference_to_nothing(home: Path) -> None:
 # --- many processes -----------------------------------------------------------------------------------------------
 
 
-def test_a_locked_ledger_is_said_to_be_locked_after_a_bounded_wait(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_ledger_is_reported_after_a_bounded_wait(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_ledger(home=home)
     monkeypatch.setattr(engine, "BUSY_S", 0.05)
     with sqlite3.connect(home / "ledger.db", isolation_level=None) as raw:

@@ -1,5 +1,5 @@
-"""Test a home that commit 462cf5c wrote: today's code opens it, lists it, serves it or explains why not, and imports
-its files.
+"""Test a home that commit 462cf5c wrote: the present code opens it, lists it, serves it or states the reason, and
+imports its files.
 
 Ops on fp8 operands were separate ops then; their rows move to the keys of linear and attn. All others stay.
 """
@@ -38,7 +38,7 @@ OPS = ("linear", "attn", "rmsnorm", "swiglu", WHOLE_STEP)
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("decision_id", "state", "candidate", "backend", "reason", "created_at", "hw_id")
 OF_ITS_RACE = ("outcome", "speedup", "time_us")
-BY_HAND = (44, 46, 47)  # demoted, or another arm promoted: that version still showed the race of what served before
+BY_HAND = (44, 46, 47)  # demoted or promoted by hand: that version still showed the race of the previous decision
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def rows_then() -> tuple[Mapping[str, Any], ...]:
 
 
 def moved(text: str) -> str:
-    """Return the key or bucket that a row has now: another one only where it is of fp8 operands."""
+    """Return the present key or bucket of a row, which only changed for fp8 operands."""
     op = next((name for name in FP8 if f"{name}/" in text), "")
     return text.replace(f"{op}/", f"{FP8[op][0]}/").replace("/bf16", f"/bf16{FP8[op][1]}") if op else text
 
 
 def names_of(op: str) -> list[str]:
-    """Return the names that an op's rows had."""
+    """Return the former names of an op's rows."""
     return [op, *(former for former, (name, _) in FP8.items() if name == op)]
 
 
@@ -80,7 +80,7 @@ def today(told: Any) -> Any:
 # --- listing --------------------------------------------------------------------------------------------------------
 
 
-def test_it_opens_whole_in_todays_schema(home: Path) -> None:
+def test_the_stored_home_opens_completely_in_the_present_schema(home: Path) -> None:
     then = earlier.said("db-info")
     now = verb("db", "info", "--json", home=home)
     assert (now["decisions"], now["serving"]) == (then["decisions"], then["serving"]) == (47, 32)
@@ -88,13 +88,13 @@ def test_it_opens_whole_in_todays_schema(home: Path) -> None:
     assert "is intact" in verb("db", "check", home=home)
 
 
-def test_the_original_is_left_alone(home: Path) -> None:
+def test_the_original_home_is_not_changed(home: Path) -> None:
     before = {path: path.read_bytes() for path in earlier.FOLDER.rglob("*") if path.is_file()}
     verb("db", "upgrade", home=home)
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_history_says_what_it_said(home: Path) -> None:
+def test_history_is_unchanged(home: Path) -> None:
     then, now = earlier.said("history"), verb("history", "--json", "-n", "100", home=home)
     then_today = [{**row, "candidate": BASELINES.get(row["candidate"], row["candidate"])} for row in then]
     assert [{name: row[name] for name in SAME} for row in now] == [
@@ -140,7 +140,7 @@ def test_best_lists_each_decision_or_why_the_baseline_serves(home: Path, op: str
 
 @pytest.mark.usefixtures("_there")
 @pytest.mark.parametrize("op", OPS)
-def test_explain_shows_the_evidence_that_it_showed(home: Path, op: str) -> None:
+def test_explain_shows_the_same_evidence(home: Path, op: str) -> None:
     then = [found for name in names_of(op) for found in earlier.said(f"explain-{name}")]
     now = verb("explain", op, "--json", home=home)
     assert {e["decision_id"] for e in now} == {e["decision_id"] for e in then}
@@ -176,7 +176,7 @@ def resolutions(home: Path) -> Iterator[tuple[Decision, Resolution]]:
 
 
 def is_right(found: Resolution) -> bool:
-    """Call what serves on drawn inputs; is each element within the op's bound?"""
+    """Call the serving kernel on drawn inputs; return True if each element is within the op's bound."""
     op, w = ops.find(found.workload.op), found.workload
     inputs = op.inputs(w, 7)
     filled = {a.name for a in op.args if a.role == "inout"}
@@ -195,7 +195,7 @@ def test_each_decision_serves_or_the_baseline_does_with_the_reason(home: Path) -
         states.add(decision.state)
         if found.served:
             assert found.candidate == decision.arm.candidate and decision.state in SERVING
-            assert found.candidate == registry.baseline(decision.op).name, "no build is stored beside this home"
+            assert found.candidate == registry.baseline(decision.op).name, "the stored home has no builds"
         else:
             assert found.candidate == registry.baseline(decision.op).name
             assert "is stale" in found.reason or found.reason == decision.told
@@ -204,8 +204,10 @@ def test_each_decision_serves_or_the_baseline_does_with_the_reason(home: Path) -
     assert states == {"promoted", "kept", "pinned", "demoted"}
 
 
-def test_arms_for_fp8_operands_wait_for_a_race_against_the_baseline_of_today(home: Path, tmp_path: Path) -> None:
-    """In a process that may import the user's plug-in: these arms beat another function of PyTorch."""
+def test_arms_for_fp8_operands_do_not_serve_until_raced_against_the_present_baseline(
+    home: Path, tmp_path: Path
+) -> None:
+    """Check in a process that may import the user's plug-in: these arms won against another baseline."""
     verb("db", "upgrade", home=home)
     told = in_a_process(home)
     mine = {number: one for number, one in told.items() if one["arm"].startswith("user:")}
@@ -243,11 +245,11 @@ def tell(home: Path) -> dict[int, dict[str, Any]]:
     return told
 
 
-# --- what came out of it --------------------------------------------------------------------------------------------
+# --- exported files -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_there")
-def test_its_lock_pins_each_decision_or_says_what_is_missing(tmp_path: Path) -> None:
+def test_its_lock_pins_each_decision_or_names_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "autosel.lock"
     shutil.copyfile(earlier.LOCK, path)
     path.chmod(0o644)
@@ -258,7 +260,7 @@ def test_its_lock_pins_each_decision_or_says_what_is_missing(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("_there")
-def test_its_signed_bundle_is_taken_in_by_another_home(tmp_path: Path) -> None:
+def test_its_signed_bundle_can_be_imported(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     signer = json.loads(earlier.BUNDLE.read_text())["signer"]
     line = ("import", str(earlier.BUNDLE), "--no-check", "--json")
@@ -272,7 +274,7 @@ def test_its_signed_bundle_is_taken_in_by_another_home(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_there")
-def test_its_export_is_taken_in_and_nothing_is_served_unproven(tmp_path: Path) -> None:
+def test_its_export_can_be_imported_and_serves_only_after_a_proof(tmp_path: Path) -> None:
     home, export = tmp_path / "home", earlier.FOLDER / "home" / "decisions.json"
     verb("import", str(export), "--no-check", "--json", home=home)
     for row in rows_then():

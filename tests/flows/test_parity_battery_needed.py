@@ -1,4 +1,4 @@
-"""Show that no check of the behaviour is decoration: without it, a wrong kernel passes all the others."""
+"""Test that each check of the behaviour is needed: without it, a wrong kernel passes all others."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SIZE = "full size"
 
 @dataclass(frozen=True)
 class Check:
-    """One check: a step that is left out, or a function that is replaced; and what passes without it. `inputs`: so many
-    draws of inputs may be tried, where another check finds the fault in some of them."""
+    """One check: a step that is left out, or a function that is replaced; and a kernel that passes without it.
+    `inputs` is the allowed number of draws of inputs, if another check finds the fault for some of them."""
 
     name: str
     survivor: Proof
@@ -110,7 +110,7 @@ def verdicts() -> dict[str, tuple[Parity, Parity]]:
     return {c.name: verdict for c, verdict in zip([*steps, *functions], found, strict=True)}
 
 
-def test_every_habit_has_a_kernel_that_it_alone_catches() -> None:
+def test_every_check_has_a_kernel_that_only_it_catches() -> None:
     assert set(HABITS) <= {check.name for check in CHECKS}
 
 

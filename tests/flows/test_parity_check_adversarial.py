@@ -92,7 +92,7 @@ def verdicts() -> dict[str, Parity]:
 
 
 @pytest.mark.parametrize("function", [function for _, function in KERNELS])
-def test_a_kernel_that_is_wrong_where_few_look_is_refused(verdicts: dict[str, Parity], function: str) -> None:
+def test_an_adversarial_kernel_is_refused(verdicts: dict[str, Parity], function: str) -> None:
     found = verdicts[function]
     assert isinstance(found, Failed), found
     assert found.check not in ("raised", "crash", "timeout"), found

@@ -1,4 +1,4 @@
-"""Right kernels that work in unusual ways pass parity: no bound and no check takes a way of working for a fault."""
+"""Test that right kernels with unusual methods pass parity: no bound or check treats a method as a fault."""
 
 from __future__ import annotations
 

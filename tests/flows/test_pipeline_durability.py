@@ -28,19 +28,21 @@ STEPS = (3, 77, 160, 251, 290, 337)
 @pytest.fixture(scope="module")
 def graveyard(tmp_path_factory: pytest.TempPathFactory) -> Graveyard:
     made = Graveyard(tmp_path_factory.mktemp("graveyard"))
-    made.whole()  # compilers run once, and it is known what every tune must come to
+    made.whole()  # compilers run once, and the decisions that every tune must reach are known
     return made
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 
-def test_tunes_killed_at_random_moments_lose_nothing_and_come_to_the_same_end(graveyard: Graveyard) -> None:
+def test_tunes_killed_at_random_moments_lose_nothing_and_reach_the_same_decisions(graveyard: Graveyard) -> None:
     assert kill_at_moments(graveyard, KILLS, Random(20), graveyard.whole()) >= KILLS
 
 
 @pytest.mark.parametrize("fuse", STEPS)
-def test_a_tune_killed_at_a_failpoint_loses_nothing_and_comes_to_the_same_end(graveyard: Graveyard, fuse: int) -> None:
+def test_a_tune_killed_at_a_failpoint_loses_nothing_and_reaches_the_same_decisions(
+    graveyard: Graveyard, fuse: int
+) -> None:
     assert kill_at_step(graveyard, fuse)
 
 
@@ -76,7 +78,7 @@ class Tuner:
         return self.wait()
 
     def said(self) -> bytes:
-        """All it has said; once."""
+        """Return all its output; call this once."""
         with os.fdopen(self.pipe, "rb") as pipe:
             return pipe.read()
 
@@ -122,7 +124,7 @@ def test_a_tuner_whose_lock_was_lost_cannot_store_or_publish_what_it_measured(
     assert (home / snapshot.FILE).read_bytes() == before
     said = stale.said()
     assert heard(said).decided == {}
-    hold_to(heard(said + other.said()), home)  # what the stale one had debited before stays debited
+    hold_to(heard(said + other.said()), home)  # earlier debits of the stale tuner stay
     assert outcome(home) == graveyard.expected
 
 
@@ -135,7 +137,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def read_on(home: Path, stop: int, read: str) -> float:
-    """Read until the writer has ended; the longest time one reading took, seconds."""
+    """Read until the writer has ended; return the longest time of one reading in seconds."""
     longest = 0.0
     os.set_blocking(stop, False)
     x, weight = torch.ones(1, 64), torch.ones(64)
@@ -158,7 +160,7 @@ def read_on(home: Path, stop: int, read: str) -> float:
                 continue
 
 
-def test_many_readers_beside_a_writer_see_no_error_and_wait_no_longer_than_a_writer_may(home: Path) -> None:
+def test_readers_during_writes_see_no_error_and_wait_no_longer_than_a_writer_may(home: Path) -> None:
     ledger = open_ledger(home=home)
     record(ledger, "first")
     stop, writing = os.pipe()

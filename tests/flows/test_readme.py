@@ -51,12 +51,12 @@ def autosel(home: Path, folder: Path, line: str, **variables: str) -> subprocess
 # --- README -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_readme_runs_and_says_what_serves(home: Path, tmp_path: Path) -> None:
+def test_the_example_of_the_readme_runs_and_names_the_serving_kernel(home: Path, tmp_path: Path) -> None:
     (example,) = blocks(README, "python")
     assert len([line for line in example.splitlines() if line]) <= 6
     done = python(home, tmp_path, "-c", example)
     assert done.returncode == 0, done.stderr
-    assert "attn  B1 Hq32 Hkv8 S1 D128 L8192 bf16   torch:sdpa" in done.stdout  # nothing proven here: the baseline
+    assert "attn  B1 Hq32 Hkv8 S1 D128 L8192 bf16   torch:sdpa" in done.stdout  # without proven kernels: the baseline
     assert "reason    nothing is decided here yet" in done.stdout
 
 
@@ -107,7 +107,7 @@ def test_the_careless_kernel_is_refused_and_its_failure_reproduced(home: Path, f
     repeated = python(home, folder, "-m", "autosel.cli.main", *shlex.split(again[1]))
     assert repeated.returncode == 4
     (element,) = re.findall(r"element .*", done.stderr)
-    assert element in repeated.stderr  # the same, not another one
+    assert element in repeated.stderr  # the same failure
 
 
 def test_a_kernel_that_narrows_what_it_accepts_gives_its_reason(home: Path, folder: Path) -> None:
@@ -129,7 +129,7 @@ for d in (512, 4096):
 
 
 def test_an_installed_package_is_not_imported_until_it_is_allowed(home: Path, folder: Path) -> None:
-    """The entry point of the guide, as an installed distribution would have it."""
+    """Test the entry point of the guide in an installed distribution."""
     (entry,) = blocks(KERNELS, "toml")
     group, line = re.search(r'entry-points\."(.*?)"\]\n(\S+ = "\S+")', entry).groups()  # type: ignore[union-attr]
     name, _, target = line.replace('"', "").partition(" = ")

@@ -1,4 +1,4 @@
-"""The daemon finishes what a tune had no time for: the rest of an op's array, from the proof's own inputs."""
+"""Test that the daemon runs the remaining rows of a proof's array, with the proof's own inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
         yield made
 
 
-def test_a_proof_of_some_rows_says_which_and_the_rest_completes_it() -> None:
+def test_a_proof_of_some_rows_states_which_and_the_remaining_rows_complete_it() -> None:
     from autosel.candidates import registry
 
     proof = built(registry.find("rmsnorm", "cpp:rmsnorm"), W, this_device())
@@ -39,7 +39,7 @@ def test_a_proof_of_some_rows_says_which_and_the_rest_completes_it() -> None:
     assert found.inputs == "some text"
 
 
-def test_what_serves_is_proven_on_the_rows_that_were_left_out(ledger: Ledger) -> None:
+def test_serving_arms_are_proven_on_the_remaining_rows(ledger: Ledger) -> None:
     arm = native_arm()
     d = promote(ledger, arm, parities=[(arm, FIRST)])
     ((left, known),) = ledger.incomplete(d.hw_id, current_mode())
@@ -54,7 +54,7 @@ def test_what_serves_is_proven_on_the_rows_that_were_left_out(ledger: Ledger) ->
     assert [s.decision.id for s in ledger.serving()] == [d.id]
 
 
-def test_an_arm_that_fails_one_of_them_is_quarantined_with_the_case(
+def test_an_arm_that_fails_a_remaining_row_is_quarantined_with_the_case(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arm = native_arm()

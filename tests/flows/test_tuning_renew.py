@@ -1,4 +1,4 @@
-"""After a change of libraries or sources: old winners serve only once they are proven again, and are marked stale."""
+"""Test changes of libraries or sources: old winners serve only after a new proof, and are marked stale."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Silent:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of artefacts, compiled once."""
+    """Return a folder of artefacts, compiled once."""
     return tmp_path_factory.mktemp("built")
 
 
@@ -138,7 +138,7 @@ def test_a_winner_under_another_torch_serves_again_once_proven_and_is_to_be_race
 
 
 def with_source(place: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str]) -> None:
-    """The kernels, with rmsnorm.cpp changed."""
+    """Return the kernels with a changed rmsnorm.cpp."""
     shutil.copytree(resources.kernels() / "cpu", place / "cpu")
     for shared in resources.kernels().glob("*.h"):
         shutil.copy(shared, place)
@@ -166,7 +166,7 @@ def test_after_an_edit_the_build_that_was_raced_serves_once_it_is_proven_again(
 def test_the_baseline_replaces_a_build_that_fails_now_and_the_evidence_is_kept(
     home: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was promoted by a proof that missed its fault."""
+    """Fail now a build that an earlier proof promoted without finding its fault."""
     with monkeypatch.context() as once:
         with_source(tmp_path / "kernels", once, ("float(d) + eps)", "float(d) + 0.3f)"))
         arm = native_arm()
@@ -234,7 +234,7 @@ def test_a_quarantined_build_is_not_served_again(ledger: Ledger) -> None:
     assert again(ledger, old) is None
 
 
-def test_a_race_ends_the_mark_and_a_demotion_works_as_ever(ledger: Ledger) -> None:
+def test_a_race_ends_the_mark_and_a_demotion_still_works(ledger: Ledger) -> None:
     new = again(ledger, promote(ledger, ARM))
     assert new is not None
     demoted = ledger.demote(new.id, "wrong")
@@ -242,7 +242,7 @@ def test_a_race_ends_the_mark_and_a_demotion_works_as_ever(ledger: Ledger) -> No
     assert promote(ledger, ARM, idempotency_key="raced").stale == ""
 
 
-def test_the_command_travels(ledger: Ledger) -> None:
+def test_the_command_can_be_sent_to_the_daemon(ledger: Ledger) -> None:
     old = promote(ledger, ARM)
     command = commands.Renew(decision_id=old.id, arm=ARM, baseline=baseline(), parity=PASSED, why="x")
     decoded, leases = commands.decode(json.loads(json.dumps(commands.encode(command, {}))))
@@ -251,7 +251,7 @@ def test_the_command_travels(ledger: Ledger) -> None:
 
 
 def test_only_winners_of_this_device_and_mode_are_proven_again(ledger: Ledger) -> None:
-    d = promote(ledger, ARM)  # its build is nowhere: stale
+    d = promote(ledger, ARM)  # its build is missing: stale
     hw_id, mode = d.hw_id, d.mode
     assert renew.outdated([d], hw_id, mode) == [d]
     assert renew.outdated([d], "another", mode) == [] == renew.outdated([d], hw_id, "another")
@@ -265,7 +265,7 @@ def test_only_winners_of_this_device_and_mode_are_proven_again(ledger: Ledger) -
 
 
 def heard(daemon: Daemon, kind: str) -> dict[str, Any]:
-    """The first event of a kind since the daemon began."""
+    """Return the first event of a kind since the daemon started."""
     with connect(socket_path(daemon.home), 120.0) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: 0\r\n\r\n")
         with line.makefile("r", encoding="utf-8") as text:
@@ -277,7 +277,7 @@ def heard(daemon: Daemon, kind: str) -> dict[str, Any]:
 
 
 def until(look: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
-    """Return the result once it is correct: a commit is acknowledged before the daemon's own view has it."""
+    """Repeat until the result is right, because a commit is acknowledged before the daemon's view has it."""
     end = time.monotonic() + 120.0
     while not right(found := look()):
         assert time.monotonic() < end, found

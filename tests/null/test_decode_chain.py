@@ -21,7 +21,7 @@ from tests.null.certificates import certificate, decode_run
 def chosen(
     cost: dict[tuple[str, str], float], monkeypatch: pytest.MonkeyPatch, *, sandwich: bool = False
 ) -> tuple[Chain, tuple[Way, ...]]:
-    """Return the choice for a step of 100 us, to which each form of a half adds so much."""
+    """Return the choice for a step of 100 us; the arguments are the time that each form of a half adds."""
 
     def medians(scene: Any, chains: list[Chain]) -> list[float]:
         return [1e5 + 1e3 * (cost.get(("attn", c.attn), 0) + cost.get(("mlp", c.mlp), 0)) for c in chains]
@@ -40,11 +40,11 @@ def test_a_fused_op_that_makes_the_step_faster_is_taken(monkeypatch: pytest.Monk
 def test_a_fused_op_that_gains_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = chosen({}, monkeypatch)
     assert made == Chain(attn="normed", mlp="normed")
-    made, _ = chosen({("attn", "normed"): 0.5, ("mlp", "normed"): 0.5}, monkeypatch)  # half a per cent
+    made, _ = chosen({("attn", "normed"): 0.5, ("mlp", "normed"): 0.5}, monkeypatch)  # half a percent
     assert made == Chain(attn="normed", mlp="normed")
 
 
-def test_each_half_is_timed_beside_the_other_as_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_half_is_timed_with_the_chosen_form_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ways = chosen({("attn", "normed"): 10, ("mlp", "normed"): 20, ("mlp", "added"): 30}, monkeypatch)
     by_form = {(w.half, w.form): w.step_us for w in ways}
     assert by_form["attn", "normed"] == pytest.approx(110)  # with the fused feed-forward, not the plain one
@@ -76,7 +76,7 @@ def made_with(*ways: Way) -> Certificate:
     return certificate(dataclasses.replace(decode_run(), chosen=Chosen(ways=ways)))
 
 
-def test_the_audit_says_what_leaving_a_fused_op_out_costs() -> None:
+def test_the_audit_shows_the_cost_of_leaving_out_a_fused_op() -> None:
     made = made_with(*WAYS)
     assert verify.wrong(made) == ""
     found = audit(made)
@@ -99,5 +99,5 @@ def test_the_audit_says_what_leaving_a_fused_op_out_costs() -> None:
         (way("head", "fused", 1.0, taken=True),),
     ],
 )
-def test_ways_that_no_race_gives_are_found(ways: tuple[Way, ...]) -> None:
+def test_impossible_ways_are_found(ways: tuple[Way, ...]) -> None:
     assert verify.wrong(made_with(*ways)).startswith("ways: ")

@@ -1,4 +1,4 @@
-"""How a step is timed: on a GPU by events of its stream, with the host's time beside; on a CPU by the host."""
+"""Test how a step is timed: on a GPU by events of its stream, and also by the host; on a CPU by the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ticking(*at: int) -> Callable[[], int]:
     return lambda: next(times)
 
 
-def test_a_gpus_step_is_what_lies_between_its_events_and_the_read_back_is_the_hosts(cuda: Cuda) -> None:
+def test_a_gpus_step_is_timed_between_its_events_and_the_read_back_by_the_host(cuda: Cuda) -> None:
     timer = step_timer("cuda:0", ticking(1_000, 9_001_000, 20_000_000, 29_000_000))
     assert isinstance(timer, EventTimer) and timer.by == "CUDA events"
     cuda.call(0)  # before the step
@@ -40,12 +40,12 @@ def test_a_gpus_step_is_what_lies_between_its_events_and_the_read_back_is_the_ho
         for copy in range(calls):
             cuda.call(copy)
         timer.enqueued()
-        cuda.call(9)  # the tokens' way back
+        cuda.call(9)  # the transfer of the tokens
         took = timer.took()
         assert (took.ns, took.host_ns) == (calls * TICK_NS, host_ns)
 
 
-def test_an_events_time_is_read_only_once_the_device_has_reached_it(cuda: Cuda) -> None:
+def test_an_events_time_is_read_after_the_device_has_reached_it(cuda: Cuda) -> None:
     timer = step_timer("cuda", ticking(0, 1))
     timer.begin()
     timer.enqueued()
@@ -55,7 +55,7 @@ def test_an_events_time_is_read_only_once_the_device_has_reached_it(cuda: Cuda) 
     assert reached == [1]
 
 
-def test_a_cpus_step_is_over_when_its_tokens_are_there() -> None:
+def test_a_cpus_step_ends_when_its_tokens_are_available() -> None:
     timer = step_timer("cpu", ticking(100, 350))
     assert isinstance(timer, HostTimer)
     timer.begin()
@@ -63,8 +63,8 @@ def test_a_cpus_step_is_over_when_its_tokens_are_there() -> None:
     assert timer.took().ns == 250
 
 
-def test_steps_in_a_row_are_timed_each_by_its_own_clock(cuda: Cuda) -> None:
-    """On a GPU what the host does between two steps is not counted."""
+def test_consecutive_steps_are_timed_by_the_clock_of_their_device(cuda: Cuda) -> None:
+    """Exclude the host's work between two steps on a GPU."""
 
     class Step:
         def run(self) -> None:
@@ -81,7 +81,7 @@ def test_steps_in_a_row_are_timed_each_by_its_own_clock(cuda: Cuda) -> None:
 def test_a_run_on_a_gpu_certifies_both_arms_by_events(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """The steps are this CPU's; each enqueues calls of the stand-in, some of them only when its tokens are read."""
+    """Run steps on this CPU that also enqueue calls of the stand-in, some only when the tokens are read."""
     monkeypatch.setattr(measure, "step_timer", lambda device, clock: EventTimer(clock))
     for arm, calls in ((arms.Written, 3), (arms.Baseline, 7)):
         busy(monkeypatch, cuda, arm, calls)

@@ -35,7 +35,7 @@ def scored(timed: torch.Tensor, reference: torch.Tensor, following: list[int]) -
     return scores.quality(TEXT)
 
 
-def test_perplexity_and_divergence_are_those_of_the_definitions() -> None:
+def test_perplexity_and_divergence_follow_their_definitions() -> None:
     reference = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()
     timed = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.1, 0.8]]).log() + 3.0  # logits: a constant changes nothing
     found = scored(timed, reference, [0, 2])
@@ -53,7 +53,7 @@ def test_a_path_better_than_the_reference_beyond_noise_is_suspect_and_noise_is_n
     following = torch.randint(50, (200,), generator=generator).tolist()
     rounded = reference + 0.01 * torch.randn(reference.shape, generator=generator)
     knowing = rounded.clone()
-    knowing[range(200), following] += 0.05  # it has seen the text
+    knowing[range(200), following] += 0.05  # as if it had seen the text
     assert not scored(rounded, reference, following).suspect
     assert scored(knowing, reference, following).suspect
     assert not scored(2 * reference, reference, following).suspect  # worse results are not suspect
@@ -130,7 +130,7 @@ def test_a_certificate_contains_the_scores_of_the_text() -> None:
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
-def test_a_suspect_path_is_said_to_be() -> None:
+def test_a_suspect_path_is_reported() -> None:
     better = dataclasses.replace(QUALITY, perplexity=10 * math.exp(-0.1), difference=-0.1, difference_error=0.001)
     made = certificate(dataclasses.replace(decode_run(), quality=better))
     assert made.quality is not None and made.quality["suspect"] is True
@@ -151,7 +151,7 @@ def test_a_suspect_path_is_said_to_be() -> None:
         {"more": 1},
     ],
 )
-def test_quality_that_no_scoring_gives_is_found(changed: dict[str, Any]) -> None:
+def test_impossible_quality_figures_are_found(changed: dict[str, Any]) -> None:
     assert verify.wrong(with_quality(**changed)).startswith("quality: ")
 
 
@@ -176,14 +176,14 @@ def scored_run(seed: int, **changed: Any) -> Certificate:
     ("changed", "why"),
     [
         ({"difference": 0.05}, ""),  # within the errors of both
-        ({"difference": -0.2}, ""),  # better: the certificate flags it where it is suspect
+        ({"difference": -0.2}, ""),  # better: the certificate marks it if it is suspect
         ({"difference": 0.2}, "nats a token to the reference"),
         ({"mean_divergence": 0.003}, ""),
         ({"mean_divergence": 0.005}, "divergence"),
         ({"reference_perplexity": 10.5}, "other weights"),
     ],
 )
-def test_a_rerun_scores_the_text_again_and_says_what_became_worse(changed: dict[str, float], why: str) -> None:
+def test_a_rerun_scores_the_text_again_and_reports_worse_figures(changed: dict[str, float], why: str) -> None:
     found = rerun.compare(scored_run(1), scored_run(2, **changed))
     assert found.quality is not None
     if not why:
@@ -206,7 +206,7 @@ def test_a_certified_text_that_was_not_scored_again_or_is_another_is_refused() -
         rerun.refuse_other_text(scored_run(1), "1" * 64, "other.txt")
 
 
-def test_the_text_is_where_the_command_had_it_or_where_it_is_said_to_be(tmp_path: Path) -> None:
+def test_the_text_is_found_by_the_commands_path_or_a_given_one(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abc")
     text = text_to_score(tmp_path / "t.txt", Plan(model=models.load("llama-1b")))
     made = dataclasses.replace(

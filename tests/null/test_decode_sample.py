@@ -1,4 +1,4 @@
-"""The greedy choice without PyTorch's threads: always torch.argmax's own answer."""
+"""Test that the greedy choice without PyTorch's threads equals torch.argmax."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_greedy_choice_is_the_first_of_the_largest_logits(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_row_with_no_number_is_decided_as_torch_does(dtype: torch.dtype) -> None:
+def test_a_row_of_nan_gets_the_token_of_torch(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, math.nan, 2.0], [-1.0, -2.0, math.nan], [3.0, 4.0, 1.0]]).to(dtype)
     assert chosen(logits) == logits.argmax(-1).tolist()
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders that are whole, and many that are not: read or refused, never half."""
+"""Test complete and broken checkpoint folders: they are read or refused, and never read in part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QWEN = {
 
 
 def tensors() -> dict[str, Tensor]:
-    """A Qwen3 of two layers, by Hugging Face's names."""
+    """Return the tensors of a Qwen3 of two layers, by Hugging Face's names."""
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     shapes["lm_head.weight"] = (V, D)
@@ -62,7 +62,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def packed(found: dict[str, Tensor], change: Callable[[dict[str, Any]], None] = lambda header: None) -> bytes:
-    """A safetensors file, by the format's description."""
+    """Return a safetensors file, written by the format's description."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in found.items():
@@ -86,7 +86,7 @@ def loaded(folder: Path, **changes: Any) -> Weights:
     return load_weights(Plan(model=models.load(folder), weights=str(folder), **({"dtype": "fp32"} | changes)))
 
 
-# --- whole -----------------------------------------------------------------------------------------------------------
+# --- complete --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -130,7 +130,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_a_tied_head_is_the_embedding_even_where_a_copy_is_stored(tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embedding_even_if_a_copy_is_stored(tmp_path: Path) -> None:
     weights = loaded(checkpoint(tmp_path, tie_word_embeddings=True))
     assert weights.head is weights.embedding
 
@@ -158,7 +158,7 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     assert not torch.equal(one.layers[1].gate, one.layers[1].up)
 
 
-# --- not whole -------------------------------------------------------------------------------------------------------
+# --- broken ----------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_that_are_missing_superfluous_or_of_another_shape_are_named(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, data: bytes, match: str) 
 
 
 @given(st.data())
-def test_no_damage_to_a_file_is_more_than_a_refusal(
+def test_a_damaged_file_is_refused_without_a_crash(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     whole = packed({"a": torch.ones(2, 3), "b": torch.ones(4)})

@@ -1,4 +1,4 @@
-"""Dispatch without kernels of ours: arms are Python functions on tiny tensors, snapshots are real files."""
+"""Test dispatch without our kernels: arms are Python functions on tiny tensors, snapshots are real files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lengths_short(q, k, v, lengths, max_len, scale, window, softcap, out=None):
 
 @pytest.fixture(autouse=True)
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """These kernels are wrong, and only who is called matters here; tests/null/test_guard.py has the guard on."""
+    """Disable the guard: these kernels are wrong, and tests only check which one is called."""
     monkeypatch.setenv("AUTOSEL_GUARD", "off")
     settings.read.cache_clear()
     yield
@@ -135,7 +135,7 @@ def is_baseline(result: torch.Tensor) -> bool:
     return torch.equal(result, torch.nn.functional.rms_norm(X, (64,), WEIGHT, 1e-6))
 
 
-# --- what is served -----------------------------------------------------------------------------------------------
+# --- served kernels -----------------------------------------------------------------------------------------------
 
 
 def test_a_decision_serves_by_shape_and_bound(home: Path, user: Callable[[str], Arm]) -> None:
@@ -165,15 +165,15 @@ def test_out_is_written_and_returned(home: Path, user: Callable[[str], Arm]) -> 
         assert small.eq(8).all(), "also if the candidate allocates its result"
 
 
-def test_another_bucket_than_the_decided_one_gets_the_baseline(home: Path, user: Callable[[str], Arm]) -> None:
+def test_other_buckets_than_the_decided_one_get_the_baseline(home: Path, user: Callable[[str], Arm]) -> None:
     publish(home, [decision(W, user("sevens"))])
     with dispatch.use(home):
         best = dispatch.best("rmsnorm")
         for x in (X[:1], X.bfloat16()):
             weight = WEIGHT.to(x.dtype)
             assert not best(x, weight).eq(7).any()
-        assert best(X, WEIGHT, 1e-6, 1.0).eq(7).sum() == 0, "a trait is another computation"
-        assert best(X, WEIGHT, eps=1e-5).eq(7).all(), "eps is not"
+        assert best(X, WEIGHT, 1e-6, 1.0).eq(7).sum() == 0, "a trait changes the computation"
+        assert best(X, WEIGHT, eps=1e-5).eq(7).all(), "eps does not"
 
 
 Change = Callable[[Decision], Decision]
@@ -229,7 +229,7 @@ def test_a_user_module_that_is_gone_or_edited_does_not_serve(home: Path, tmp_pat
         assert is_baseline(bound(X, WEIGHT))
 
 
-def test_a_candidate_that_no_longer_imports_costs_speed_and_not_the_call(home: Path, tmp_path: Path) -> None:
+def test_a_candidate_that_no_longer_imports_is_replaced_by_the_baseline(home: Path, tmp_path: Path) -> None:
     (tmp_path / "broken_at_import.py").write_text("raise SystemError('driver too old')\n")
     recipe = PythonRecipe(target="broken_at_import:f", path=str(tmp_path))
     publish(home, [decision(W, python_arm("user:f", recipe))])
@@ -239,7 +239,7 @@ def test_a_candidate_that_no_longer_imports_costs_speed_and_not_the_call(home: P
         assert "cannot be loaded: driver too old" in bound.reason
 
 
-# --- on which device ----------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_each_device_has_its_own_decisions(
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:eights"
 
 
-def test_a_new_snapshot_reaches_every_device_that_was_met(
+def test_a_new_snapshot_reaches_every_used_device(
     home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
 ) -> None:
     hw_id = two_gpus[1].hw_id
@@ -284,7 +284,7 @@ def fault_of(d: Decision) -> Fault:
     return Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at=seen_at)
 
 
-def test_a_fault_on_one_device_is_not_held_against_another(
+def test_a_fault_on_one_device_does_not_affect_another(
     home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
 ) -> None:
     gpu, cpu = decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id), decision(W, user("sevens"))
@@ -299,8 +299,8 @@ def test_a_fault_on_one_device_is_not_held_against_another(
 def test_a_gpus_decisions_serve_for_any_number_of_host_threads(
     home: Path, user: Callable[[str], Arm], two_gpus: tuple[Fingerprint, Fingerprint]
 ) -> None:
-    """Engines set one thread in their workers, while the tuner had all. On the CPU a decision depends on the number of
-    threads."""
+    """Serve a GPU's decisions in engines' workers, which set one thread, while the tuner had all. On the CPU a decision
+    depends on the number of threads."""
     other = current_mode().replace(f".t{torch.get_num_threads()}.", ".t999.")
     gpu = decision(W, user("sevens"), id=42, hw_id=two_gpus[1].hw_id, mode=other)
     publish(home, [gpu, decision(W, user("sevens"), mode=other)])
@@ -331,7 +331,7 @@ def test_the_precision_of_fp32_products_is_a_mode_of_fp32_alone_on_a_gpu(
     precision: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`torch.set_float32_matmul_precision("high")` is in many a server's first lines, whose model is in bf16."""
+    """Keep serving bf16 models in servers that call `torch.set_float32_matmul_precision("high")`, as many do."""
     bf16 = RMS.workload("bf16", dict(W.dims))
     made = [decision(w, user("sevens"), id=number, hw_id=two_gpus[1].hw_id) for number, w in enumerate((W, bf16))]
     publish(home, made)
@@ -366,7 +366,7 @@ print(*ids_of(this_device()))
 
 
 def bound_to_one_core(home: Path) -> list[str]:
-    """Return what serves in a process on one core, with one thread and with two; and the ids of its device."""
+    """Return the serving candidates in a process bound to one core, with one and two threads, and its device's ids."""
     environment = {**os.environ, "AUTOSEL_HOME": str(home)}
     words = [sys.executable, "-c", BOUND_TO_ONE_CORE]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -388,7 +388,7 @@ def test_a_decision_serves_any_binding_of_the_same_cores_with_as_many_threads(
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_decisions_of_a_bound_process_by_an_earlier_version_serve(home: Path, user: Callable[[str], Arm]) -> None:
-    """It told such a process apart, as another device."""
+    """Serve them, though the earlier version gave such a process another device id."""
     publish(home, [])
     former = bound_to_one_core(home)[2].split()[1]
     mode = current_mode().replace(f".t{torch.get_num_threads()}.", ".t1.")
@@ -420,10 +420,10 @@ print(before, current_mode())
         ("torch.backends", "cuda_tf32-mkldnn_tf32"),
     ],
 )
-def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_a_mode_of_its_own(
+def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_its_own_mode(
     home: Path, user: Callable[[str], Arm], backend: str, mode: str
 ) -> None:
-    """PyTorch's older word for it can then not be asked for: no call may end on that."""
+    """Check that no call fails, because PyTorch's older query raises in such a process."""
     publish(home, [decision(W, user("sevens"))])
     code = PRECISION_SET.format(backend=backend)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -431,7 +431,7 @@ def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_
     assert after == before.replace("highest", mode) != before
 
 
-def test_a_fork_while_another_thread_looks_for_the_board_leaves_the_child_free() -> None:
+def test_a_fork_while_another_thread_holds_the_boards_lock_does_not_block_the_child() -> None:
     with dispatch._lock:
         child = os.fork()
         if child == 0:
@@ -439,7 +439,9 @@ def test_a_fork_while_another_thread_looks_for_the_board_leaves_the_child_free()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_making_a_callable_asks_no_driver_after_which_a_process_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_making_a_callable_does_not_initialise_the_driver_so_the_process_can_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
     for module, name in ((torch.cuda, "is_available"), (torch.accelerator, "is_available")):
         monkeypatch.setattr(module, name, lambda where=module.__name__: asked.append(where))
@@ -449,7 +451,9 @@ def test_making_a_callable_asks_no_driver_after_which_a_process_cannot_fork(monk
     assert asked == []
 
 
-def test_a_gpu_that_cannot_be_identified_gets_the_baseline_and_says_why(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_gpu_that_cannot_be_identified_gets_the_baseline_with_the_reason(
+    home: Path, user: Callable[[str], Arm]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     publish(home, [decision(W, user("eights"))])
@@ -495,7 +499,7 @@ def test_a_split_bucket_chooses_by_length_also_when_bound(home: Path, user: Call
     with dispatch.use(home):
         for run in (dispatch.best("attn"), dispatch.best("attn", like=(q, k, v, None, 80))):
             assert [run(q, k, v, max_len=n) for n in (65, 96, 97, 120)] == [-65, -96, 97, 120]
-            assert isinstance(run(q, k, v, max_len=121), torch.Tensor), "no row covers it: the baseline"
+            assert isinstance(run(q, k, v, max_len=121), torch.Tensor), "without a row the baseline must serve"
         assert "lengths   to 96: user:lengths_short" in dispatch.best("attn", like=(q, k, v)).explain()
 
 
@@ -559,7 +563,7 @@ def test_every_op_runs_its_baseline_on_its_own_inputs(board: Board) -> None:
             assert op.verify(inputs, result if isinstance(result, tuple) else (result,)), (op.name, w.key)
 
 
-def test_wrong_arguments_say_which_and_why(board: Board) -> None:
+def test_wrong_arguments_are_named_with_the_reason(board: Board) -> None:
     best = dispatch.best("rmsnorm")
     for call, why in (
         (lambda: best(X, WEIGHT[:3]), "weight"),
@@ -595,7 +599,7 @@ def test_a_demotion_reaches_what_is_already_bound_and_moves_the_epoch(board: Boa
     publish(home, [decision(W, user("eights"), id=43)], epoch=3)
     dispatch.refresh()
     assert bound(X, WEIGHT).eq(8).all()
-    assert dispatch.epoch() == before + 1, "a promotion takes nothing away"
+    assert dispatch.epoch() == before + 1, "a promotion must not change the epoch"
 
 
 def test_the_watcher_sees_a_demotion_without_being_asked(board: Board, user: Callable[[str], Arm]) -> None:
@@ -613,12 +617,12 @@ def test_the_watcher_sees_a_demotion_without_being_asked(board: Board, user: Cal
     board._read = noticing  # type: ignore[method-assign]
     publish(home, [], epoch=2)
     assert seen.wait(timeout=30)
-    with board._lock:  # held until everything is swapped
+    with board._lock:  # held until everything is replaced
         assert is_baseline(bound(X, WEIGHT))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": "autosel.decisions"}', b"\xff" * 100])
-def test_a_snapshot_that_is_not_whole_serves_the_baseline_until_it_is(
+def test_an_incomplete_snapshot_serves_the_baseline_until_it_is_complete(
     board: Board, user: Callable[[str], Arm], content: bytes
 ) -> None:
     home = board.path.parent
@@ -637,7 +641,7 @@ def test_a_snapshot_that_is_not_whole_serves_the_baseline_until_it_is(
     assert bound(X, WEIGHT).eq(7).all()
 
 
-def test_a_snapshot_others_could_have_written_is_not_believed(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_snapshot_that_others_could_have_written_is_ignored(home: Path, user: Callable[[str], Arm]) -> None:
     publish(home, [decision(W, user("sevens"))])
     for mode in (0o620, 0o602):
         (home / snapshot.FILE).chmod(mode)
@@ -652,7 +656,7 @@ def test_a_snapshot_others_could_have_written_is_not_believed(home: Path, user: 
             assert "owner 65534" in dispatch.best("rmsnorm", like=(X, WEIGHT)).reason
 
 
-def test_a_row_whose_key_is_not_its_own_does_not_serve(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_row_whose_key_differs_from_its_contents_does_not_serve(home: Path, user: Callable[[str], Arm]) -> None:
     d = decision(W, user("sevens"))
     rows = [{"key": "stolen", "epoch": 1, "decision": to_json(d)}]
     snapshot.write(home / snapshot.FILE, snapshot.document(1, rows))

@@ -1,4 +1,4 @@
-"""Test that ranks of a job refuse to differ: jobs of 2 and 4 processes with gloo, on homes that are equal or not."""
+"""Test that ranks of a job refuse to differ: jobs of 2 and 4 processes with gloo, on equal and different homes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MINE = python_arm("user:mine", PythonRecipe(target="autosel.ops.eager:swiglu"))
 def processes(
     words: Sequence[Sequence[str]], homes: Sequence[Path], **variables: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run one process for each home at the same time; all end."""
+    """Run one process for each home at the same time; wait for all."""
     started = [
         subprocess.Popen(
             own,
@@ -62,7 +62,7 @@ def processes(
 
 
 def job(folder: Path, homes: Sequence[Path], threads: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what each rank says."""
+    """Return the output of each rank."""
     size = str(len(homes))
     words = [[sys.executable, "-c", RANK, str(n), str(folder / "store"), str(r), size] for r, n in enumerate(threads)]
     done = processes(words, homes)
@@ -79,7 +79,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path, home: Path) -> Path:
-    """Another home, in which one more decision was made."""
+    """Return another home with one more decision."""
     shutil.copytree(home, tmp_path / "other")
     publish(tmp_path / "other", [decision(W, MINE), decision(W.at(d=32), MINE, id=42)])
     return tmp_path / "other"
@@ -109,7 +109,7 @@ def test_without_a_process_group_nothing_is_compared(home: Path) -> None:
         dispatch.agree()
 
 
-def test_the_lower_rank_is_usual_among_equally_many(home: Path, other: Path) -> None:
+def test_of_two_equally_large_groups_the_one_with_the_lowest_rank_is_the_reference(home: Path, other: Path) -> None:
     with dispatch.use(home) as one, dispatch.use(other) as two:
         a, b = standing(one), standing(two)
     assert [line.split()[1] for line in compare([a, b]).differences] == ["1"]

@@ -1,4 +1,4 @@
-"""A kernel's second closure, for a chain of launches that may begin early, and who uses it."""
+"""Test a kernel's second closure, for a chain of launches that may start early, and its users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X, WEIGHT, OUT = torch.ones(2, 8), torch.ones(8), torch.empty(2, 8)
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments that the kernel's entry was called with."""
+    """Return the arguments of the calls of the kernel's entry."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(load, "load_entry", lambda digest, entry: lambda *arguments: seen.append(arguments))
     return seen
@@ -36,12 +36,12 @@ def test_a_kernel_that_can_wait_has_a_closure_for_chains(launched: list[tuple[An
     assert all(one is other for one, other in zip(launched[0][:5], launched[1][:5], strict=True))
 
 
-def test_one_that_cannot_has_none(launched: list[tuple[Any, ...]]) -> None:
+def test_a_kernel_that_cannot_wait_has_no_closure_for_chains(launched: list[tuple[Any, ...]]) -> None:
     recipe = NativeRecipe(source="cpu/rmsnorm.cpp", entry="rmsnorm", flags=(), knob_args=("threads",))
     assert not hasattr(load.load(OPS["rmsnorm"], recipe, "digest", KNOBS), "chained")
 
 
-def test_a_bound_callable_tells_the_chains_closure_of_what_serves_now() -> None:
+def test_a_bound_callable_returns_the_chain_closure_of_the_serving_kernel() -> None:
     def kernel(*arguments: Any) -> str:
         return "kernel"
 
@@ -61,7 +61,7 @@ def test_a_bound_callable_tells_the_chains_closure_of_what_serves_now() -> None:
     assert bound.chained is None
 
 
-def test_a_step_to_be_captured_chains_what_can_be_chained() -> None:
+def test_a_step_to_be_captured_uses_chain_closures_if_there_are_any() -> None:
     made: list[tuple[str, Any]] = []
 
     def plain(x: int) -> None:

@@ -54,8 +54,8 @@ def test_the_share_is_of_time_and_not_of_calls() -> None:
     assert [(p.why, p.us_per_call, p.origin) for p in found.parts] == [("kept", 30.0, "raced"), ("", 2.0, "raced")]
 
 
-def test_a_fallback_of_a_decision_is_no_service() -> None:
-    """Of a decision that is stale or quarantined the baseline runs, and it has the baseline's time."""
+def test_the_baseline_of_a_stale_decision_does_not_count_as_served() -> None:
+    """Count no service for a stale or quarantined decision: the baseline runs, with the baseline's time."""
     fallback = (W, baseline("rmsnorm").candidate, 41, "stale: torch changed", HERE)
     (part,) = of({fallback: 2}, timed()).parts
     assert (part.why, part.us_per_call) == ("stale: torch changed", 6.0)
@@ -94,7 +94,7 @@ def test_a_process_reports_what_it_called(tmp_path: Path) -> None:
     assert part.why.startswith("tuned with ")
 
 
-def test_a_kept_baseline_is_left_to_the_engine_and_says_so(tmp_path: Path) -> None:
+def test_a_decision_for_the_baseline_is_left_to_the_engine_with_the_reason(tmp_path: Path) -> None:
     publish(tmp_path, [decision(W, baseline("rmsnorm"), state="kept", reason="a tie")])
     with dispatch.use(tmp_path), torch.inference_mode():
         assert engine_ops.norm(X, WEIGHT, 1e-6) is None

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: blocks are current, links lead somewhere, commands and constants exist."""
+"""Test that the documentation matches the code: current blocks, valid links, existing commands and constants."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def figures():
 
 
 def fences(page):
-    """(language, text) of each fenced block."""
+    """Return (language, text) of each fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def prose(page):
-    """The page without fenced blocks."""
+    """Return the page without fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def by_name(page):
 # --- generated blocks -------------------------------------------------------------------------------------------------
 
 
-def test_every_generated_block_is_what_the_code_gives_now():
+def test_every_generated_block_is_current():
     done = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -74,7 +74,7 @@ def page(generate, tmp_path, monkeypatch):
     return path
 
 
-def test_a_block_that_differs_from_the_code_is_found_and_mended(generate, page):
+def test_an_outdated_block_is_found_and_rewritten(generate, page):
     page.write_text("before\n<!-- generated: settings -->\n\nan old table\n\n<!-- end -->\nafter\n")
     assert list(generate.rewrite(write=False)) == [page]
     assert "an old table" in page.read_text()
@@ -111,7 +111,7 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -127,7 +127,7 @@ def test_every_page_is_listed_in_the_index():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_code_blocks_say_their_language_and_are_of_it(page):
+def test_code_blocks_name_their_language_and_parse(page):
     for language, text in fences(page):
         assert language in ("text", "python", "sh", "toml", "cpp"), text[:80]
         if language == "python":
@@ -143,7 +143,7 @@ def test_written_lines_fit_the_line_length(page):
 
 
 def test_no_text_tells_to_install_the_other_project_called_autosel():
-    """That name on PyPI is another project's."""
+    """Check this, because that name on PyPI belongs to another project."""
     bad = re.compile(r"(pip|uv|pipx)[ \w-]* " + "install" + r"( -{1,2}[\w-]+)* ['\"]?autosel(?![\w-])")
     assert bad.search("pip " + "install autosel")
     folders = ("autosel", "docs", "benchmarks", "kernels", "tests", ".ci")
@@ -284,7 +284,7 @@ def test_every_exit_code_of_an_error_is_explained_and_none_besides(generate):
         assert all(who and "no verb" not in who for _, who in rows)
 
 
-def test_every_error_says_what_it_means(generate):
+def test_every_error_class_has_a_docstring(generate):
     assert [kind.name for kind in generate.error_classes() if not kind.words] == []
 
 
@@ -345,7 +345,7 @@ SAID = (
 
 
 @pytest.mark.parametrize(("where", "name", "words"), SAID, ids=[name for _, name, _ in SAID])
-def test_the_method_speaks_of_the_numbers_the_code_has(where, name, words):
+def test_the_method_states_the_numbers_of_the_code(where, name, words):
     text = " ".join((ROOT / "docs" / "method.md").read_text().split()).replace(" %", "%")
     assert words.format(getattr(import_module(f"autosel.{where}"), name)) in text
 
@@ -384,7 +384,7 @@ def test_every_goal_is_measured_by_one_part(figures):
         assert [p.prefix for p in figures.PARTS if goal.name.startswith(p.prefix)] == [goal.name.split("/")[0] + "/"]
 
 
-def test_kept_figures_are_whole_and_were_not_taken_in_a_hurry(figures):
+def test_kept_figures_are_complete_and_not_from_a_quick_run(figures):
     for document in figures.stored():
         assert document["quick"] is False
         assert [f["name"] for f in sorted(document["figures"], key=lambda f: f["name"])] == sorted(
@@ -415,7 +415,7 @@ def test_the_shares_of_stages_are_read_off_the_progress(figures):
     assert figures.stage_shares(told, 100.0) == "fingerprint 2%, build 8%, confirming 90%"
 
 
-def test_a_result_in_a_hurry_or_in_part_is_not_kept():
+def test_a_quick_or_partial_result_is_not_kept():
     for option in ("--quick", "--only=start"):
         command = [sys.executable, "benchmarks/figures.py", "--write", option]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -424,7 +424,7 @@ def test_a_result_in_a_hurry_or_in_part_is_not_kept():
 
 
 def test_every_entry_of_the_changelog_is_in_a_group():
-    """Keep a Changelog's groups, each once a version, in its order."""
+    """Check the groups of Keep a Changelog: each once per version, in order."""
     known = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
     _, *versions = re.split(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions

@@ -1,4 +1,4 @@
-"""A package that is not installed is named with its extra and the command that installs it, wherever it is needed."""
+"""Test that a missing package is always reported with its extra and the command that installs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autosel.fingerprint import nvml
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# Packages of the extras are installed where tests run: here they cannot be found.
+# Packages of the extras are installed for tests; here they are hidden.
 WITHOUT = """
 import sys
 
@@ -48,7 +48,7 @@ main(sys.argv[2:])
         ("psycopg", "fleet", "history"),
     ],
 )
-def test_a_verb_that_needs_it_says_which_package_of_which_extra_and_how_to_install_it(
+def test_a_verb_names_its_missing_package_the_extra_and_the_command_to_install_it(
     package: str, extra: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AUTOSEL_SPELLING", raising=False)
@@ -64,13 +64,13 @@ def test_a_verb_that_needs_it_says_which_package_of_which_extra_and_how_to_insta
     )
     assert done.returncode in (1, 2), done.stderr
     assert f"the extra {extra}" in done.stderr.splitlines()[0]
-    if package != "ray":  # which is looked for, because its import takes seconds
+    if package != "ray":  # searched for but not imported, because importing takes seconds
         assert f"the package {package}" in done.stderr.splitlines()[0]
     assert f"install it:  {extras.command(extra)}" in done.stderr
     assert any(package in line for line in DECLARED[extra])
 
 
-def test_so_does_a_prompt_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_as_text_names_its_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from autosel.decode import prompt
 
     (tmp_path / prompt.TOKENIZER).touch()

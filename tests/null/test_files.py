@@ -1,4 +1,4 @@
-"""Files of a home or of a user: only regular ones are read, none is waited for, and each up to a limit."""
+"""Test reading files of a home or of a user: only regular files, without waiting, up to a limit."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
         files.read_named(path, (3 << 20) - 1)
 
 
-def test_a_link_to_a_regular_file_is_followed_where_that_is_allowed(tmp_path: Path) -> None:
-    """A ConfigMap of Kubernetes mounts its files as links."""
+def test_a_link_to_a_regular_file_is_followed_if_allowed(tmp_path: Path) -> None:
+    """Follow it, because a ConfigMap of Kubernetes mounts its files as links."""
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to("file")
     assert files.read(tmp_path / "link", 1) == b"x"
@@ -69,7 +69,7 @@ def test_a_link_to_a_regular_file_is_followed_where_that_is_allowed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602], ids=oct)
-def test_a_file_that_decides_what_runs_is_not_read_where_others_can_write_it(mode: int, tmp_path: Path) -> None:
+def test_a_file_that_decides_what_runs_is_not_read_if_others_can_write_it(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "it"
     path.touch()
     assert files.read_own(path, 1) == b""
@@ -81,7 +81,7 @@ def test_a_file_that_decides_what_runs_is_not_read_where_others_can_write_it(mod
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_nor_where_it_is_another_users(tmp_path: Path) -> None:
+def test_a_file_that_decides_what_runs_is_not_read_if_another_user_owns_it(tmp_path: Path) -> None:
     path = tmp_path / "it"
     path.touch()
     os.chown(path, 65534, 65534)
@@ -90,7 +90,7 @@ def test_nor_where_it_is_another_users(tmp_path: Path) -> None:
         files.read_own(path, 1)
 
 
-# What reads which file: a name below the home, or of a user's file, and the code that comes to read it.
+# The readers of files: a path in the home, or of a user's file, and code that reads it.
 READERS = {
     "decisions.json, published": (
         "decisions.json",
@@ -141,7 +141,7 @@ READERS = {
     ),
     "a flashinfer-bench file": ("it.json", "from autosel.integrations import flashinfer_bench as f; f._read(path)"),
 }
-# Each in a fork of one process, with 1 GiB: endless reads run out of memory, and waits are ended.
+# Each reader runs in a fork with 1 GiB: endless reads run out of memory, and waits time out.
 ATTEMPTS = """
 import json, os, resource, signal, sys, torch
 from pathlib import Path
@@ -177,7 +177,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=[device, pipe], ids=lambda make: make.__name__)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How each reader ended: 0 where it refused, or went on without the file."""
+    """Return the exit code of each reader: 0 if it refused, or continued without the file."""
     root, asked = tmp_path_factory.mktemp("readers"), {}
     for number, (reader, (name, code)) in enumerate(READERS.items()):
         home = root / str(number)
@@ -234,8 +234,8 @@ OTHERS = {
 }
 
 
-def test_no_module_reads_a_file_past_the_reader() -> None:
-    """Apart from the scripts that run in engines' environments, on what autosel wrote there."""
+def test_every_module_reads_files_through_the_reader() -> None:
+    """Exclude only scripts that run in engines' environments, which read files that autosel wrote."""
     package = ROOT / "autosel"
     found = set()
     for path in package.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The fingerprint over made-up machines: file trees under a temporary root, so that no test depends on this one."""
+"""Test fingerprints of simulated machines: file trees in a temporary folder, independent of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X86_FLAGS = "fpu sse4_2 avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512v
 
 
 class Tree:
-    """A root folder that says it is some machine."""
+    """A root folder with the files of a simulated machine."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -66,7 +66,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def smt_machine(tree: Tree) -> Tree:
-    """4 cores, 8 threads; core n holds threads n and n + 4, as Linux numbers them on Intel."""
+    """Simulate 4 cores and 8 threads; core n has threads n and n + 4, as Linux numbers them on Intel."""
     tree.x86(8, model="Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz").memory(31.4).node(0, "0-7")
     for cpu in range(8):
         tree.core(cpu, f"{cpu % 4},{cpu % 4 + 4}", l2="2048K", l3="107520K", l3_cpus="0-7")
@@ -97,7 +97,7 @@ def test_affinity_is_read_from_the_process_status(tree: Tree) -> None:
 
 
 def epyc(tree: Tree) -> Tree:
-    """Two sockets of 16 cores, an L3 for each 4: the node boundary lies between cpu 15 and 16."""
+    """Simulate two sockets of 16 cores, with an L3 for each 4; the node boundary is between cpu 15 and 16."""
     tree.x86(32).memory(756).node(0, "0-15").node(1, "16-31")
     for cpu in range(32):
         low = cpu // 4 * 4
@@ -113,14 +113,14 @@ def test_every_l3_and_node_of_two_sockets_is_found(tree: Tree) -> None:
     assert found["family"] == "26.2.1"
 
 
-def test_only_what_affinity_reaches_counts(tree: Tree) -> None:
+def test_only_cores_in_the_affinity_count(tree: Tree) -> None:
     found = identity(epyc(tree).root, affinity=frozenset({0, 1, 4}))
     assert (found["cpus"], found["l3_domains"], found["l3_cpus"], found["numa_nodes"]) == (3, 2, 2, 1)
     assert found["cores"] == 32
 
 
 @pytest.mark.parametrize("bound", [{0, 1, 4}, {31}, set(range(16, 32))])
-def test_the_hardware_is_the_same_whichever_of_its_cores_a_process_is_bound_to(tree: Tree, bound: set[int]) -> None:
+def test_the_hardware_is_the_same_for_any_binding_of_a_process(tree: Tree, bound: set[int]) -> None:
     root = epyc(tree).root
     assert hardware(root, frozenset(bound)) == hardware(root) == identity(root)
 
@@ -187,7 +187,7 @@ def test_a_machine_without_any_file_is_one_small_cpu(tree: Tree) -> None:
     assert found["l2_bytes"] > 0
 
 
-def test_without_topology_cpuinfo_says_who_are_siblings(tree: Tree) -> None:
+def test_without_topology_siblings_come_from_cpuinfo(tree: Tree) -> None:
     block = "processor : {}\nphysical id : 0\ncore id : {}\n"
     tree.put("proc/cpuinfo", "\n".join(block.format(c, c % 2) for c in range(4)))
     found = identity(tree.root)
@@ -243,8 +243,8 @@ def test_a_version_1_quota_is_found_by_its_controller(tree: Tree) -> None:
     assert cpu_quota(tree.root) == 3.0
 
 
-def test_in_a_container_the_mount_is_the_own_group(tree: Tree) -> None:
-    """The host's path is shown, but only the container's own folder is mounted."""
+def test_in_a_container_the_mount_is_its_own_group(tree: Tree) -> None:
+    """Read the mounted folder of the container's group, because the path shown is the host's."""
     tree.put("proc/self/cgroup", "4:cpu,cpuacct:/docker/abc")
     tree.put("proc/self/mountinfo", V1_MOUNT.replace(" / /sys", " /docker/abc /sys"))
     folder = "sys/fs/cgroup/cpu,cpuacct"
@@ -258,7 +258,7 @@ def test_an_unlimited_or_invalid_quota_is_none(tree: Tree, limit: str) -> None:
     assert cpu_quota(tree.root) is None
 
 
-def test_memory_that_the_groups_still_grant_is_the_least_along_the_path(tree: Tree) -> None:
+def test_free_memory_of_groups_is_the_smallest_along_the_path(tree: Tree) -> None:
     tree.put("proc/self/cgroup", "0::/a/b").put("proc/self/mountinfo", V2_MOUNT)
     tree.put("sys/fs/cgroup/a/memory.max", "5000").put("sys/fs/cgroup/a/memory.current", "3000")
     tree.put("sys/fs/cgroup/a/memory.stat", "anon 2000\ninactive_file 400")
@@ -268,7 +268,7 @@ def test_memory_that_the_groups_still_grant_is_the_least_along_the_path(tree: Tr
     assert memory_left(tree.root) == 0
 
 
-def test_a_version_1_limit_on_memory_is_found_and_its_none_is_none(tree: Tree) -> None:
+def test_a_version_1_memory_limit_is_found_and_its_maximum_means_no_limit(tree: Tree) -> None:
     tree.put("proc/self/cgroup", "5:memory:/m\n4:cpu,cpuacct:/docker/abc")
     tree.put("proc/self/mountinfo", V1_MOUNT.replace("cpu,cpuacct", "memory"))
     folder = "sys/fs/cgroup/memory/m"
@@ -311,7 +311,7 @@ def test_rates_are_not_part_of_any_key() -> None:
     assert (slow.hw_id, slow.env_id) == (fast.hw_id, fast.env_id)
 
 
-def test_a_quota_makes_another_device_and_a_library_another_environment() -> None:
+def test_a_quota_changes_the_device_and_a_library_changes_the_environment() -> None:
     plain = fingerprint()
     assert fingerprint(quota_cpus=1.5).hw_id != plain.hw_id
     newer = dataclasses.replace(plain, environment={**plain.environment, "torch": "2.14.0"})
@@ -319,7 +319,7 @@ def test_a_quota_makes_another_device_and_a_library_another_environment() -> Non
     assert newer.env_id != plain.env_id
 
 
-def test_the_environment_moves_with_any_kernel_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_changes_with_any_kernel_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/a.cpp").write_text("one")
     monkeypatch.setattr("autosel.resources.kernels", lambda: tmp_path)
@@ -351,7 +351,7 @@ def test_each_kind_of_noise_is_named(found: Neighbours, rates: dict[str, Rate], 
     assert words in reason
 
 
-def test_spread_of_other_rates_says_nothing_about_neighbours() -> None:
+def test_spread_of_other_rates_is_not_attributed_to_neighbours() -> None:
     assert noise.reasons(QUIET, {**STEADY, "dram_latency_s": rate(1e-7, "s", spread=3.0)}) == ()
 
 
@@ -401,7 +401,7 @@ def test_the_read_buffer_exceeds_every_cache_and_spares_memory() -> None:
     assert probe.buffer_bytes({**facts, "l3_bytes": 0}) == probe.BUFFER_MIN
 
 
-# --- kept until drift ------------------------------------------------------------------------------------------------
+# --- stored until drift ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -428,7 +428,7 @@ def test_a_stored_fingerprint_is_read_back_equal(home: Path) -> None:
         lambda d: d.update(extra=1),
     ],
 )
-def test_a_changed_file_is_not_believed(home: Path, damage: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_changed_file_is_ignored(home: Path, damage: Callable[[dict[str, Any]], Any]) -> None:
     fp = fingerprint({"read_bytes_per_s@2": rate(4e10)})
     store.write(fp)
     data = json.loads(store.path_of(fp.env_id).read_text())
@@ -438,7 +438,7 @@ def test_a_changed_file_is_not_believed(home: Path, damage: Callable[[dict[str, 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN}', "[" * 100000, "\xff"])
-def test_a_torn_file_is_not_believed(home: Path, text: str) -> None:
+def test_a_truncated_file_is_ignored(home: Path, text: str) -> None:
     store.path_of("f" * 64).parent.mkdir(parents=True)
     store.path_of("f" * 64).write_text(text, encoding="latin-1")
     assert store.read("f" * 64) is None
@@ -451,7 +451,7 @@ def test_a_read_only_folder_gives_the_reason(home: Path) -> None:
 
 @pytest.fixture
 def measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`take` over a made-up machine; the list grows by one for each measurement."""
+    """Run `take` on a simulated machine; the list gets an entry for each measurement."""
     done: list[str] = []
 
     def measure() -> dict[str, Rate]:
@@ -471,7 +471,7 @@ def test_rates_are_measured_once_and_then_reused(measured: list[str]) -> None:
     assert first == second
 
 
-def test_rates_measured_beside_other_work_are_measured_again_once_the_machine_is_quiet(
+def test_rates_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = Neighbours(cores=1.5, by=("make 1.5 cores",))
@@ -510,7 +510,7 @@ def test_refresh_measures_again_and_replaces(measured: list[str]) -> None:
     assert device.take() == fresh
 
 
-def test_a_device_that_is_not_here_is_an_error_that_names_those_that_are(measured: list[str]) -> None:
+def test_a_missing_device_is_an_error_that_names_the_present_ones(measured: list[str]) -> None:
     with pytest.raises(UnknownName, match="known: cpu"):
         device.take("tpu:0")
 
@@ -547,7 +547,7 @@ def test_doctor_is_silent_about_rates_that_hold(measured: list[str], monkeypatch
     assert list(doctor._drift(with_looks(monkeypatch, [1.0, 0.4, 1.01], virtual=True), "cpu")) == []
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

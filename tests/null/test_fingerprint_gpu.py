@@ -90,7 +90,7 @@ def test_only_slowdowns_that_spoil_a_measurement_are_named() -> None:
     assert nvml.reasons_of(0x4 | 0x40 | 0x80) == "hardware thermal slowdown (0x40), hardware power brake (0x80)"
 
 
-# --- what rates hold for ----------------------------------------------------------------------------------------------
+# --- conditions of rates ---------------------------------------------------------------------------------------------
 
 
 def test_another_power_limit_or_share_of_sms_voids_rates_and_not_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_another_power_limit_or_share_of_sms_voids_rates_and_not_identity(monkey
 
 
 @pytest.mark.parametrize("said", ["", "all", "0", "-5", "300", "nan"])
-def test_a_share_that_is_none_is_the_whole(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_share_is_the_whole_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", said)
     assert settings.mps_share() == 1.0
 
@@ -115,10 +115,10 @@ def test_fingerprints_stored_without_these_conditions_still_hold() -> None:
     assert gpu.changed({"power_limit_w": 700.0, "mps_share": 1.0}, {"mps_share": 1.0}) == ""
 
 
-# --- a device that is not here ---------------------------------------------------------------------------------------
+# --- a missing device ------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_that_is_not_here_says_what_is_missing() -> None:
+def test_a_missing_gpu_is_reported_with_the_missing_part() -> None:
     try:
         import cupy
 
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_not_here_says_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda:x", "cuda:-1", "cpu:1", "rocm", "cuda:0:1"])
-def test_a_device_that_cannot_be_is_refused_by_name(name: str) -> None:
+def test_an_invalid_device_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnknownName):
         fingerprint.take(name)
 
@@ -141,8 +141,8 @@ def test_a_device_that_cannot_be_is_refused_by_name(name: str) -> None:
 
 
 @given(latency_us=st.floats(0.3, 1.3), peak_gb=st.floats(200, 8000))
-def test_the_ramp_gives_back_the_latency_it_was_made_with(latency_us: float, peak_gb: float) -> None:
-    """A device that follows Little's law up to its peak: the crossing lies on the linear part."""
+def test_the_ramp_gives_the_latency_of_the_simulated_device(latency_us: float, peak_gb: float) -> None:
+    """Simulate a device that follows Little's law up to its peak: the crossing is on the linear part."""
     latency, peak = latency_us * 1e-6, peak_gb * 1e9
     full = latency * peak
     ramp = [Point(size=full * f, value=min(full * f / latency, peak)) for f in (0.1, 0.3, 0.5, 0.69, 0.9, 1.2, 2.0)]
@@ -155,7 +155,7 @@ def test_a_ramp_that_never_crosses_is_refused_with_what_it_reached() -> None:
 
 
 def test_a_ramp_that_never_crosses_still_gives_the_latency_of_its_nearest_point() -> None:
-    """On the fastest memory one load a thread is not enough for 70 %; the law holds at 65 % too."""
+    """Use a lower point if one load per thread does not reach 70 %: the law also holds at 65 %."""
     ramp = [Point(size=4.4e6 * f, value=5.2e12 * f) for f in (0.25, 0.5, 1.0)]
     assert gpu_rates.latency_beside_s(ramp, 8e12) == pytest.approx(4.4e6 / 5.2e12)
 
@@ -166,7 +166,7 @@ def test_effective_l2_is_the_largest_set_on_the_plateau() -> None:
     assert gpu_rates.l2_bytes_per_s(sweep) == 96
 
 
-def test_per_item_cost_cancels_what_both_runs_pay() -> None:
+def test_the_cost_per_item_cancels_the_common_cost_of_both_runs() -> None:
     assert gpu_rates.per_item_s((50, 7.0 + 50 * 0.25), (500, 7.0 + 500 * 0.25)) == pytest.approx(0.25)
 
 
@@ -180,7 +180,7 @@ def test_fewest_sms_that_saturate() -> None:
     assert gpu_rates.sms_to_saturate(sweep) == 66
 
 
-# --- plausible? ------------------------------------------------------------------------------------------------------
+# --- plausibility ----------------------------------------------------------------------------------------------------
 
 GOOD = {
     "read_bytes_per_s": 4.3e12,
@@ -212,7 +212,7 @@ def test_blackwell_ultra_has_twice_the_special_function_units() -> None:
 
 
 def test_an_l2_not_much_faster_than_the_fastest_memory_is_plausible() -> None:
-    """HBM3e reads at half the rate of a last-level cache of its generation, or more."""
+    """Accept it, because HBM3e reads at half the rate of a last-level cache of its generation, or more."""
     found = gpu_rates.complaints({**GOOD, "l2_bytes_per_s": 5.5e12}, nvml.identity_of(H200), 4.9e12)
     assert found == []
 
@@ -248,7 +248,7 @@ def test_an_implausible_rate_is_named(name: str, value: float) -> None:
     assert any(name in complaint for complaint in found)
 
 
-# --- said where it is used -------------------------------------------------------------------------------------------
+# --- notes in output -------------------------------------------------------------------------------------------------
 
 
 SLOWED = gpu.SLOWED.format("thermal slowdown (0x20)")
@@ -286,7 +286,7 @@ def by_suite(_: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("told", [by_report, by_fingerprint, by_knobs, by_run, by_suite])
-def test_a_figure_that_follows_from_a_slowed_device_is_said_with_that(
+def test_a_figure_from_a_slowed_device_is_shown_with_a_note(
     told: Callable[[pytest.MonkeyPatch], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told(monkeypatch)
@@ -298,7 +298,7 @@ def test_a_figure_that_follows_from_a_slowed_device_is_said_with_that(
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
-def test_programs_read_of_a_slowed_device_too(
+def test_json_has_the_note_of_a_slowed_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["knobs", "--fingerprint", "cuda", "--op", "attn", "--model", "llama-1b", "--json"]

@@ -1,4 +1,4 @@
-"""Known devices: every figure sourced and consistent with the others; a malformed file refused by field."""
+"""Test known devices: every figure has a source and is consistent; a malformed file is refused by field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ("a100-80", "b200", "h100", "h200", "l4", "l40s", "rtx-4090", "rtx-507
 
 
 def figures(name):
-    """(section, field, figure or None) of a file, past `known`'s own reading of it."""
+    """Return (section, field, figure or None) of a file, read without `known`."""
     data = json.loads((resources.fingerprints() / f"{name}.json").read_text())
     sections = {**data["datasheet"], "estimated": data["estimated"], "measured": data["measured"]}
     for section, fields in sections.items():
@@ -22,7 +22,7 @@ def figures(name):
             yield section, field, figure
 
 
-def test_the_nine_devices_are_there_and_load():
+def test_the_nine_devices_load():
     assert known.names() == DEVICES
     for name in DEVICES:
         fp = known.load(name)
@@ -34,7 +34,7 @@ def test_no_two_devices_share_an_identity():
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_figure_says_where_it_comes_from(name):
+def test_every_figure_has_a_source(name):
     for section, field, figure in figures(name):
         if section == "measured" and figure is None:
             continue

@@ -46,7 +46,7 @@ def test_processes_of_one_name_are_named_together_and_small_ones_not_at_all(tmp_
     assert between(before, now, own=50).by == ("a 0.4 cores",)
 
 
-def test_a_worker_that_ended_meanwhile_is_ours(tmp_path: Path) -> None:
+def test_a_worker_that_ended_in_the_meantime_counts_as_ours(tmp_path: Path) -> None:
     before = reading(tmp_path, 10, 5, tune=(50, 1, 3.0), worker=(51, 50, 1.0))
     root = tmp_path / "at20" / "proc" / "50"
     root.mkdir(parents=True)

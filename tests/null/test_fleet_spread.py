@@ -1,4 +1,4 @@
-"""A tune spread over workers: who gets what, and what happens when one is lost. No Ray, no device, no clock."""
+"""Test a tune spread over workers: the assignment, and lost workers; without Ray, device or clock."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def named(count: int) -> tuple[Named, ...]:
 
 
 class World:
-    """Simulate workers and their ledger: a workload takes one call of `news`; a worker told to die does so in the
+    """Simulate workers and their ledger: a workload takes one call of `news`; a worker with `dies_after` dies in the
     middle of a part."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.ledger: dict[tuple[str, str], int] = {}  # (kind, workload): decision
-        self.at_once: list[set[str]] = []  # devices that worked in each look
+        self.at_once: list[set[str]] = []  # devices that worked at each check
         self.busy: list[Fake] = []
 
     def rest(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class Fake:
     def __init__(self, world: World, name: str, kind: str = "kind", device: str = "", dies_after: int = -1) -> None:
         self.world, self.name, self.kind, self.device = world, name, kind, device or name
         self.dies_after = dies_after
-        self.in_use = 0  # how often its device will be
+        self.in_use = 0  # number of checks for which its device is in use
         self.fails = False
         self.stopped = False
         self.tasks: list[list[str]] = []
@@ -139,7 +139,7 @@ def test_with_no_worker_left_the_rest_is_undecided_with_the_reason() -> None:
     assert [part.trouble["what"] for part in found.failed] == ["no worker is left"]
 
 
-def test_a_part_that_every_worker_dies_of_is_given_up() -> None:
+def test_a_part_that_kills_every_worker_is_given_up() -> None:
     world = World()
     made = [0]
 
@@ -182,7 +182,7 @@ def test_a_workers_broken_environment_keeps_its_exit_code(kind: str, code: int) 
     assert (error_of(part).what, error_of(part).exit_code) == ("it broke", code)
 
 
-def test_past_the_budget_nothing_new_begins() -> None:
+def test_after_the_budget_no_new_part_starts() -> None:
     world = World()
     found = spread(world, [Fake(world, "a"), Fake(world, "b")], 30, budget_s=1.0).run()
     assert 0 < len(found.decided) < 30
@@ -190,7 +190,7 @@ def test_past_the_budget_nothing_new_begins() -> None:
     assert not found.failed
 
 
-def test_ctrl_c_stops_who_works_and_is_passed_on() -> None:
+def test_ctrl_c_stops_the_workers_and_is_raised() -> None:
     world = World()
     workers = [Fake(world, "a"), Fake(world, "b")]
 

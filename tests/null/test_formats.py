@@ -1,4 +1,4 @@
-"""Formats as values: their bytes, their names, and the keys of workloads that have one."""
+"""Test formats: their bytes, their names, and the keys of workloads that have one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autosel.formats import (
 from autosel.values import Workload
 
 ROW = "linear/M1.N4096.K4096/bf16.weight=fp8_e4m3-row"
-# Future formats: what a part must be able to express.
+# Possible future formats, which parts must be able to express.
 INT4 = WeightFormat(
     name="int4-g128",
     code="int4",
@@ -38,7 +38,7 @@ Q6_K = WeightFormat(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_a_plain_matrix_takes_what_its_dtype_takes(dtype: str) -> None:
+def test_a_plain_matrix_has_the_bytes_of_its_dtype(dtype: str) -> None:
     assert PLAIN_WEIGHT.nbytes(dtype, 48, 100) == 4800 * DTYPE_BYTES[dtype]
     assert PLAIN_WEIGHT.bytes_per_weight(dtype, 7) == DTYPE_BYTES[dtype]
 
@@ -67,7 +67,7 @@ def test_a_cache_counts_one_scale_for_each_element_that_agrees_in_its_dimensions
 
 
 @pytest.mark.parametrize("formats", [WEIGHT_FORMATS, CACHE_FORMATS])
-def test_every_format_goes_by_its_name_and_its_name_fits_a_key(formats: dict[str, WeightFormat]) -> None:
+def test_every_format_is_found_by_its_name_which_fits_a_key(formats: dict[str, WeightFormat]) -> None:
     for name, found in formats.items():
         assert found.name == name
         w = Workload(op="linear", dims=(("M", 1),), dtype="bf16", traits=(("weight", name), ("z", 1)))

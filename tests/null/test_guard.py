@@ -1,4 +1,4 @@
-"""The guard on kernels that are Python functions with a known fault, on a clock that only they move."""
+"""Test the guard with Python functions that have a known fault, on a clock that only they advance."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ Kernel = Callable[..., Any]
 
 
 def settled(rate: float, seed: int = 1) -> Rate:
-    """Past its first checks."""
+    """Return a rate after its first checks."""
     return Rate(policy=Policy(shadow_rate=rate), random=Random(seed), checks=CANARY + FRESH_CHECKS)
 
 
-def test_the_first_calls_of_a_bucket_are_all_checked_then_ten_times_as_many_for_a_while() -> None:
+def test_the_first_calls_of_a_bucket_are_all_checked_and_the_next_ones_ten_times_as_often() -> None:
     rate = Rate(policy=Policy(shadow_rate=1e-3), random=Random(1))
     for number in range(CANARY + FRESH_CHECKS + 1):
         wanted = 1.0 if number < CANARY else 1e-3 * FRESH_FACTOR if number < CANARY + FRESH_CHECKS else 1e-3
@@ -54,7 +54,7 @@ def test_the_first_calls_of_a_bucket_are_all_checked_then_ten_times_as_many_for_
         rate.checks += 1
 
 
-def test_gaps_have_the_law_of_independent_checks() -> None:
+def test_gaps_have_the_distribution_of_independent_checks() -> None:
     rate, n = settled(1 / 50), 20_000
     gaps = [rate.gap() for _ in range(n)]
     assert abs(statistics.fmean(gaps) - 50) < 4 * 50 / math.sqrt(n)
@@ -64,8 +64,8 @@ def test_gaps_have_the_law_of_independent_checks() -> None:
     assert min(gaps) == 1
 
 
-def test_no_layer_of_a_model_hides_from_the_checks() -> None:
-    """32 layers share a kernel; a period of 2000 calls would look at two of them for ever."""
+def test_calls_of_every_layer_of_a_model_are_checked() -> None:
+    """Check this for 32 layers that share a kernel: a period of 2000 calls would always check the same two layers."""
     rate, at, seen = settled(1 / 2000), 0, Counter[int]()
     for _ in range(3200):
         at += rate.gap()
@@ -75,7 +75,7 @@ def test_no_layer_of_a_model_hides_from_the_checks() -> None:
 
 
 @pytest.mark.parametrize("f", [1.0, 0.1, 0.01])
-def test_a_fault_of_any_rate_is_found_within_the_promised_calls(f: float) -> None:
+def test_a_fault_of_any_rate_is_found_within_the_documented_calls(f: float) -> None:
     p, runs = 1 / 2000, 2000
     limit = math.log(100) / (p * f)
     chance = Random(7)
@@ -96,7 +96,7 @@ def test_the_duration_of_a_call_excludes_checks() -> None:
     rate = Rate(policy=Policy())
     for _ in range(CANARY):
         rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
-    assert rate.own_ns == 50_000, "there is nothing better to go by yet"
+    assert rate.own_ns == 50_000, "only the first duration is known yet"
     rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
     rate.checked(own_ns=5_000, extra_ns=1_000_000)
     assert rate.own_ns == 5_000
@@ -112,10 +112,10 @@ def test_checks_take_no_more_than_their_share_of_the_time() -> None:
     assert rate.probability * 1_000_000 <= MAX_SHARE * 5_000 * 1.001
     rate.checked(own_ns=5_000_000, extra_ns=1_000_000)
     rate.checked(own_ns=5_000, extra_ns=1_000_000)
-    assert rate.probability * 1_000_000 <= MAX_SHARE * 5_000 * 1.001, "one slow call is not the rule"
+    assert rate.probability * 1_000_000 <= MAX_SHARE * 5_000 * 1.001, "one slow call must not set the rate"
     fresh = Rate(policy=Policy(), checks=CANARY)
     fresh.checked(own_ns=5_000, extra_ns=1_000_000)
-    assert fresh.probability == rate.probability, "also in a bucket's first hours"
+    assert fresh.probability == rate.probability, "the share also holds in a bucket's first hours"
     cheap = settled(1 / 2000)
     cheap.checked(own_ns=5_000_000, extra_ns=1_000_000)
     assert cheap.probability == 1 / 2000
@@ -129,7 +129,7 @@ def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
     assert Rate(policy=Policy(shadow_rate=0.0)).gap() == 1
 
 
-def test_a_call_without_a_shadow_check_has_a_spot_check_with_a_chance_of_its_own() -> None:
+def test_a_call_without_a_shadow_check_may_have_a_spot_check_with_a_separate_probability() -> None:
     rate = settled(1 / 100)
     assert rate.probability == 1 / 100 and rate.draws_shadow(), "no spot check is available"
     rate.spots = True
@@ -157,7 +157,7 @@ def test_a_second_limits_the_number_of_long_first_calls(wanted: int) -> None:
     assert rate.gap() == NEVER and rate.deep
 
 
-def test_a_call_of_minutes_is_checked_a_few_times_all_the_same() -> None:
+def test_a_call_of_minutes_is_still_checked_a_few_times() -> None:
     rate = Rate(policy=Policy())
     for _ in range(LEAST):
         assert rate.gap() == 1
@@ -187,15 +187,15 @@ def test_an_arm_as_fast_as_the_baseline_runs_for_ten_thousand_pairs_on_average()
     assert statistics.fmean(lengths) + 3 * statistics.stdev(lengths) / math.sqrt(60) >= ALARM
 
 
-def test_an_arm_that_wins_is_never_given_up() -> None:
+def test_an_arm_that_wins_is_never_demoted() -> None:
     assert run_length(0.2, 1, most=100_000) == 100_000
 
 
-# --- a watch on a clock of its own --------------------------------------------------------------------------------
+# --- a watch on a simulated clock ---------------------------------------------------------------------------------
 
 
 class Clock:
-    """Count nanoseconds that pass only when a kernel says so; wall time is separate."""
+    """Count nanoseconds, which only kernels advance; wall time is separate."""
 
     def __init__(self) -> None:
         self.ns, self.wall = 0, datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -280,7 +280,7 @@ def calls_until(told: list[Fault], watch: Watch, most: int) -> int:
     return most
 
 
-def test_a_slowdown_of_30_percent_is_demoted_and_before_it_nothing_is() -> None:
+def test_a_slowdown_of_30_percent_is_demoted_and_no_arm_before_it() -> None:
     clock = Clock()
     speed = {"ns": 700}
 
@@ -348,7 +348,7 @@ def scaled(*values: Any) -> Tensor:
 
 
 def other(*values: Any) -> Tensor:
-    """Right, and not the baseline's."""
+    """Return a right result that differs from the baseline's."""
     made = good(*values)
     return made.copy_(torch.nextafter(made, torch.full_like(made, math.inf)))
 
@@ -360,7 +360,7 @@ def test_the_caller_gets_the_baselines_result_of_the_first_calls_and_the_candida
     assert not told
 
 
-def test_the_first_calls_of_a_long_one_are_fewer_and_a_wrong_one_is_found_in_them_all_the_same() -> None:
+def test_long_calls_have_fewer_first_checks_which_still_find_a_wrong_kernel() -> None:
     clock = Clock()
     kernel = load(RMS, registry.baseline("rmsnorm").recipe(W, this_device(), Knobs()), "", {})
     slow: dict[str, Any] = {"baseline": clock.taking(FIRST_NS / 2, kernel), "clock": clock}
@@ -402,7 +402,7 @@ def test_one_wrong_element_outside_the_sampled_rows_is_found_by_the_baselines_di
     assert told[0].evidence["index"] == [217, 3]
 
 
-def test_one_call_with_large_right_differences_does_not_make_the_dissent_mute() -> None:
+def test_one_call_with_large_but_right_differences_does_not_disable_the_dissent_check() -> None:
     w = RMS.workload("fp32", {"M": 400, "d": 64})
     x = torch.randn(400, 64)
     wrong = False
@@ -481,7 +481,7 @@ def test_a_missing_result_is_reported(kernel: Kernel, check: str) -> None:
     assert told[0].evidence["check"] == check
 
 
-def test_nan_in_the_inputs_is_nobodys_fault() -> None:
+def test_nan_in_the_inputs_is_not_blamed_on_an_arm() -> None:
     x = X.clone()
     x[1, 5] = math.nan
     watch, told = watched(good)
@@ -524,14 +524,14 @@ def test_attention_outside_the_hull_of_its_values_is_found_in_heads_that_no_row_
         return made
 
     watch, told = watched(wild, op=ATTN, w=w)
-    watch.judge.usual = 1e12  # the baseline's dissent is not asked
+    watch.judge.usual = 1e12  # the dissent check is not used
     watch(ATTN.arguments(inputs), (None,))
     assert told[0].evidence["check"] == "hull"
     assert told[0].evidence["index"] == [3, 5, 0, 2]
 
 
 def test_right_kernels_of_every_op_pass_every_check_on_their_own_inputs() -> None:
-    """The baseline against itself, hull and float64 rows included."""
+    """Run the baseline against itself, including hull and float64 rows."""
     for op in ops.OPS.values():
         first = op.cases(small(op))[0].workload
         inputs = op.inputs(first, 1)
@@ -545,7 +545,7 @@ def test_right_kernels_of_every_op_pass_every_check_on_their_own_inputs() -> Non
         assert watch.troubles == watch.unjudged == 0, op.name
 
 
-# --- whose fault --------------------------------------------------------------------------------------------------
+# --- blame --------------------------------------------------------------------------------------------------------
 
 
 def test_a_result_that_is_not_wrong_again_is_a_suspected_race() -> None:
@@ -588,8 +588,8 @@ def test_no_arm_is_blamed_if_the_baseline_fails_too(caplog: pytest.LogCaptureFix
     assert caplog.text.count("cannot be judged") == 1
 
 
-def test_checks_that_show_nothing_end_too() -> None:
-    """On a GPU that serves there is seldom room for the baseline: not each call may try."""
+def test_checks_without_a_result_are_limited() -> None:
+    """Limit such checks: a serving GPU seldom has memory for the baseline, so not every call may try."""
 
     def no_room(*values: Any) -> Tensor:
         raise torch.OutOfMemoryError("no room")
@@ -655,7 +655,7 @@ def raises(*values: Any) -> Tensor:
     raise ZeroDivisionError("no such tile")
 
 
-def test_a_kernel_that_raises_costs_the_call_nothing_but_time() -> None:
+def test_a_call_whose_kernel_raises_returns_the_baselines_result() -> None:
     for checked in (True, False):
         watch, told = watched(raises)
         result = (
@@ -770,7 +770,7 @@ def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
         assert torch.equal(bound(X[:2], WEIGHT), right(X[:2]))
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm", "bound afterwards"
         board.refresh()
-        assert dispatch.epoch() == 1, "the journal says nothing new"
+        assert dispatch.epoch() == 1, "the journal has no new fault"
     assert len(journal(home)) == 1
     assert "no longer serves: wrong in service" in caplog.text
 
@@ -785,7 +785,7 @@ def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, 
     assert elsewhere.candidate == "torch:rmsnorm"
     assert neighbour.epoch == 1
     neighbour.close()
-    later = Board(home)  # a new process knows the files alone
+    later = Board(home)  # a new process knows only the files
     assert later.bind(RMS, (X, WEIGHT)).candidate == "torch:rmsnorm"
     journal(home)[0].unlink()
     later.refresh()
@@ -852,7 +852,7 @@ def test_an_invalid_journal_file_disables_nothing(
     assert "x.json" in caplog.text
 
 
-def test_a_journal_others_could_have_written_is_not_believed(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: Callable[[str], Arm]) -> None:
     d = decision(W, user("good"))
     publish(home, d)
     fault = Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at="2026-01-03")
@@ -865,7 +865,7 @@ def test_a_journal_others_could_have_written_is_not_believed(home: Path, user: C
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm"
 
 
-def test_the_journal_keeps_what_a_check_saw_nan_included(home: Path, user: Callable[[str], Arm]) -> None:
+def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user: Callable[[str], Arm]) -> None:
     evidence = {"got": math.nan, "near": [1.0, -math.inf]}
     fault = Fault(cause="race", reason="r", decision=decision(W, user("good")), workload=W.key, evidence=evidence,
                   seen_at="2026-01-03")  # fmt: skip
@@ -873,7 +873,7 @@ def test_the_journal_keeps_what_a_check_saw_nan_included(home: Path, user: Calla
     assert found == replace(fault, evidence={"got": "nan", "near": [1.0, "-inf"]})
     assert len(list((home / "faults").iterdir())) == 1
     faults.write(home, fault)
-    assert len(list((home / "faults").iterdir())) == 1, "the same fault is one file"
+    assert len(list((home / "faults").iterdir())) == 1, "the same fault has two files"
 
 
 def test_guard_off_means_off(home: Path, user: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -940,7 +940,7 @@ def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_an
 
 
 @pytest.mark.parametrize("policy", [EVERY_CALL, CANARY_ONLY], ids=["checked", "between checks"])
-def test_arguments_on_another_device_than_it_was_bound_for_say_nothing_about_an_arm(
+def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_arm(
     home: Path, user: Callable[[str], Arm], policy: Policy
 ) -> None:
     publish(home, decision(W, user("homely")))
@@ -971,7 +971,7 @@ def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Calla
     board.close()
 
 
-def test_a_kernel_says_which_of_its_calls_are_checked(home: Path, user: Callable[[str], Arm]) -> None:
+def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[str], Arm]) -> None:
     publish(home, decision(W, user("good")))
     board = Board(home, Policy(shadow_rate=1 / 2000, max_share=math.inf))
     bound = board.bind(RMS, (X, WEIGHT))
@@ -1020,7 +1020,7 @@ def test_a_forked_child_checks_and_reports_independently(home: Path, user: Calla
     with dispatch.use(home) as board:
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
         (watch,) = board._watches.values()
-        watch.lock.acquire()  # as if another thread were in it
+        watch.lock.acquire()  # as if another thread held it
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Check that the guard works equally wherever the operands are, and for any default device of the process."""
+"""Test that the guard works for operands on any device, and for any default device of the process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from autosel.ops.contract import Match
 from autosel.values import Knobs
 from tests.null import test_guard as guards
 
-# --- a process whose tensors are made elsewhere -----------------------------------------------------------------------
+# --- another default device ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
-def test_a_process_that_makes_its_tensors_on_another_device_is_checked_as_any_other(
-    op: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`torch.set_default_device` is the user's, and Inductor sets it while it warms up."""
+def test_calls_are_checked_under_any_default_device(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with `torch.set_default_device`, which users set, and which Inductor sets during its warm-up."""
     w = op.cases(guards.small(op))[0].workload
     inputs = op.inputs(w, 1)
     kernel = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})
-    monkeypatch.setattr("autosel.guard.judge.FEW_ULPS", -1.0)  # everything looks wrong: every check is made
+    monkeypatch.setattr("autosel.guard.judge.FEW_ULPS", -1.0)  # every result looks wrong, so that every check is made
     watch, told = guards.watched(kernel, op=op, w=w)
     with torch.device("meta"):
         for _ in range(4):
@@ -38,7 +36,7 @@ def test_a_process_that_makes_its_tensors_on_another_device_is_checked_as_any_ot
     assert watch.rate.checks == 4
 
 
-def test_a_wrong_kernel_is_found_there_too_and_by_whom() -> None:
+def test_a_wrong_kernel_is_found_under_another_default_device_with_its_check() -> None:
     watch, told = guards.watched(guards.scaled)
     with torch.device("meta"):
         given = guards.call(watch)
@@ -47,11 +45,11 @@ def test_a_wrong_kernel_is_found_there_too_and_by_whom() -> None:
     assert rate.Rate(policy=rate.Policy()).deep, "or the rows in float64 were never asked"
 
 
-# --- a device with little room ----------------------------------------------------------------------------------------
+# --- a device with little memory -------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes of one tensor that was made, views left out."""
+    """Keep the largest size in bytes of a created tensor, without views."""
 
     nbytes = 0
 
@@ -62,8 +60,8 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_rows_of_a_paged_cache_take_the_pages_in_use_and_one_head_of_them() -> None:
-    """A block table reaches as far as the model's context, not as the sequences."""
+def test_rows_of_a_paged_cache_copy_only_one_head_of_the_pages_in_use() -> None:
+    """Copy only these pages: a block table covers the model's context, not only the sequences."""
     op = ops.find("paged_attn")
     w = op.workload("fp32", {"B": 3, "Hq": 8, "Hkv": 4, "S": 1, "D": 64, "L": 40, "page": 16})
     inputs = op.inputs(w, 1)
@@ -82,17 +80,17 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["autosel.guard.call._keep", "autosel.guard.watch.Judge.look"])
-def test_a_check_that_runs_out_of_memory_shows_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_runs_out_of_memory_has_no_result(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, no_room)
     watch, told = guards.watched(guards.good, policy=guards.CANARY_ONLY)
     for _ in range(rate.CANARY):
         assert watch.gap() == 1
         assert torch.allclose(guards.call(watch), guards.right(guards.X), rtol=1e-6)
-    assert watch.gap() == guards.NEVER, "not every call may try it for ever"
+    assert watch.gap() == guards.NEVER, "checks without a result are not limited"
     assert not told and watch.troubles == 0
 
 
-def test_a_replay_that_runs_out_of_memory_makes_no_device_suspect() -> None:
+def test_a_replay_that_runs_out_of_memory_does_not_make_the_device_suspect() -> None:
     calls = 0
 
     def once(*values: Any) -> torch.Tensor:
@@ -136,11 +134,11 @@ def test_kept_values_of_a_write_in_place_are_checked_once(monkeypatch: pytest.Mo
     assert len(judge._everywhere(Call(op, op.arguments(op.inputs(w, 1)), ()), 1)) == 1
 
 
-# --- a device that works by itself ------------------------------------------------------------------------------------
+# --- an asynchronous device ------------------------------------------------------------------------------------------
 
 
 class Device:
-    """A device whose time passes behind the host's; each arm states its time on both."""
+    """A device that works asynchronously; each arm has a time on the device and on the host."""
 
     def __init__(self, clock: guards.Clock) -> None:
         self.clock, self.took_ns, self.end, self.stream = clock, 0, self, None
@@ -170,7 +168,7 @@ class Device:
 def test_speeds_on_a_gpu_are_compared_by_the_clock_of_the_race(
     candidate: dict[str, int], baseline: dict[str, int], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A race on a GPU replays graphs; an arm promoted by it would lose each pair by what its launch costs the host."""
+    """Compare device times: races on a GPU replay graphs, and by host time an arm would lose by its launch overhead."""
     clock = guards.Clock()
     device = Device(clock)
     monkeypatch.setattr("autosel.guard.call._held", lambda values: device)

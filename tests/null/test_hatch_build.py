@@ -38,7 +38,7 @@ print(json.dumps({
 
 
 def relevant(folder: Path) -> set[str]:
-    """Files below a folder as a clone would have them."""
+    """Return the files below a folder that a clone would have."""
     return {
         str(p.relative_to(folder))
         for p in folder.rglob("*")
@@ -54,7 +54,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy, so that building leaves nothing behind in ours."""
+    """Return a copy of the checkout, so that building does not change ours."""
     copy = tmp_path_factory.mktemp("copy") / "autosel"
     ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
     shutil.copytree(CHECKOUT, copy, ignore=ignored)
@@ -90,7 +90,7 @@ def look(venv: Path) -> dict:
 # --- what the wheel holds ---------------------------------------------------------------------------------------------
 
 
-def test_the_wheel_runs_anywhere_under_its_own_name(wheel):
+def test_the_wheel_is_pure_python_with_the_projects_name(wheel):
     assert wheel.name.startswith("autosel_kernels-")
     assert wheel.name.endswith("-py3-none-any.whl")
 
@@ -110,7 +110,7 @@ def test_the_wheel_holds_nothing_else(wheel, checkout):
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"autosel"}
     assert {n.split("/")[2] for n in names if n.startswith("autosel/_data/")} == set(SHIPPED)
-    conformance = "autosel/testing/test_"  # tests for others to run
+    conformance = "autosel/testing/test_"  # the conformance suite, which users run
     assert not [n for n in names if "__pycache__" in n or ("/test_" in n and not n.startswith(conformance))]
 
 

@@ -1,4 +1,4 @@
-"""The engines' attention on stand-ins of them: another release's steps are left to its own attention, and told of."""
+"""Test the engines' attention on stand-ins: steps of other releases run the engine's own kernel, with a message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ D, H = 16, 2
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the calls of `paged`, which here serves everything."""
+    """Return the calls of `paged`, which serves every call here."""
     found: list[dict[str, Any]] = []
 
     def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, max_len: int, **named: Any) -> bool:
@@ -93,7 +93,7 @@ CACHE = torch.zeros(4, H, 16, 2 * D)
 
 
 def test_a_decode_step_of_the_vllm_it_was_written_for_is_served(vllm: Any, asked: list[dict[str, Any]]) -> None:
-    assert vllm_step(vllm, None, torch.empty(0)) == 1.0, "a profile run says nothing of it"
+    assert vllm_step(vllm, None, torch.empty(0)) == 1.0, "a profile run must not log"
     assert vllm_step(vllm, Metadata(), CACHE) == 7.0
     assert vllm_step(vllm, Metadata(max_query_len=5), CACHE) == 1.0
     (given,) = asked

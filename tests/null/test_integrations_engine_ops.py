@@ -42,7 +42,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("AUTOSEL_GUARD", "off")  # these kernels are wrong, and only who is called matters here
+    monkeypatch.setenv("AUTOSEL_GUARD", "off")  # these kernels are wrong; tests only check which one is called
     settings.read.cache_clear()
     yield tmp_path
     monkeypatch.undo()
@@ -65,7 +65,7 @@ def fault(d: Any) -> Fault:
 
 
 def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
-    """And not to autosel's baseline, which is eager PyTorch."""
+    """Run the engine's kernel, not autosel's baseline, which is eager PyTorch."""
     d = decision(W, arm("sevens"))
     publish(home, [d])
     with dispatch.use(home) as board:
@@ -81,7 +81,7 @@ def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[st
         assert norm() is None
 
 
-def test_calls_left_to_the_engine_are_counted_as_its_own_and_asked_for(home: Path) -> None:
+def test_calls_left_to_the_engine_are_counted_and_reported_as_misses(home: Path) -> None:
     publish(home, [])
     with dispatch.use(home) as board:
         assert [norm() for _ in range(3)] == [None] * 3
@@ -110,7 +110,7 @@ def test_calls_with_gradients_are_counted(home: Path) -> None:
         assert [(use.reason, use.calls) for use in board.uses()] == [(engine_ops.AUTOGRAD, 1)]
 
 
-def test_calls_after_an_exception_are_counted_as_the_engines_and_asked_for(
+def test_calls_after_an_exception_are_counted_as_the_engines_and_reported_as_misses(
     home: Path, arm: Callable[[str], Arm]
 ) -> None:
     publish(home, [decision(W, arm("raises"))])
@@ -147,7 +147,7 @@ def test_after_an_exception_the_engines_kernel_runs_with_one_warning(
 def test_no_kernel_is_loaded_during_a_capture(
     home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Shapes that ran before are served in it; new ones are the engine's, and not for ever."""
+    """Serve shapes that ran before; new shapes run the engine's kernel, until they are loaded outside a capture."""
     publish(home, [decision(W, arm("sevens"))])
     with dispatch.use(home):
         monkeypatch.setattr(engine_ops, "captured", lambda values: True)
@@ -215,14 +215,14 @@ def decided_elevens(home: Path, arm: Callable[[str], Arm]) -> Iterator[Any]:
         yield board
 
 
-def test_a_linear_without_a_decision_is_the_engines_own(home: Path) -> None:
+def test_a_linear_without_a_decision_runs_the_engines_kernel(home: Path) -> None:
     publish(home, [])
     with dispatch.use(home) as board:
         assert multiplied(2) == [8.0, 8.0]
         assert board.asked() == {PRODUCT: 2}
 
 
-def test_a_linear_runs_the_decided_kernel_where_it_is_faster(
+def test_a_linear_runs_the_decided_kernel_if_it_is_faster(
     decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_ops.Trial, "pays", True)
@@ -230,7 +230,7 @@ def test_a_linear_runs_the_decided_kernel_where_it_is_faster(
     assert multiplied(5) == [11.0] * 5
 
 
-def test_a_linear_runs_the_engines_own_where_that_is_faster(
+def test_a_linear_runs_the_engines_kernel_if_that_is_faster(
     decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_ops.Trial, "pays", False)
@@ -239,7 +239,7 @@ def test_a_linear_runs_the_engines_own_where_that_is_faster(
     assert any("own is faster here" in use.reason for use in decided_elevens.uses())
 
 
-def test_a_linear_whose_kernel_fails_is_the_engines_own(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_linear_whose_kernel_fails_runs_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
     publish(home, [decision(PRODUCT, arm("fails"))])
     with dispatch.use(home):
         assert multiplied(200) == [8.0] * 200

@@ -57,8 +57,8 @@ def contents(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_file_that_cannot_be_put_leaves_every_other_as_it_was(tmp_path: Path) -> None:
-    """The ones before it were moved already: they are moved back, and folders made for them are gone again."""
+def test_a_file_that_cannot_be_moved_leaves_all_others_unchanged(tmp_path: Path) -> None:
+    """Move back the files that were already moved, and remove the folders made for them."""
     put(tmp_path, "a.json", "sub/b.json")
     (tmp_path / "a.json").write_text("edited")
     (tmp_path / "blocked").write_text("a file where a folder is needed")
@@ -71,8 +71,8 @@ def test_a_file_that_cannot_be_put_leaves_every_other_as_it_was(tmp_path: Path) 
         assert sorted(p for p in tmp_path.rglob("*") if p.is_dir()) == folders_before
 
 
-def test_a_disk_that_fills_leaves_every_file_as_it_was(tmp_path: Path) -> None:
-    """In a process whose files may have 2 KiB: writing more fails there as it does on a full disk."""
+def test_a_full_disk_leaves_every_file_unchanged(tmp_path: Path) -> None:
+    """Write in a process whose files may have 2 KiB, where writing more fails as on a full disk."""
     put(tmp_path, "a.json")
     before = contents(tmp_path)
     script = f"""
@@ -116,7 +116,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> No
             folders.read(tmp_path)
 
 
-def test_an_engine_that_is_not_there_is_named_with_the_version_wanted(tmp_path: Path) -> None:
+def test_a_missing_engine_is_named_with_the_required_version(tmp_path: Path) -> None:
     made = put(tmp_path, "a.json")
     with pytest.raises(ask.NotInstalled) as error:
         ask._reply("vllm", "/srv/bin/python", made, '{"absent": "No module named vllm"}\n', "")
@@ -153,10 +153,10 @@ def test_bad_words_are_refused_with_the_next_step(
 
 
 @pytest.mark.parametrize(("engine", "plugin"), [("vLLM", vllm_plugin), ("SGLang", sglang_plugin)])
-def test_an_engine_of_another_interface_is_left_alone_with_both_versions(
+def test_an_engine_with_another_interface_is_not_changed_and_both_versions_are_named(
     engine: str, plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A package of that name which has nothing of what the plug-in takes hold of."""
+    """Test a package of that name without the functions that the plug-in uses."""
     monkeypatch.setitem(sys.modules, engine.lower(), types.ModuleType(engine.lower()))
     monkeypatch.setattr("autosel.integrations.plugged.version", lambda name: f"9.9 of {name}")
     plugin.register()

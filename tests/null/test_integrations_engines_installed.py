@@ -1,4 +1,4 @@
-"""Test which serving engines are found in an environment, and what `doctor` says of them."""
+"""Test which serving engines are found in an environment, and the report of `doctor` about them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
     return line
 
 
-def test_it_says_what_is_decided_for_this_process_and_for_other_numbers_of_threads(
+def test_the_line_counts_decisions_for_this_process_and_for_other_numbers_of_threads(
     home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads, mode = torch.get_num_threads() + 6, current_mode()

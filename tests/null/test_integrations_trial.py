@@ -11,7 +11,7 @@ from autosel.integrations.trial import TIMED, Trial
 
 
 class Clock:
-    """A clock that a call moves on by its cost."""
+    """A clock that each call advances by its cost."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -58,8 +58,9 @@ def test_the_first_calls_are_the_decided_kernels_and_do_not_count(clock: Clock) 
     assert compared.pays and clock.ran[:3] == ["preparing its weights"] * 3
 
 
-def test_the_order_is_mixed(clock: Clock) -> None:
-    """Layers come in the same order in every step: taking turns would time one kernel on the even layers alone."""
+def test_the_order_of_the_two_kernels_is_random(clock: Clock) -> None:
+    """Mix the order, because layers run in the same order in every step: alternating would time one kernel only on even
+    layers."""
     compared = Trial(0)
     while not compared.over:
         compared(clock.kernel("a", 10), clock.kernel("b", 10))

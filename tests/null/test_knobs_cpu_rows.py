@@ -1,4 +1,4 @@
-"""How many threads a row op is worth: closed forms over made-up CPUs."""
+"""Test the number of threads of row ops: closed forms on simulated CPUs."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def at(op: str, **dims: int) -> Workload:
         (rows.sample, at("sample", B=1, V=128_256, L=0)),
     ],
 )
-def test_one_row_is_one_threads_work(formula: object, workload: Workload) -> None:
+def test_one_row_gets_one_thread(formula: object, workload: Workload) -> None:
     assert formula(workload, EIGHT)["threads"] == 1  # type: ignore[operator]
 
 
-def test_many_rows_are_worth_every_thread() -> None:
+def test_many_rows_get_every_thread() -> None:
     assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), EIGHT)["threads"] == 8
     assert rows.swiglu(at("swiglu", M=64, I=14336), EIGHT)["threads"] == 8
 
 
 def test_a_norm_takes_the_time_of_its_arithmetic() -> None:
-    """64 rows of 4096: 102 us at 64 GFLOP/s, where reading them from L2 would take 13 us."""
+    """Check 64 rows of 4096: 102 us at 64 GFLOP/s, while reading them from L2 would take 13 us."""
     (knob,) = rows.rmsnorm(at("rmsnorm", M=64, d=4096), EIGHT).settings
     assert knob.inputs["serial_s"] == pytest.approx(102.4e-6)
     assert knob.value == 8
@@ -67,13 +67,13 @@ def test_a_single_long_gated_row_is_shared() -> None:
 
 
 def test_how_long_a_call_must_be_follows_the_measured_fork_join() -> None:
-    """18 us of one row, 14336 times 2.5 exponentials at 2 G/s: eight fork-joins of 3 us are longer, of 2 us not."""
+    """Check one row of 18 us, 14336 times 2.5 exponentials at 2 G/s: more than eight fork-joins of 2 us, not of 3."""
     row = at("swiglu", M=1, I=14336)
     assert rows.swiglu(row, dataclasses.replace(EIGHT, fork_join_s=3e-6))["threads"] == 1
     assert rows.swiglu(row, EIGHT)["threads"] == 7
 
 
-def test_a_dear_fork_join_keeps_one_thread() -> None:
+def test_an_expensive_fork_join_keeps_one_thread() -> None:
     dear = dataclasses.replace(EIGHT, fork_join_s=1e-3)
     assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), dear)["threads"] == 1
 

@@ -1,4 +1,4 @@
-"""The GPU closed forms: figures worked by hand for an H200 and an RTX 5070 Ti; what must hold on every device."""
+"""Test the GPU closed forms: figures worked by hand for an H200 and an RTX 5070 Ti, and properties on every device."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_pdl_ring_and_l2_persistence():
     assert step.l2_persistence_s(EVERY["rtx-5080"]) / us == pytest.approx(40, abs=1.5)
 
 
-# --- what must hold on every device -----------------------------------------------------------------------------------
+# --- properties on every device --------------------------------------------------------------------------------------
 
 OPS = [
     linear(1, 4096), linear(4, 1024), linear(32, 6144), linear(1024, 4096), linear(1, 4096, dtype="fp8_e4m3"),
@@ -368,12 +368,12 @@ def test_crossovers_are_in_order(device):
 
 
 def part(f: GpuFacts, of: int) -> GpuFacts:
-    """One of so many slices of a device (MIG)."""
+    """Return one of this many slices of a device (MIG)."""
     rates = {n: getattr(f, n) / of for n in ("read", "l2", "bf16_flops", "fp8_flops")}
     return replace(f, sms=max(1, f.sms // of), l2_bytes=f.l2_bytes // of, **rates)
 
 
-# An Orin: 16 SMs beside LPDDR5; and latencies as only a disturbed probe measures them.
+# An Orin: 16 SMs with LPDDR5; and latencies that only a disturbed probe measures.
 ORIN = replace(
     EVERY["a100-80"], cc=(8, 7), sms=16, l2_bytes=4 << 20, smem_per_sm=164 << 10, smem_per_cta=163 << 10,
     ctas_per_sm=16, threads_per_sm=1536, read=1.8e11, l2=8e11, latency_s=8e-7, clock_hz=1.3e9, bf16_flops=4e13,
@@ -425,7 +425,7 @@ def test_attention_stays_within_any_device(device, b, length, heads, d, dtype, r
     assert p["tile_q"] * token // 2 + p["stages"] * p["tile_k"] * token <= f.smem_per_cta
 
 
-# --- what a fingerprint must bring ------------------------------------------------------------------------------------
+# --- required parts of a fingerprint ---------------------------------------------------------------------------------
 
 
 def test_a_cpu_fingerprint_is_refused():

@@ -1,4 +1,4 @@
-"""The closed forms of CUTLASS's products: figures worked by hand; what must hold on every device at every shape."""
+"""Test the closed forms of CUTLASS's products: figures worked by hand, and properties on every device and shape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rows_of_x_that_narrow_tiles_may_meet(f, most):
 @pytest.mark.parametrize(
     ("m", "n", "tile", "stages", "split"),
     [
-        (16, 4096, (64, 16), 8, 1),  # 64 tiles, S_min 58: readers enough; 57 KB of 8 KB a stage under way
+        (16, 4096, (64, 16), 8, 1),  # 64 tiles, S_min 58: enough readers; 57 KB in flight at 8 KB a stage
         (16, 1024, (128, 16), 5, 8),  # 8 tiles: 58 / 8
         (81, 4096, (128, 128), 5, 2),  # x too tall for narrow tiles; 32 wide ones
         (128, 28672, (128, 128), 5, 1),
@@ -60,7 +60,7 @@ def test_hopper_reuses_large_tiles_on_an_h200():
     [
         (16, 4096, (64, 16), 4, 1),  # 64 tiles, S_min 22; 22 KB of 8 KB a stage
         (16, 1024, (64, 16), 4, 2),  # 16 tiles of 24.6 KB under way are 393 KB of 494
-        (128, 28672, (64, 128), 3, 1),  # 224 wide tiles would do, but 137 > 128 rows leave narrow ones their x
+        (128, 28672, (64, 128), 3, 1),  # 224 wide tiles would suffice, but 137 > 128 rows leave narrow ones their x
     ],
 )
 def test_ampere_streams_weights_on_a_5070_ti(m, n, tile, stages, split):
@@ -73,7 +73,7 @@ def test_ampere_reuses_large_tiles_on_a_5070_ti():
 
 
 def test_a_last_wave_that_is_nearly_empty_is_split_where_k_is_long():
-    """A100, M = 256: 128 tiles of 64 x 128 on 108 SMs take two waves; in five parts they take 6 / 5."""
+    """Check an A100 at M = 256: 128 tiles of 64 x 128 on 108 SMs take two waves; in five parts they take 6 / 5."""
     knobs = cutlass.ampere(linear(256, 4096, 14336), EVERY["a100-80"])
     assert told(knobs, "rows", "columns", "split_k") == (64, 128, 5)
     assert cutlass.ampere(linear(256, 4096, 12288), EVERY["a100-80"])["split_k"] == 1
@@ -131,7 +131,7 @@ def test_streaming_reaches_the_readers_it_needs_or_runs_out_of_k(m, n, k, f, dty
 
 @pytest.mark.parametrize("f", EVERY.values(), ids=EVERY)
 def test_decode_attention_lacks_neither_bytes_under_way_nor_multiply_adds(f):
-    """llama-8b, 8192 tokens: what TMA and wgmma would bring more of."""
+    """Check llama-8b at 8192 tokens: bytes in flight and multiply-adds, the gains of TMA and wgmma, do not limit it."""
     cache = attention.Cache(
         heads=8, query_heads=32, group=4, head_dim=128, length=8192, dtype_bytes=2, page=0, ragged=False
     )

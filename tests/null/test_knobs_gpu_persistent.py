@@ -76,7 +76,7 @@ def test_a_cpu_is_refused() -> None:
 
 @pytest.mark.parametrize("model", sorted(PRESETS))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_preset_is_taken_in_narrow_types(monkeypatch: pytest.MonkeyPatch, model: str, dtype: str) -> None:
+def test_every_preset_is_supported_in_narrow_types(monkeypatch: pytest.MonkeyPatch, model: str, dtype: str) -> None:
     monkeypatch.setattr("autosel.candidates.cuda.step.find_compiler", lambda: "g++")
     for device in names():
         assert isinstance(supports(attn(*PRESETS[model], dtype=dtype), load(device)), Accepted), device
@@ -112,11 +112,11 @@ US = 1e-6
 
 
 def test_the_model_of_both_ways_gives_what_others_saw_of_llama_1b_on_an_h200() -> None:
-    """760 us for one launch, 795 us for a graph of dependent launches; about 100 of either."""
+    """Compare with published times: 760 us for one launch, 795 us for a graph of dependent launches; within 100 us."""
     seen = predict(StepCost(kernels=100, bytes_read=2.47e9, flops=2.5e9), 100, facts(load("h200")), dependent=True)
     assert seen.launch_s == pytest.approx(760 * US, rel=0.01)
     assert seen.graph_s == pytest.approx(795 * US, rel=0.01)
-    assert not seen.wins  # 4.3 %: too little for a try
+    assert not seen.wins  # 4.3 %: too little for a race
 
 
 @pytest.mark.parametrize(

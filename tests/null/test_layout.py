@@ -32,14 +32,14 @@ def modules() -> set[str]:
 
 
 def packages() -> set[str]:
-    """Return the folders' names, in the same spelling."""
+    """Return the names of packages, in the same spelling."""
     folders = [path.parent.relative_to(ROOT / "autosel") for path in (ROOT / "autosel").rglob("*.py")]
     folders += [Path("benchmarks/gpu"), Path("docs"), Path("docs/guides"), Path("locks")]
     return {"_".join(path.parts) for path in folders if path.parts}
 
 
 def names_what_it_tests(stem: str) -> bool:
-    """True of a topic, a package, a module, and a module with the aspect that the file is about."""
+    """Return True for the name of a topic, a package or a module, and for a module with an aspect."""
     name = stem.removeprefix("test_")
     if name in TOPICS or name in packages():
         return True
@@ -68,9 +68,9 @@ def test_each_topic_has_a_file() -> None:
         ("test_certify_verify_lies", True),  # a module and an aspect
         ("test_kernels_cpu_team", True),  # a header
         ("test_ledger_faulty", False),  # a package has modules, no aspects
-        ("test_persistent", False),  # two modules are called so: which?
+        ("test_persistent", False),  # ambiguous: two modules have this name
         ("test_best", False),
     ],
 )
-def test_the_rule(stem: str, is_named: bool) -> None:
+def test_the_rule_for_file_names(stem: str, is_named: bool) -> None:
     assert names_what_it_tests(stem) is is_named

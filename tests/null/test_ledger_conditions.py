@@ -1,4 +1,4 @@
-"""For which other conditions something is decided, in the words that every verb uses."""
+"""Test the text of every verb about decisions for other conditions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_difference_between_two_devices_is_named(there: Fingerprint, told: s
 
 
 @pytest.mark.parametrize("reason", ["no decision for rmsnorm/M1.N64/fp32", "won 42 of 42", "tuned with\n2", "tuned"])
-def test_another_reason_is_not_taken_for_conditions(reason: str) -> None:
+def test_other_reasons_are_not_treated_as_conditions(reason: str) -> None:
     assert told_in(reason) == ""
     assert told_in("tuned with " + "x" * 500) == ""
 
@@ -92,7 +92,7 @@ def test_no_reason_without_decisions_or_with_one_for_these_conditions() -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_a_device_is_known_by_any_fingerprint_that_is_stored_of_it() -> None:
+def test_a_device_is_recognised_by_any_of_its_stored_fingerprints() -> None:
     store.of_hardware.cache_clear()
     made = dataclasses.replace(cpu(cpus=2), environment={"torch": "1"})
     assert store.of_hardware(made.hw_id) is None

@@ -27,7 +27,7 @@ Said = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line: (exit code, stdout, stderr)."""
+    """Run a command line; return (exit code, stdout, stderr)."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(list(arguments))
@@ -64,7 +64,7 @@ def hold(ledger: Ledger, fp: Fingerprint, of: Arm) -> int:
 
 
 def release_in(text: str) -> list[str]:
-    """The words of the command that a text gives."""
+    """Return the words of the command in a text."""
     found = re.search(r"autosel (db release( \d+)+)", text)
     assert found, text
     return shlex.split(found[1])
@@ -91,7 +91,9 @@ def report() -> Report:
     )
 
 
-def test_tune_says_who_did_not_race_and_how_to_release_them(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+def test_tune_names_quarantined_candidates_and_how_to_release_them(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
     show_remarks(report())
     text = capsys.readouterr().out
     assert "3 kernels are in quarantine and will not race: cpp:one, cpp:two, cpp:three\n" in text
@@ -102,7 +104,7 @@ def test_tune_says_who_did_not_race_and_how_to_release_them(capsys: pytest.Captu
     ]
 
 
-def test_explain_says_who_may_not_race_for_the_op(held: list[int], said: Said) -> None:
+def test_explain_names_quarantined_candidates_of_the_op(held: list[int], said: Said) -> None:
     code, text, _ = said("explain", "rmsnorm")
     assert code == 0
     told = f"held cpp:one is in quarantine and will not race: crash: {REASON} autosel db release {held[0]} lets it race"
@@ -123,7 +125,7 @@ def test_explain_failed_lists_quarantines_with_their_commands(held: list[int], s
     assert "lets it race again" in " ".join(text.split())
 
 
-def test_the_dashboards_first_page_does_not_call_it_all_well(held: list[int], home: Path, said: Said) -> None:
+def test_the_dashboards_first_page_shows_quarantines(held: list[int], home: Path, said: Said) -> None:
     pytest.importorskip("starlette")
     from tests.null.daemon_app import App, over_tcp
 

@@ -71,7 +71,7 @@ def promoted(home: Path, **changes: Any) -> Decision:
         )  # fmt: skip
 
 
-def test_the_verbs_say_it(recorded: Record, said: Said) -> None:
+def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None:
     recorded(BUSY)
     table = said("best", "attn")
     assert "2.0x ≥1.90*" in table and f"* {TOLD}" in table
@@ -94,14 +94,14 @@ def test_systems_that_cannot_repeat_samples_are_marked(recorded: Record, said: S
     assert "samples kept as they came" in said("best", "attn")
 
 
-def test_a_selection_explains_it(recorded: Record, home: Path) -> None:
+def test_a_selection_explains_the_mark(recorded: Record, home: Path) -> None:
     recorded(BUSY)
     with dispatch.use(home) as board:
         assert TOLD in board.resolution(ops.find("attn"), WORK).explain()
 
 
 @pytest.mark.parametrize(("conditions", "shown"), [(BUSY, True), (QUIET, False)])
-def test_the_dashboard_and_the_metrics_say_it(
+def test_the_dashboard_and_the_metrics_mark_a_contended_effect(
     recorded: Record, home: Path, conditions: Conditions, shown: bool
 ) -> None:
     made = recorded(conditions)
@@ -115,7 +115,8 @@ def test_the_dashboard_and_the_metrics_say_it(
 
 
 def test_two_candidates_have_one_ratio_wherever_it_is_shown(home: Path, said: Said) -> None:
-    """The effect is measured in the confirming sessions, the next best in screening: of the baseline it is one."""
+    """Show one ratio if the next best is the baseline: the effect is from confirming sessions, the next best from
+    screening."""
     promoted(home, next_best=("torch:sdpa", 2.7))
     assert json.loads(said("best", "attn", "--json"))["next_best"] == {"candidate": "torch:sdpa", "speedup": 2.0}
     assert "2.7x" not in said("best", "attn")

@@ -32,7 +32,7 @@ def script() -> ModuleType:
 
 
 def lines(lock: Path) -> dict[str, tuple[Version, set[str]]]:
-    """{name: (version, who needs it)}"""
+    """Return {name: (version, extras that need it)}."""
     found = {}
     for row in lock.read_text().splitlines():
         if row.startswith("#"):
@@ -50,7 +50,7 @@ def test_there_is_a_lock_for_each_python_and_each_build_of_torch() -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
-def test_a_lock_says_for_what_it_is_and_whether_it_was_tested(script: ModuleType, lock: Path) -> None:
+def test_a_lock_names_its_python_and_build_and_if_it_was_tested(script: ModuleType, lock: Path) -> None:
     python, build = re.fullmatch(r"py3(\d+)-(\w+)", lock.stem).groups()
     version = script.TORCH_FOR_CUDA_12_8 if build == "cu128" else script.TORCH
     first, *others = lock.read_text().splitlines()
@@ -90,7 +90,7 @@ def test_a_lock_for_a_cpu_has_nothing_that_only_a_gpu_needs() -> None:
             assert not {name for name in of_torch if name.startswith(("nvidia-cu", "cuda-", "cupy", "triton"))}
 
 
-def test_the_engines_that_tests_ask_are_locked() -> None:
+def test_the_engines_of_the_tests_are_locked() -> None:
     asked = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         calls = re.findall(r"(?:engines\.)?(?:missing|paths)\(((?:\"[\w-]+\"(?:, )?)+)\)", path.read_text())

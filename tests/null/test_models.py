@@ -1,4 +1,4 @@
-"""Presets, config.json in both spellings, every refusal, and the workloads of a step."""
+"""Test presets, config.json in both spellings, every refusal, and the workloads of a step."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_published_config_is_the_preset(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_new_spelling_says_the_same_as_the_old(folder: Path, name: str) -> None:
+def test_the_new_spelling_gives_the_same_model_as_the_old(folder: Path, name: str) -> None:
     write(folder, respelled(PUBLISHED[name]))
     assert renamed(models.load(folder), name) == models.load(name)
 
@@ -395,12 +395,12 @@ def test_a_wrong_name_suggests_the_right_one() -> None:
         models.load("llama8b")
 
 
-def test_a_hub_name_says_that_nothing_is_downloaded() -> None:
+def test_a_hub_name_is_refused_because_models_are_not_downloaded() -> None:
     with pytest.raises(BadConfig, match=r"hf download meta-llama/Llama-3\.1-8B"):
         models.load("meta-llama/Llama-3.1-8B")
 
 
-def test_a_missing_path_and_a_folder_without_config_are_said(tmp_path: Path) -> None:
+def test_a_missing_path_and_a_folder_without_config_are_reported(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="no such checkpoint"):
         models.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -414,7 +414,7 @@ def test_a_path_no_system_would_open_is_refused(name: str) -> None:
         models.load(name)
 
 
-def test_a_preset_wins_over_a_folder_of_its_name_and_a_path_over_the_preset(
+def test_a_preset_name_selects_the_preset_and_a_path_selects_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llama-8b").mkdir()
@@ -426,7 +426,7 @@ def test_a_preset_wins_over_a_folder_of_its_name_and_a_path_over_the_preset(
 
 @pytest.mark.parametrize("name", ["llama-8b", "Llama-8B"])
 def test_a_checkpoint_with_the_name_of_a_preset_of_other_sizes_is_refused(tmp_path: Path, name: str) -> None:
-    """A certificate names its model: two layers of that name would pass for the model that everybody knows."""
+    """Refuse it, because a certificate names its model: two layers with that name would pass for the known model."""
     (tmp_path / name).mkdir()
     write(tmp_path / name, {**LLAMA_8B, "num_hidden_layers": 2})
     for path in (tmp_path / name, tmp_path / name / "config.json"):
@@ -447,7 +447,7 @@ FIELDS = sorted({*LLAMA_8B, *GEMMA_1B, *GEMMA_4B, "layer_types", "rope_parameter
     base=st.sampled_from([LLAMA_8B, GEMMA_1B, GEMMA_4B, QWEN_4B, MISTRAL_7B]),
     changes=st.dictionaries(st.sampled_from(FIELDS), json_values, min_size=1, max_size=3),
 )
-def test_no_field_of_any_type_gets_past_as_anything_but_a_shape_or_a_refusal(
+def test_any_value_of_any_field_gives_a_shape_or_a_refusal(
     tmp_path_factory: pytest.TempPathFactory, base: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.json"
@@ -524,7 +524,7 @@ def test_an_all_sliding_model_lists_no_full_attention_beyond_its_window(folder: 
 
 
 @given(context=st.integers(1, 1 << 20))
-def test_every_context_up_to_the_asked_one_falls_into_a_listed_bucket(context: int) -> None:
+def test_every_context_up_to_the_requested_one_is_in_a_listed_bucket(context: int) -> None:
     lengths = context_lengths(context)
     covered = {length_bucket(n) for n in lengths}
     for used in {128, 129, 200, context // 2, context - 1, context}:

@@ -11,7 +11,7 @@ import pytest
 from autosel import settings
 from autosel.native import cuda
 
-# The part of nvcc that is called: its version, its targets, and its own path.
+# The used part of nvcc: its version, its targets, and its path.
 NVCC = """#!/bin/sh
 case "$1" in
 --version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;
@@ -23,7 +23,7 @@ esac
 
 @pytest.fixture
 def pips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """pip's toolkit: nvcc in this environment, the runtime's headers in the one whose torch is reused. No other."""
+    """Provide only pip's toolkit: nvcc in this environment, the runtime's headers in the one whose torch is reused."""
     ours, theirs = (tmp_path / name / "nvidia" / "cu13" for name in ("ours", "theirs"))
     (ours / "bin").mkdir(parents=True)
     (ours / "bin" / "nvcc").write_text(NVCC)

@@ -1,4 +1,4 @@
-"""attn over keys and values in a format: values worked out by hand, and the mistakes of a kernel, each refused."""
+"""Test attn over keys and values in a format: values worked by hand, and each mistake of a kernel is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def e4m3(*bits: int) -> Tensor:
 
 
 def test_attention_over_codes_worked_out_by_hand() -> None:
-    """Two keys of equal scores: the mean of their values, 448 and 2^-9, by the scale."""
+    """Attend to two keys of equal scores: the result is the mean of their values, 448 and 2^-9, times the scale."""
     k = Cached.of(FP8, codes=e4m3(0x38, 0x38).view(1, 1, 2, 1), scales=torch.tensor([3.0]))
     v = Cached.of(FP8, codes=e4m3(0x7E, 0x01).view(1, 1, 2, 1), scales=torch.tensor([0.5]))
     rest = {"lengths": None, "max_len": 2, "scale": 0.0, "window": 0, "softcap": 0.0}
@@ -61,7 +61,7 @@ def test_heads_are_quantised_to_their_largest_element_and_come_back(name: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("traits", [{}, {"ragged": True, "window": 37, "softcap": 20.0}], ids=["plain", "all"])
-def test_the_eager_way_passes_every_case(dtype: DTypeName, name: str, traits: dict[str, Any]) -> None:
+def test_the_eager_op_passes_every_case(dtype: DTypeName, name: str, traits: dict[str, Any]) -> None:
     wrong = []
     for case in OP.cases(OP.workload(dtype, CACHE, **traits, cache=name)):
         inputs = case.make(5)
@@ -83,7 +83,7 @@ def nan_as_480(x: Tensor) -> Tensor:
 
 
 def fnuz(x: Tensor) -> Tensor:
-    """The other e4m3, of half the size, with infinity where 448 is."""
+    """Read codes as the other e4m3 (fnuz), with half the values, and infinity for 448."""
     return torch.where(x.abs() == 448.0, float("inf"), x)
 
 
@@ -92,7 +92,7 @@ def unsigned(x: Tensor) -> Tensor:
 
 
 def half_down(x: Tensor) -> Tensor:
-    """A mantissa bit lost."""
+    """Drop a mantissa bit."""
     return x.view(-1).view(torch.int32).bitwise_and(~0x1FFFFF).view(torch.float32).view(x.shape)
 
 
@@ -109,7 +109,7 @@ def nan_ignored(scales: Tensor) -> Tensor:
 
 
 def attended(inputs: dict[str, Any], wrong: dict[str, Numbers]) -> Tensor:
-    """By attn's own eager way on the numbers; `wrong` changes a part: `k.codes` as read, `v.scales` ..."""
+    """Compute attn eagerly on the dequantised numbers; `wrong` changes a part: `k.codes`, `v.scales` ..."""
 
     def read(name: str) -> Tensor:
         codes, scales = inputs[name].codes.float(), inputs[name].scales
@@ -147,7 +147,7 @@ def case_named(name: str) -> Case:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_case_refuses_the_mistake_it_is_there_for(name: str, wrong: dict[str, Numbers]) -> None:
+def test_each_case_refuses_its_mistake(name: str, wrong: dict[str, Numbers]) -> None:
     made = case_named(name)
     assert isinstance(judged(made), Match)
     assert isinstance(judged(made, **wrong), Mismatch)

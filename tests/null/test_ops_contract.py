@@ -115,7 +115,7 @@ def test_refresh_keeps_the_streamed_operands_and_redraws_the_others(w: Workload)
 
 @by_op
 def test_activations_and_weights_are_drawn_apart(w: Workload) -> None:
-    """One stream for both would make q the beginning of k."""
+    """Draw them from separate streams; otherwise q would be the beginning of k."""
     floats = [v.flatten()[:16] for v in tensors(OPS[w.op].inputs(w, 1)).values() if v.dtype == torch.bfloat16]
     for i, a in enumerate(floats):
         assert all(not torch.equal(a, b) for b in floats[i + 1 :])
@@ -159,7 +159,7 @@ def test_the_reference_itself_is_right_and_its_bound_covers_every_element(w: Wor
         assert bool((tolerance >= 0).all()) and bool(tolerance.isfinite().all())
 
 
-COUNTED = ("attn", "paged_attn", "kv_append", "sample")  # by the properties of their operands
+COUNTED = ("attn", "paged_attn", "kv_append", "sample")  # decided by the properties of their operands
 
 
 @pytest.mark.parametrize("w", [w for w in WORKLOADS if w.op not in COUNTED], ids=lambda w: w.op)
@@ -191,7 +191,7 @@ def test_costs_grow_with_the_work(w: Workload) -> None:
 
 
 def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
-    """For reference, sampled rows and baseline: the first page belongs to a neighbour, and a table's -1 must not read
+    """Check reference, sampled rows and baseline: the first page belongs to a neighbour, and a table's -1 must not read
     it."""
     op = OPS["paged_attn"]
     inputs = op.inputs(op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16}), 1)
@@ -210,7 +210,7 @@ def test_paged_attention_keeps_a_nan_within_its_sequence() -> None:
 
 @pytest.mark.parametrize("beyond", [-1, 0, 10**6], ids=["none", "a neighbour's", "no page"])
 def test_block_table_entries_beyond_a_rows_length_are_never_read(beyond: int) -> None:
-    """Engines leave there what an earlier request had, in a pool that was larger or is another's now."""
+    """Check this, because engines leave entries of earlier requests there, whose pages may not exist any more."""
     op = OPS["paged_attn"]
     w = op.workload("fp32", {"B": 3, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16})
     inputs = op.inputs(w, 1)

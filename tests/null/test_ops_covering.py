@@ -1,4 +1,4 @@
-"""Covering arrays: every pair that can occur does, and nothing that is not admitted."""
+"""Test covering arrays: they contain every possible pair, and no excluded one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from autosel.ops.covering import Pair, Row, covering, pairs_of
 
-Rule = tuple[int, int, int, int]  # two factors and the values of theirs that exclude each other
+Rule = tuple[int, int, int, int]  # two factors, and pairs of their values that exclude each other
 
 shapes = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], list[Rule]]:
-    """Sizes of factors, and a few exclusions."""
+    """Draw sizes of factors, and a few exclusions."""
     sizes = draw(shapes)
     rules = []
     for _ in range(draw(st.integers(0, 6))):
@@ -32,7 +32,7 @@ def admitted_by(rules: list[Rule]) -> Callable[[Sequence[int | None]], bool]:
 
 
 def possible(sizes: list[int], rules: list[Rule]) -> set[Pair]:
-    """By trying every row."""
+    """Return the possible pairs, found by trying every row."""
     admits = admitted_by(rules)
     return {pair for row in product(*map(range, sizes)) if admits(row) for pair in pairs_of(row)}
 
@@ -60,7 +60,7 @@ def test_given_rows_are_not_repeated_and_the_rest_is_covered(problem: tuple[list
 
 
 @given(shapes, st.integers(0, 99))
-def test_it_takes_far_fewer_rows_than_there_are(sizes: list[int], seed: int) -> None:
+def test_an_array_has_far_fewer_rows_than_all_combinations(sizes: list[int], seed: int) -> None:
     rows = covering(sizes, lambda _: True, Random(seed))
     two_largest = sorted(sizes)[-1] * sorted(sizes)[-2]
     assert two_largest <= len(rows) <= 2 * two_largest + 6

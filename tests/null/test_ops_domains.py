@@ -1,4 +1,4 @@
-"""Each op declares what every dimension of its contract ranges over; its array holds every pair of these values."""
+"""Test that each op declares values of every dimension of its contract, and that its array has every pair of them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_value_of_every_domain_occurs_in_the_first_rows(op: Op) -> None:
 
 @by_op
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_cases_are_what_they_say_small_and_repeatable(op: Op, dtype: Any) -> None:
+def test_cases_match_their_names_are_small_and_repeatable(op: Op, dtype: Any) -> None:
     w = workload(op, dtype)
     array, again = (Array(op, w, 7, traits=True) for _ in range(2))
     cases = array.cases(lambda _: True)
@@ -133,7 +133,7 @@ def test_cases_are_what_they_say_small_and_repeatable(op: Op, dtype: Any) -> Non
 
 
 @by_op
-def test_traits_and_sizes_stay_where_they_are_to_stay(op: Op) -> None:
+def test_fixed_traits_and_sizes_do_not_vary(op: Op) -> None:
     w = workload(op)
     for case in Array(op, w, 5).cases(lambda _: True):
         assert case.workload.traits == w.traits
@@ -174,7 +174,7 @@ def covers_every_level_of_what_is_accepted(op: Op, w: Workload) -> None:
 
 
 def test_a_value_of_a_scalar_changes_the_result() -> None:
-    """For each scalar: an answer for another of its values is refused, in nearly every case that has it."""
+    """Refuse the answer for another value of each scalar, in nearly every case that has the scalar."""
     for op in OPS.values():
         for name, domain in op.domains.items():
             if domain.kind != "scalar" or domain.follows or op.name == "sample":

@@ -1,4 +1,4 @@
-"""The baselines make every tensor where their operands are."""
+"""Test that baselines create every tensor on the device of their operands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORKLOADS: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
 def test_a_baseline_stays_on_the_device_of_its_operands(
     op: str, function: str, dims: dict[str, int], traits: dict[str, Scalar], prealloc: bool
 ) -> None:
-    """Tensors created without a device would be on another one, as next to operands on a GPU."""
+    """Check this with another default device: tensors created without a device would be there."""
     contract = OPS[op]
     w = contract.workload("bf16", dims, **traits)
     arguments = contract.arguments(contract.inputs(w, 1))
@@ -59,7 +59,7 @@ def test_a_baseline_stays_on_the_device_of_its_operands(
 
 @pytest.mark.parametrize("page", [0, 16])
 def test_writes_in_place_stay_on_the_device_of_the_cache(page: int) -> None:
-    """A call on a GPU is checked too: an index made on another device would end each check before it began."""
+    """Check the indices of writes too: an index on another device would make every check of the guard fail."""
     op = OPS["kv_append"]
     w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
     inputs = op.inputs(w, 1)
@@ -77,7 +77,7 @@ def test_writes_in_place_stay_on_the_device_of_the_cache(page: int) -> None:
 
 @pytest.mark.parametrize(("op", "dims", "stray"), [("linear", {"M": 2, "N": 8, "K": 16}, "w"), ("attn", HEADS, "v")])
 def test_operands_on_two_devices_are_refused_by_name(op: str, dims: dict[str, int], stray: str) -> None:
-    """Before any kernel is handed an address that is another memory's."""
+    """Refuse them before a kernel gets an address in another memory."""
     inputs = OPS[op].inputs(OPS[op].workload("bf16", dims), 1)
     inputs[stray] = inputs[stray].to("meta")
     with pytest.raises(BadArguments, match=rf"{stray} is on meta, (x|q) on cpu"):
@@ -88,7 +88,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def drawn(dtype: torch.dtype, queries: int = 1, group: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [2,2*group,queries,64], k and v [2,2,24,64]: beyond the 20th key large scores, with large values behind."""
+    """Draw q [2,2*group,queries,64], k and v [2,2,24,64], with large scores and values beyond the 20th key."""
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 2 * g, n, 64, generator=draw).to(dtype) for g, n in ((group, queries), (1, 24), (1, 24)))
     k[:, :, 20:] *= 2000.0
@@ -98,7 +98,7 @@ def drawn(dtype: torch.dtype, queries: int = 1, group: int = 1) -> tuple[torch.T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_positions_stay_hidden_for_any_scores(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper PyTorch takes cuDNN's attention, and gives it a boolean mask as a bias of -65504."""
+    """Test this because on Hopper PyTorch uses cuDNN's attention, with a boolean mask as a bias of -65504."""
     q, k, v = drawn(dtype)
     mask = (torch.arange(24) < 20)[None, None, None]
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -122,7 +122,7 @@ def test_masked_positions_stay_hidden_for_any_scores(dtype: torch.dtype, monkeyp
 def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
     dtype: torch.dtype, queries: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If PyTorch has no kernel for a group with a mask, it is not called for one, and the result is the same."""
+    """If PyTorch has no kernel for a group with a mask, the baseline expands the group, with the same result."""
     q, k, v = drawn(dtype, queries, group=4)
     mask = (torch.arange(24) < torch.arange(18, 18 + queries)[:, None]).expand(rows, 1, queries, 24)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -145,6 +145,6 @@ def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
 
 def test_a_group_that_flash_takes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(torch.bfloat16, 3, group=4)
-    monkeypatch.delattr(eager, "_multiplies_matrices")  # undecided: checking would cost a call
+    monkeypatch.delattr(eager, "_multiplies_matrices")  # unknown: checking would need a call
     wanted = F.scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3], is_causal=True, enable_gqa=True)
     torch.testing.assert_close(eager._on_gpu(q, k[:, :, :3], v[:, :, :3], None, True, 0.0), wanted)

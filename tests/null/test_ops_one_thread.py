@@ -13,7 +13,7 @@ def seen_by_another() -> int:
         return pool.submit(torch.get_num_threads).result()
 
 
-def test_the_process_has_its_threads_again_however_users_overlap() -> None:
+def test_the_number_of_threads_is_restored_for_overlapping_users() -> None:
     before, entered, go = torch.get_num_threads(), Event(), Event()
     torch.set_num_threads(3)
 
@@ -37,7 +37,7 @@ def test_the_process_has_its_threads_again_however_users_overlap() -> None:
         torch.set_num_threads(before)
 
 
-def test_an_error_leaves_it_too() -> None:
+def test_the_number_of_threads_is_restored_after_an_error() -> None:
     before = torch.get_num_threads()
     try:
         with one_thread(), one_thread():

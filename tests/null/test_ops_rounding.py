@@ -35,7 +35,7 @@ def test_flushing_a_subnormal_result_is_within_the_bound_of_a_store(value: float
 
 
 @given(st.floats(1e-3, 1e3), dtypes)
-def test_a_store_does_not_excuse_three_roundings(value: float, dtype: str) -> None:
+def test_the_bound_of_a_store_excludes_three_roundings(value: float, dtype: str) -> None:
     y = torch.tensor([value], dtype=torch.float64)
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}[dtype]
     assert bool(stored(y, torch.zeros(1), dtype) < 3 * unit * y)
@@ -44,7 +44,7 @@ def test_a_store_does_not_excuse_three_roundings(value: float, dtype: str) -> No
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), dtypes, st.floats(0.0, 4.0))
 def test_an_fp32_sum_in_any_order_stays_within_its_bound(seed: int, k: int, dtype: str, tilt: float) -> None:
-    """tilt moves the operands off zero: sums that grow, where roundings weigh most."""
+    """Move the operands off zero by `tilt`, so that sums grow and roundings are largest."""
     generator = torch.Generator().manual_seed(seed)
     x, w = (((torch.randn(1, k, generator=generator)) + tilt).to(DTYPE[dtype]) for _ in range(2))
     terms = (x.float() * w.float())[0]

@@ -1,4 +1,4 @@
-"""The sampling contract against a definition written out by hand, and what its judge lets through."""
+"""Test the sampling contract against a definition written by hand, and the results that its judge accepts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_top_k_keeps_the_lowest_indices_of_a_tie() -> None:
     assert accepted(request([1.0, 2.0, 2.0, 2.0], top_k=2, uniform=0.25)) == {1}
 
 
-def test_top_p_is_taken_of_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     logits = log(0.4, 0.3, 0.2, 0.1)
     # Of the two kept, 4/7 and 3/7: the first alone reaches 0.5.
     assert accepted(request(logits, top_k=2, top_p=0.5, uniform=0.99)) == {0}
@@ -79,7 +79,7 @@ def test_a_masked_token_is_never_right() -> None:
         assert accepted(request(log(0.0, 0.5, 0.0, 0.5, 0.0), uniform=uniform)) <= {1, 3}
 
 
-def test_a_row_without_a_distribution_still_needs_a_token_in_range() -> None:
+def test_a_row_without_a_distribution_requires_a_token_in_range() -> None:
     inputs = request([math.nan, 1.0])
     assert accepted(inputs) == {0, 1}
     for outside in (-1, 2):

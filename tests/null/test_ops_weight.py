@@ -1,4 +1,4 @@
-"""Weights in a format: values worked out by hand, what may be rounded, and the mistakes that are refused."""
+"""Test weights in a format: values worked by hand, allowed roundings, and refused mistakes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drawn(n: int, k: int, seed: int = 3) -> Tensor:
 
 
 def test_a_scaled_product_of_codes_worked_out_by_hand() -> None:
-    """0x01 is 2^-9, 0x7e 448, 0xb8 -1, 0x08 2^-6."""
+    """Multiply known codes: 0x01 is 2^-9, 0x7e 448, 0xb8 -1, 0x08 2^-6."""
     op = OPS["linear"]
     w = Weight.of(FP8, codes=torch.stack([e4m3(0x01, 0x7E), e4m3(0xB8, 0x08)]), scales=torch.tensor([2.0, -0.5]))
     x, bias = torch.tensor([[512.0, 0.25]]), torch.tensor([1.0, 2.0])
@@ -101,7 +101,7 @@ def test_dequantised_is_the_nearest_of_a_dtype(name: str) -> None:
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=str)
-def test_every_finite_code_is_every_finite_code(code: Any) -> None:
+def test_all_finite_codes_of_a_format_are_listed(code: Any) -> None:
     found = code.every_finite((2, 256 - len(code.nans)), Draw(1, "bf16")).view(torch.uint8)
     finite = code.all[~code.numbers(code.all).isnan()].view(torch.uint8)
     assert sorted(found.flatten().tolist()) == sorted(finite.tolist() * 2)
@@ -134,7 +134,7 @@ def judge(op: Op, inputs: dict[str, Any]) -> Match | Mismatch:
     ],
     ids=str,
 )
-def test_the_eager_way_passes_every_case(dtype: DTypeName, name: str, op: str, traits: dict[str, Any]) -> None:
+def test_the_eager_op_passes_every_case(dtype: DTypeName, name: str, op: str, traits: dict[str, Any]) -> None:
     contract, wrong = OPS[op], []
     w = contract.workload(dtype, OF[op], **traits, weight=name)
     assert w.key.endswith(f".weight={name}")
@@ -147,7 +147,7 @@ def test_the_eager_way_passes_every_case(dtype: DTypeName, name: str, op: str, t
 
 
 def product(inputs: dict[str, Any], read: Numbers = lambda c: c, scaled: Numbers = lambda s: s) -> Tensor:
-    """fp32 sums of codes, then the scale."""
+    """Return fp32 sums of codes, times the scale."""
     w: Weight = inputs["w"]
     made = inputs["x"].float() @ read(w.codes.float()).T
     return (made * scaled(w.scales)).to(inputs["x"].dtype)
@@ -169,7 +169,7 @@ def rounded_scale(inputs: dict[str, Any]) -> Tensor:
 
 
 def passes(name: str, run: Callable[[dict[str, Any]], Tensor], dtype: DTypeName = "bf16") -> bool:
-    """All cases of linear but the long sums; up to the first that refuses."""
+    """Return True if all cases of linear pass, except the long sums."""
     op = OPS["linear"]
     small = (c for c in op.cases(op.workload(dtype, OF["linear"], weight=name)) if c.covers != "long sums")
     return all(isinstance(op.verify(c.make(5), [run(c.make(5))]), Match) for c in small)
@@ -177,7 +177,7 @@ def passes(name: str, run: Callable[[dict[str, Any]], Tensor], dtype: DTypeName 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("run", [product, rounded_weight, stored_product, rounded_scale], ids=lambda f: f.__name__)
-def test_a_product_that_rounds_what_it_may_passes(name: str, run: Callable[[dict[str, Any]], Tensor]) -> None:
+def test_a_product_with_allowed_roundings_passes(name: str, run: Callable[[dict[str, Any]], Tensor]) -> None:
     assert passes(name, run)
 
 
@@ -202,7 +202,7 @@ def nan_as_480(x: Tensor) -> Tensor:
 
 
 def fnuz(x: Tensor) -> Tensor:
-    """The other e4m3, of half the size, with infinity where 448 is."""
+    """Read codes as the other e4m3 (fnuz), with half the values, and infinity for 448."""
     return torch.where(x.abs() == 448.0, float("inf"), x)
 
 
@@ -211,7 +211,7 @@ def unsigned(x: Tensor) -> Tensor:
 
 
 def half_down(x: Tensor) -> Tensor:
-    """A mantissa bit lost."""
+    """Drop a mantissa bit."""
     return x.view(-1).view(torch.int32).bitwise_and(~0x1FFFFF).view(torch.float32).view(x.shape)
 
 
@@ -241,7 +241,7 @@ def test_a_wrong_scale_is_refused(name: str, scaled: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("group", [0, 32])
 def test_activations_of_eight_bits_are_refused(name: str, group: int) -> None:
-    """That is another computation: an int8 of x errs by far more than a weight rounded to bf16."""
+    """Refuse it: an int8 of x has a much larger error than a weight rounded to bf16."""
 
     def run(inputs: dict[str, Any]) -> Tensor:
         x = inputs["x"].float()

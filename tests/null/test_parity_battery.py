@@ -1,4 +1,4 @@
-"""Many calls are made on cases of a chosen size."""
+"""Test the size of the cases on which many calls are made."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ by_op = pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 
 
 @by_op
-def test_calls_are_repeated_on_inputs_of_a_middling_size(op: Op) -> None:
+def test_calls_are_repeated_on_inputs_of_a_medium_size(op: Op) -> None:
     case = ordinary(op.cases(plain_workload(op, "bf16", 1)))
     assert ORDINARY_BYTES / 4 < op.bytes_moved(case.workload) < 4 * ORDINARY_BYTES
     assert case.name.startswith("random ")
 
 
 @by_op
-def test_where_calls_take_long_thousands_are_made_on_fewer_elements(op: Op) -> None:
+def test_slow_ops_make_their_thousands_of_calls_on_fewer_elements(op: Op) -> None:
     case = cheap_case(op.cases(plain_workload(op, "bf16", 1)))
     assert CHEAP_BYTES <= op.bytes_moved(case.workload) < 4 * CHEAP_BYTES
     assert case.name.startswith("random ")

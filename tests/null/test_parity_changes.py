@@ -1,4 +1,4 @@
-"""Between two calls one argument changes, alone or in part, and decides: what was right before is refused after it."""
+"""Test that each change of one argument between two calls, in full or in part, makes the previous result wrong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_each_half_of_each_large_float_operand_changes_and_its_sum_stays_at_an_e
     for name, value in leaves(found[0][1]).items():
         contents = name in op.domains and op.domains[name].kind == "content"
         halves = {f"{name} in its {half} half" for half in ("second", "first")} & told
-        if contents and value.numel() >= 64:  # of a cache, a half may be what no sequence sees
+        if contents and value.numel() >= 64:  # half of a cache may be masked for every sequence
             assert len(halves) == 2 or (op.name == "paged_attn" and halves), (name, told)
 
 

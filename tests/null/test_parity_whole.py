@@ -1,4 +1,4 @@
-"""Show how small an error of one element is found in a large result, as docs/method.md states it."""
+"""Test the smallest error of one element that is found in a large result, as docs/method.md states it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refused(w: Workload, got: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_smallest_error_that_is_stated_is_found_in_any_element(sign: int) -> None:
+def test_the_smallest_documented_error_is_found_in_any_element(sign: int) -> None:
     _, exact, _ = scene(LINEAR)
     scale, rng = exact.square().mean().sqrt(), Random(drawn.seed)
     for _ in range(20):

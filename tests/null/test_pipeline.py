@@ -54,11 +54,11 @@ def test_each_number_of_threads_is_tuned_and_the_processs_own_is_restored(
     assert [d.id for d in found.decisions] == [1, 2] and (found.measured, found.seconds) == (2, 8.0)
 
 
-def test_zero_is_the_processs_own_number(threads: int, asked: list[tuple[int, float]]) -> None:
+def test_zero_means_the_processs_own_number_of_threads(threads: int, asked: list[tuple[int, float]]) -> None:
     run((0,))
     assert asked == [(threads, 0.0)]
 
 
-def test_the_budget_is_for_all_of_them_together(threads: int, asked: list[tuple[int, float]]) -> None:
+def test_the_budget_is_for_all_numbers_of_threads_together(threads: int, asked: list[tuple[int, float]]) -> None:
     run((1, 2, 1), budget_s=6.0)
     assert asked == [(1, 6.0), (2, 2.0), (1, 1e-3)]  # nothing new begins after its end

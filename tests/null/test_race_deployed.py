@@ -1,4 +1,4 @@
-"""Turns of single calls, as a program makes them."""
+"""Test turns of single calls, like the calls of a program."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_an_arm_that_is_always_slower_is_found_in_three_sessions(situation: str)
     assert crossed(calls, calls)
 
 
-def test_nothing_of_what_runs_ahead_fails() -> None:
+def test_everything_that_runs_before_a_call_works() -> None:
     for situation in SITUATIONS.values():
         situation.ahead()

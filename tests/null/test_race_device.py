@@ -30,7 +30,7 @@ def test_a_sample_is_the_time_of_a_call(cuda: Cuda) -> None:
 
 
 def test_a_graph_takes_every_copy_equally_often(cuda: Cuda) -> None:
-    """Else the copies it leaves out make room in the cache for those it takes."""
+    """Use every copy, because unused copies would leave room in the cache for the others."""
     timed = replayed(cuda, 8)
     timed.sample(20)
     before = len(cuda.made)
@@ -46,7 +46,7 @@ def test_a_graph_is_captured_once_a_length(cuda: Cuda) -> None:
 
 
 def test_the_result_is_that_of_the_graph_replayed_last(cuda: Cuda) -> None:
-    """Each graph writes its results to separate memory: another graph's memory holds an older call's."""
+    """Return this result, because each graph writes to separate memory, and others have older results."""
     timed, found = Replayed(lambda copy: object(), [(0,)], GPU), []
     for calls in (1, 3, 1, 3):
         timed.sample(calls)
@@ -65,7 +65,7 @@ def test_an_arm_that_cannot_be_captured_is_timed_as_a_queue(cuda: Cuda) -> None:
 
 
 def test_an_arm_that_cannot_be_captured_does_not_spoil_other_captures(cuda: Cuda) -> None:
-    """PyTorch leaves its stream and its allocator as if the capture went on, and refuses all that come after."""
+    """Restore PyTorch's stream and allocator, which otherwise stay in the capture and refuse all later ones."""
     cuda.refuses, before = True, cuda.on
     replayed(cuda, 4).sample(4)
     assert cuda.on is before
@@ -83,7 +83,7 @@ def test_a_failing_arm_is_not_mistaken_for_one_that_cannot_be_captured(cuda: Cud
         Replayed(broken, [(0,)], GPU).sample(1)
 
 
-def test_lines_pinned_in_the_l2_are_given_back_before_each_sample(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_pinned_in_the_l2_are_released_before_each_sample(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     driver = SimpleNamespace(
         cuCtxResetPersistingL2Cache=lambda: told.append("reset"),
@@ -109,9 +109,8 @@ def test_a_copy_keeps_strides_and_alignment(offset: int) -> None:
             assert made.data_ptr() % 64 == value.data_ptr() % 64
 
 
-def test_no_arm_begins_where_another_has_just_been() -> None:
-    """Two arms over six copies: each sample continues where the last sample of either ended, so none finds warm
-    copies."""
+def test_no_arm_starts_with_the_copies_that_another_has_just_read() -> None:
+    """Run two arms over six copies: each sample continues after the last sample of either arm, so copies are cold."""
     place, made = Host(), []
     arms = [place.timed(lambda copy, arm=arm: made.append((arm, copy)), [(i,) for i in range(6)]) for arm in "ab"]
     for arm in (0, 1, 1, 0):

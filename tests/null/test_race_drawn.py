@@ -1,4 +1,4 @@
-"""Show how calls of a sample are drawn: none can be told by its outputs, and what was drawn is not written again."""
+"""Test how calls of a sample are drawn: outputs do not identify a drawn call, and are not written again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_last_call_is_kept_and_no_kept_output_is_written_again(calls: int) -
         assert sorted(last_write[slot] for slot in found.kept) == [last_write[slot] for slot in found.kept]
 
 
-def test_every_call_is_drawn_as_often() -> None:
+def test_all_calls_are_drawn_equally_often() -> None:
     rng, calls, draws = Random(drawn.seed), 20, 6000
     counts: Counter[int] = Counter()
     for _ in range(draws):

@@ -1,4 +1,4 @@
-"""The statistics: exact, monotone, and calibrated by definition."""
+"""Test the statistics: exact, monotone, and calibrated by definition."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_interval_of_a_single_session_is_its_ratio() -> None:
     assert ratio_interval([3.5]) == (3.5, 3.5)
 
 
-def test_59_quiet_aa_sessions_buy_the_two_percent_margin() -> None:
+def test_59_quiet_aa_sessions_give_the_two_percent_margin() -> None:
     assert margin(58, 0, 1e9).delta == 0.05
     assert not margin(58, 0, 1e9).calibrated
     assert margin(59, 0, 1e9).delta == 0.02
@@ -118,7 +118,7 @@ def test_a_sample_of_a_few_clock_ticks_widens_the_margin() -> None:
     assert margin(59, 0, 4_000).delta == pytest.approx(0.1)
 
 
-def test_the_plan_depends_on_the_baseline_alone() -> None:
+def test_the_plan_depends_only_on_the_baseline() -> None:
     assert plan(2_000).calls == 200
     assert plan(2_000).samples == 8
     assert plan(5_000_000).calls == 1

@@ -1,4 +1,4 @@
-"""Threads that another runtime left spinning are seen, and waited for."""
+"""Test that threads that another runtime left spinning are noticed and waited for."""
 
 import threading
 import zlib
@@ -12,7 +12,7 @@ def test_a_thread_that_computes_is_waited_for_until_it_ends() -> None:
     def spin() -> None:
         started.set()
         while not stop.is_set():
-            zlib.crc32(data)  # outside the interpreter's lock, as a parallel runtime's thread is
+            zlib.crc32(data)  # without the interpreter lock, like a thread of a parallel runtime
 
     thread = threading.Thread(target=spin)
     thread.start()

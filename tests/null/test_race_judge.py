@@ -1,4 +1,4 @@
-"""From samples to verdicts, on arms whose true speed is known."""
+"""Test verdicts from samples of arms with known speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(trial: Plan, seed: int, delta: float = DELTA) -> Trial:
 def run_race(
     true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: Plan | None = None
 ) -> Race:
-    """An attempt exactly as the pipeline drives it, on synthetic arms; `base` is the baseline."""
+    """Run an attempt like the pipeline, on synthetic arms; `base` is the baseline."""
     random, trial = Random(seed), trial or plan(2e6)
     screening = screen(Bench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
     found = nominees(screening, incumbent, DELTA)
@@ -92,7 +92,7 @@ def test_promotion_needs_all_three_sessions() -> None:
     assert judge(unfinished).outcome == "undecided"
 
 
-def test_sessions_that_disagree_are_not_believed_when_the_weakest_is_near_the_margin() -> None:
+def test_sessions_that_disagree_do_not_promote_if_the_weakest_is_near_the_margin() -> None:
     def session(ratio: float, kind: str = "confirming") -> Session:
         pairs = tuple(Pair(order=(0, 1), samples_ns=((100.0 * ratio,) * 2, (100.0,) * 2)) for _ in range(40))
         return Session(kind=kind, seed=0, arms=("base", "fast"), pairs=pairs, calls_per_sample=(1, 1))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
     assert session.pairs == ()
 
 
-def test_screening_drops_the_hopeless_early_but_keeps_visiting_the_baseline() -> None:
+def test_screening_drops_slow_candidates_early_but_keeps_visiting_the_baseline() -> None:
     race = run_race({"base": 2e6, "fast": 1e6, "hopeless": 9e6}, iid(), 5)
     screening = race.sessions[0]
     visits = [sum(bool(p.samples_ns[i]) for p in screening.pairs) for i in range(3)]
@@ -153,13 +153,13 @@ def test_screening_drops_the_hopeless_early_but_keeps_visiting_the_baseline() ->
 
 @pytest.mark.parametrize("kind", sorted(NOISES))
 def test_identical_arms_are_hardly_ever_promoted(kind: str) -> None:
-    """400 races a noise; the rule's bound is 1.25e-4, so one promotion already has probability 5 %, two 0.1 %."""
+    """Run 400 races per noise: at the rule's bound of 1.25e-4, one promotion has probability 5 %, two 0.1 %."""
     races = (run_race({"base": 2e6, "same": 2e6}, NOISES[kind](), seed) for seed in range(400))
     promoted = sum(judge(race).outcome == "promote" for race in races)
     assert promoted <= 1
 
 
-def test_the_coin_matters_the_clone_wins_no_session_under_a_position_effect() -> None:
+def test_with_a_random_order_a_clone_wins_no_session_under_a_position_effect() -> None:
     noise = NOISES["position_effect"]()
     crossings = 0
     for seed in range(200):
@@ -181,7 +181,7 @@ def test_a_race_and_its_verdict_survive_json() -> None:
 
 
 def in_a_program(race: Race, *, finalist_ns: float, base_ns: float, turns: int = 8) -> Race:
-    """The race with so many calls after an op of PyTorch in each confirming session."""
+    """Return the race with this many calls after an op of PyTorch in each confirming session."""
 
     def measured(session: Session) -> Session:
         times = {"base": base_ns, "fast": finalist_ns}
@@ -208,13 +208,13 @@ def test_a_kernel_that_keeps_its_lead_in_a_program_is_promoted_with_both_times()
     assert from_json(Verdict, to_json(found)) == found
 
 
-def test_too_few_calls_in_a_program_refuse_nobody() -> None:
+def test_too_few_calls_in_a_program_refuse_no_candidate() -> None:
     race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
     assert judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6, turns=2)).outcome == "promote"
 
 
 def slowed(session: Session, factor: float) -> Session:
-    """The session with its baseline so much slower."""
+    """Return the session with a slower baseline."""
     base = session.arms.index("base")
 
     def changed(pair: Pair) -> Pair:
@@ -225,7 +225,7 @@ def slowed(session: Session, factor: float) -> Session:
 
 
 def test_the_interval_of_an_effect_is_wider_than_the_sessions_differ() -> None:
-    """Three sessions at 2.00, 2.04 and 2.08: Student's t with 2 degrees of freedom gives 1.94 .. 2.14."""
+    """Check sessions at 2.00, 2.04 and 2.08: Student's t with 2 degrees of freedom gives 1.94 .. 2.14."""
     race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
     first, *confirming = race.sessions
     apart = [slowed(s, factor) for s, factor in zip(confirming, (1.0, 1.02, 1.04), strict=True)]
@@ -253,7 +253,7 @@ def test_sessions_in_two_states_of_the_machine_give_their_range() -> None:
 
 
 class Disturbed(Bench):
-    """Every pair after the first `good` ones loses its samples to other processes."""
+    """A bench on which other processes disturb every pair after the first `good` ones."""
 
     good: int = 0
 
@@ -274,7 +274,7 @@ def test_a_session_without_clean_pairs_ends_soon_and_is_void() -> None:
     assert (session.voided, session.dropped_pairs) == (BUSY, MOST_BUSY + 1)
 
 
-def test_a_session_bears_as_many_disturbed_pairs_as_half_of_its_clean_ones() -> None:
+def test_a_session_allows_disturbed_pairs_up_to_half_of_its_clean_ones() -> None:
     session = screened_beside_others(good=10)
     assert (session.voided, session.dropped_pairs, len(session.pairs)) == (BUSY, MOST_BUSY + 5 + 1, 10)
 
@@ -299,7 +299,7 @@ def test_an_effect_carries_the_worst_conditions_of_its_sessions() -> None:
     assert found.contended and not quiet.contended
 
 
-def test_a_verdict_says_what_the_winners_layout_took_and_only_then() -> None:
+def test_a_verdict_has_the_prepared_weights_of_a_winner_with_a_layout_only() -> None:
     race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
     took = Prepared(layout="lossless-12", version=3, bytes=75, plain_bytes=100, seconds=0.5)
     sessions = tuple(replace(s, prepared={"fast": took, "other": took}) for s in race.sessions)

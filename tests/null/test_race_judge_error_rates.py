@@ -1,7 +1,7 @@
-"""How often the rules of `autosel.race` err, on arms of known speed, and how often the usual rules do.
+"""Test how often the rules of `autosel.race` err on arms of known speed, and how often common rules do.
 
-A bounded form: the limits are binomial, so fewer races make them wider, not wrong. tests/soak holds the long form, and
-`benchmarks/bench_error_rates.py` prints the table. Every race is seeded.
+This is the short form: the limits are binomial, so fewer races make them wider, not wrong. tests/soak has the long
+form, and `benchmarks/bench_error_rates.py` prints the table. Every race is seeded.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ RACES = {
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_rates_are_as_promised_and_the_usual_rules_fail(study: str) -> None:
+def test_rates_are_within_their_limits_and_common_rules_fail(study: str) -> None:
     assert broken(error_rates.measure(list(STUDIES[study]()), RACES[study])) == []
 
 
-# --- the bookkeeping says what it should ------------------------------------------------------------------------------
+# --- rates and limits ------------------------------------------------------------------------------------------------
 
 
 def rate(events: int, races: int, must: error_rates.Must, limit: float) -> Rate:
@@ -91,7 +91,7 @@ def test_the_binomial_interval_leaves_a_fortieth_on_either_side(n: int, x: int) 
         assert 1 - below(x - 1, low) == pytest.approx(0.025)
 
 
-# --- what the studies rest on -----------------------------------------------------------------------------------------
+# --- assumptions of the studies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", sorted(NOISES))
@@ -147,7 +147,7 @@ def test_the_lower_limit_of_a_quantile_has_its_confidence(n: int, q: float) -> N
 
 
 def test_a_hiccup_of_the_baseline_does_not_become_the_measure_of_the_tail() -> None:
-    """With 3 of 100 samples slow, the plain p95 of 28 lies among the slow ones in a fifth of all screenings."""
+    """Check 3 slow samples of 100: the plain p95 of 28 samples is a slow one in a fifth of all screenings."""
     s = setting(1.0, "iid", LONG, DELTA_CALIBRATED, stutters={"base": 0.03})
     random = Random(5)
     blind = sum(tail_threshold(screened(s, random)) > 2 for _ in range(300))
@@ -155,20 +155,20 @@ def test_a_hiccup_of_the_baseline_does_not_become_the_measure_of_the_tail() -> N
 
 
 def test_a_clock_that_changes_its_speed_does_not_hide_the_fastest() -> None:
-    """Whole sessions' medians misrank arms 5 % apart under two clock states; comparisons within pairs do not."""
+    """Compare within pairs: medians of whole sessions misrank arms 5 % apart under two clock states."""
     s, random = setting(1.05, "two_clock_states", SHORT, DELTA_CALIBRATED), Random(6)
     assert all(nominees(screened(s, random), "base", s.delta) == ["same"] for _ in range(60))
 
 
 def twins(seed: int, luck: float) -> tuple[bool | None, int]:
-    """(crossed, pairs) of an A/A session whose clone is this much faster by luck."""
+    """Return (crossed, pairs) of an A/A session whose clone is biased by this factor."""
     s = setting(1.0, "iid", SHORT, DELTA_CALIBRATED)
     s = replace(s, true_ns={"base": 2e3, CLONE: 2e3 / (1 + luck)})
     session = screen(s.bench(Random(seed)), ["base", CLONE], Trial(plan=SHORT, delta=0.02, seed=seed))
     return session.aa_crossed, len(session.pairs)
 
 
-def test_an_aa_session_is_as_patient_as_a_confirming_one() -> None:
+def test_an_aa_session_stops_by_the_same_rule_as_a_confirming_one() -> None:
     assert twins(1, 0.0) == (False, SHORT.screening_pairs)  # hopeless either way round after a few pairs
     assert twins(1, 0.10) == (True, SHORT.screening_pairs)
     assert twins(1, -0.10) == (True, SHORT.screening_pairs)  # the clone slower: the same luck the other way round
@@ -178,14 +178,14 @@ def test_an_aa_session_is_as_patient_as_a_confirming_one() -> None:
 
 
 def test_luck_fixed_in_a_session_is_seen_by_calibration_before_it_promotes() -> None:
-    """A device whose sessions differ by 2 % crosses in so many A/A sessions that it keeps the wide margin."""
+    """Keep the wide margin on a device whose sessions differ by 2 %, because many of its A/A sessions cross."""
     s = setting(1.0, "iid", SHORT, DELTA_CALIBRATED, session_spread=0.02)
     found = error_rates.aa(s, 59, Random(7))
     assert margin(found.races, found.events, 1e9).delta > DELTA_CALIBRATED
 
 
 def test_a_candidate_at_the_margin_is_nominated_by_luck_and_still_not_promoted() -> None:
-    """The nomination is given for free, so that only the confirming sessions decide."""
+    """Nominate it regardless of screening, so that only the confirming sessions decide."""
     s = setting(1.05, "iid", LONG, 0.05)
     found = attempts(s, 400, Random(8), nominate="same")
     assert found.events <= 400 * NOMINAL + 3 * (400 * NOMINAL) ** 0.5
@@ -194,7 +194,7 @@ def test_a_candidate_at_the_margin_is_nominated_by_luck_and_still_not_promoted()
 # --- who gets the narrow margin ---------------------------------------------------------------------------------------
 
 
-def test_one_crossing_costs_a_device_many_quiet_sessions() -> None:
+def test_after_one_crossing_a_device_needs_many_quiet_sessions() -> None:
     assert [quiet_sessions_needed(x, x) + x for x in range(4)] == [AA_SESSIONS, 222, 267, 308]
     assert quiet_sessions_needed(58, 0) == 1
     assert quiet_sessions_needed(60, 0) == 0
@@ -258,7 +258,7 @@ def test_a_kernel_that_has_become_slower_is_found_in_tens_or_hundreds_of_pairs()
 
 
 @given(st.lists(st.lists(st.sampled_from([True, True, False]), min_size=40, max_size=40), min_size=1, max_size=4))
-def test_many_detectors_at_once_are_detectors(rows: list[list[bool]]) -> None:
+def test_the_vectorised_detector_equals_single_detectors(rows: list[list[bool]]) -> None:
     def speaks(row: list[bool]) -> bool:
         detector = Detector()
         return any(detector.add(lost) or detector.alarm for lost in row)
@@ -266,13 +266,13 @@ def test_many_detectors_at_once_are_detectors(rows: list[list[bool]]) -> None:
     assert list(error_rates.alarmed(np.array(rows))) == [speaks(row) for row in rows]
 
 
-def test_power_is_what_an_attempt_reaches_not_a_session() -> None:
+def test_power_is_counted_per_attempt_not_per_session() -> None:
     s = setting(1.05, "iid", SHORT, DELTA_CALIBRATED)
     found = attempts(s, 40, Random(11))
     assert found.events / found.races >= POWER - 3 * (POWER * (1 - POWER) / 40) ** 0.5
 
 
-# --- what is kept and printed -----------------------------------------------------------------------------------------
+# --- stored rates ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("bench_error_rates")
 
 
-def test_cells_measured_by_other_rules_are_not_gone_on_with(bench: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_cells_measured_by_other_rules_are_not_continued(bench: ModuleType, tmp_path: Path, monkeypatch) -> None:
     path, found = tmp_path / "parts", rate(5, 100, "at most", 0.05)
     bench.Parts(path, 100).add(found)
     assert bench.Parts(path, 100).found == {found.name: found}

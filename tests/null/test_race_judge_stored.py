@@ -1,4 +1,4 @@
-"""Races that commit 462cf5c recorded, judged again: each gives the verdict that was recorded with it."""
+"""Judge races that commit 462cf5c recorded again: each gives the recorded verdict."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def raced(ledger: Ledger) -> list[Evidence]:
 
 
 def test_each_race_gives_the_recorded_verdict_again(raced: list[Evidence]) -> None:
-    """All of it: outcome, winner, reason, effects, timings, E values. The roofline is added after judging."""
+    """Compare outcome, winner, reason, effects, timings and E values; the roofline is added after judging."""
     for evidence in raced:
         race, verdict = evidence.race, evidence.decision.verdict
         assert race is not None and verdict is not None
         said = verdict.reason
-        for former, now in BASELINES.items():  # a sentence that was stored keeps the name of its day
+        for former, now in BASELINES.items():  # a stored sentence keeps the names of its time
             said = said.replace(former, now)
         found = judge(race)
         # The ratio of the next best is of the same sessions as the effect now; intervals count sessions, and are wider.
@@ -57,7 +57,7 @@ def test_the_recorded_races_show_each_way_that_a_race_ends(raced: list[Evidence]
 
 @pytest.mark.parametrize("op", ["attn", "linear", "rmsnorm", "swiglu"])
 def test_the_recorded_verdicts_are_those_that_were_shown_then(ledger: Ledger, op: str) -> None:
-    """`explain --json` of that version printed them: a change by a migration would differ."""
+    """Compare with that version's `explain --json`, so that a change by a migration is found."""
     from autosel.values import to_json
 
     shown = earlier.said(f"explain-{op}")

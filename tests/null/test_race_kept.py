@@ -1,4 +1,4 @@
-"""Show what the results of timed calls are compared with."""
+"""Test the comparison of the results of timed calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def results(count: int, change: float = 0.0) -> list[tuple[Tensor, ...]]:
     return made
 
 
-def test_results_of_the_same_bits_are_one_result_whatever_the_bound() -> None:
+def test_results_with_the_same_bits_agree_for_any_bound() -> None:
     nan = [(torch.full((4,), torch.nan),)] * 3
     assert Kept().odd("arm", results(5)) is None
     assert Kept().odd("arm", nan) is None
@@ -36,7 +36,7 @@ def test_an_output_that_was_not_written_is_a_fault() -> None:
     assert Kept(bound=(1e9,)).odd("arm", poisoned) is not None
 
 
-def test_a_stale_result_strays_from_the_baselines() -> None:
+def test_a_stale_result_is_far_from_the_baselines() -> None:
     kept, (base,) = Kept(bound=(0.01,)), results(1)
     assert not kept.stray(base, base)
     assert not kept.stray((base[0] + 0.1,), base)

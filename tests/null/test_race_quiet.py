@@ -1,4 +1,4 @@
-"""A wait ends with the first quiet look, or at the deadline."""
+"""Test that a wait ends at the first quiet check, or at the deadline."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Machine:
         Quiet(tell=self.told.append, deadline=deadline, clock=lambda: self.now, look=self.look, rest=self.rest).wait()
 
 
-def test_a_quiet_machine_is_looked_at_once() -> None:
+def test_a_quiet_machine_is_checked_once() -> None:
     machine = Machine(busy_until=0.0)
     machine.wait()
     assert (machine.now, machine.told) == (1.0, [])
 
 
-def test_a_busy_one_is_waited_for_and_who_keeps_it_busy_is_told() -> None:
+def test_a_busy_machine_is_waited_for_and_the_busy_process_is_named() -> None:
     machine = Machine(busy_until=3.0)
     machine.wait()
     assert (machine.now, machine.told) == (4.0, ["make 1.0 cores"] * 3)

@@ -39,7 +39,7 @@ def test_where_it_is_not_allowed_nothing_changes(monkeypatch: pytest.MonkeyPatch
     assert policy() == before and not realtime.allowed()
 
 
-def test_to_ask_leaves_the_priority_as_it_is() -> None:
+def test_a_query_does_not_change_the_priority() -> None:
     before = policy()
     realtime.allowed()
     assert policy() == before

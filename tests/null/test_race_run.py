@@ -1,4 +1,4 @@
-"""Sessions that a race voids, by hand."""
+"""Test which sessions a race voids, with sessions made by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autosel.values import Pair, Session
 
 
 def session(voided: str = "", **medians: list[float]) -> Session:
-    """A session of pairs in which each arm has these medians."""
+    """Return a session of pairs in which each arm has these medians."""
     pairs = tuple(Pair(order=tuple(range(len(medians))), samples_ns=tuple((x,) for x in one)) for one in rows(medians))
     return Session(
         kind="confirming", seed=0, arms=tuple(medians), pairs=pairs, calls_per_sample=(1,) * len(medians), voided=voided
@@ -33,11 +33,11 @@ def test_a_session_that_was_slow_from_its_middle_on_is_void_by_its_own_best_pair
     assert near_floor([], session(base=[10.0, 40.0, 40.0], fast=[5.0, 5.0, 5.0])).voided
 
 
-def test_what_slows_all_arms_alike_voids_nothing() -> None:
+def test_slowing_all_arms_alike_voids_no_session() -> None:
     assert near_floor([QUIET], session(base=[30.0, 30.0, 30.0], fast=[14.0, 15.0, 16.0])).voided == ""
 
 
-def test_a_slowdown_within_the_limit_voids_nothing() -> None:
+def test_a_slowdown_within_the_limit_voids_no_session() -> None:
     slow = 10.0 * FAR_ABOVE_FLOOR
     assert near_floor([QUIET], session(base=[slow] * 3, fast=[5.0] * 3)).voided == ""
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU, or a system with
 
 @contextmanager
 def sleeper() -> Iterator[int]:
-    """A thread that waits for its end; its number."""
+    """Start a thread that waits to be ended; return its id."""
     ends, told = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (told.set(), ends.wait()))
     thread.start()
@@ -59,7 +59,7 @@ def test_more_threads_than_cores_are_left_alone(threads: list[int]) -> None:
     assert [os.sched_getaffinity(thread) for thread in threads] == before
 
 
-def test_a_thread_that_has_ended_is_passed_over(threads: list[int]) -> None:
+def test_a_thread_that_has_ended_is_skipped(threads: list[int]) -> None:
     with sleeper() as gone:
         pass
     spread = Spread(CPUS)

@@ -17,7 +17,7 @@ IDLE = 3  # column of /proc/stat
 
 
 class Proc:
-    """A /proc of one thread and one CPU, whose times a test sets."""
+    """A simulated /proc of one thread and one CPU, whose times a test sets."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.now_s = root, 100.0
@@ -43,7 +43,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proc:
 
 
 def watch(proc: Proc, *, busy: bool) -> Watch:
-    """Return a watch over a sample clock of 1 ms a reading, on a CPU that others keep busy, or that is idle."""
+    """Return a watch with a clock of 1 ms per reading, on a CPU that other processes keep busy, or that is idle."""
     ticks = iter(range(0, 10**12, 1_000_000))
 
     def clock() -> float:
@@ -61,7 +61,7 @@ def watch(proc: Proc, *, busy: bool) -> Watch:
 
 
 def samples(proc: Proc, waits_ns: list[int]) -> Iterator[float]:
-    """Samples 0, 1, 2 ..., during each of which the thread waits so long."""
+    """Yield samples 0, 1, 2 ...; in each, the thread waits this long."""
     total = 0
     for number, ns in enumerate(waits_ns):
         total += ns
@@ -75,13 +75,13 @@ def test_a_sample_with_a_wait_is_taken_again(proc: Proc) -> None:
     assert (made.again, settled) == (1, ["settled"])
 
 
-def test_a_wait_of_a_hundredth_of_the_sample_is_borne(proc: Proc) -> None:
+def test_a_wait_of_a_hundredth_of_the_sample_is_allowed(proc: Proc) -> None:
     made, taken = watch(proc, busy=True), samples(proc, [10_000, 10_001, 0])
     assert made.samples(lambda: next(taken), 2, lambda: None) == [0.0, 2.0]
 
 
 def test_a_wait_that_our_own_threads_cause_is_part_of_the_sample(proc: Proc) -> None:
-    """More threads than cores, while no other process uses CPU time."""
+    """Run more threads than cores while no other process uses CPU time."""
     made, taken = watch(proc, busy=False), samples(proc, [5_000_000, 5_000_000])
     assert made.samples(lambda: next(taken), 2, lambda: None) == [0.0, 1.0]
     assert made.again == 0

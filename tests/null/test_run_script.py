@@ -1,4 +1,4 @@
-"""`./run` itself: real environments made from tiny projects, without network; decisions it must never get wrong."""
+"""Test `./run`: real environments made from tiny projects, without network, and its decisions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make_checkout(folder: Path) -> Path:
 
 
 def offline(**more: str) -> dict[str, str]:
-    """Provide an environment in which pip reaches nothing, whatever the machine's configuration."""
+    """Provide an environment in which pip cannot use a network, for any configuration of the machine."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", **more}
 
@@ -93,7 +93,7 @@ def run(checkout: Path, *arguments: str, **more) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def script():
-    """`run` as a module, for the decisions that no network-less machine can play through."""
+    """Load `run` as a module, for decisions that cannot be tested without a network."""
     loader = importlib.machinery.SourceFileLoader("autosel_run", str(SCRIPT))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("autosel_run", loader))
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -102,12 +102,12 @@ def script():
     return module
 
 
-# --- one environment, made by two at once ----------------------------------------------------------------------------
+# --- one environment, made by two processes at the same time ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(a checkout that two ./run set up at the same moment, what each of them said)"""
+    """Let two ./run set up a checkout at the same moment; return the checkout and their output."""
     checkout = make_checkout(tmp_path_factory.mktemp("checkout"))
     pair = [start(checkout, "--reuse-torch", "best", "attn", "--json") for _ in range(2)]
     said = [(*p.communicate(timeout=300), p.returncode) for p in pair]
@@ -135,7 +135,7 @@ def test_the_verb_gets_its_arguments_and_the_callers_spelling(made):
 
 
 def imported(checkout: Path, *modules: str) -> list[str]:
-    """The files that .venv's Python would import these from, "" for a module that it has not."""
+    """Return the files from which .venv's Python would import these modules, "" for a missing one."""
     finding = (
         "import sys; from importlib.util import find_spec; "
         "[print(getattr(find_spec(name), 'origin', '')) for name in sys.argv[1:]]"
@@ -172,11 +172,11 @@ def test_site_returns_the_folder_of_the_reused_torch(made):
     python = str(checkout / ".venv" / "bin" / "python")
     asked = [python, "-P", "-c", "import json, site; print(json.dumps(site.getsitepackages()))"]
     first, *others = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-    assert Path(first).is_relative_to(checkout / ".venv" / "lib")  # its own come first
+    assert Path(first).is_relative_to(checkout / ".venv" / "lib")  # .venv's own packages come first
     assert set(others) == {str(checkout / ".venv" / "autosel-reused")}
 
 
-def test_a_second_start_does_nothing_but_hand_over(made):
+def test_a_second_start_only_runs_the_command(made):
     checkout, _ = made
     before = {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()}
     again = run(checkout, "doctor", "-v")
@@ -185,7 +185,7 @@ def test_a_second_start_does_nothing_but_hand_over(made):
     assert {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()} == before
 
 
-def test_no_verb_starts_and_says_what_it_runs_on(made):
+def test_without_a_verb_it_runs_start_and_shows_the_environment(made):
     checkout, _ = made
     started = run(checkout)
     assert json.loads(started.stdout)["arguments"] == ["start"]
@@ -268,9 +268,9 @@ def test_it_runs_from_the_checkout_if_pip_cannot_build_and_nothing_is_missing(ma
     assert json.loads(again.stdout)["arguments"] == ["status"]
 
 
-def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stamp(made):
+def test_a_dependency_that_cannot_be_installed_is_an_error_with_pips_message_and_no_stamp(made):
     checkout, _ = made
-    # From here on the checkout is broken: this test comes last of those that share it.
+    # This test breaks the shared checkout, so it must be the last one that uses it.
     (checkout / "pyproject.toml").write_text(PYPROJECT.replace("dependencies = []", 'dependencies = ["autosel-none"]'))
     (checkout / "backend.py").write_text(
         BACKEND.replace("Version: 0\\n", "Version: 0\\nRequires-Dist: autosel-none\\n")
@@ -283,7 +283,7 @@ def test_a_dependency_that_cannot_be_had_is_an_error_with_pips_words_and_no_stam
     assert "No matching distribution found for autosel-none" in failed.stderr
     assert str(checkout / ".venv" / "autosel-setup.log") in failed.stderr
     assert stamp_of(checkout) == before
-    assert run(checkout, "status").returncode == 1, "and it is not taken for done"
+    assert run(checkout, "status").returncode == 1, "a failed set-up has a stamp"
 
 
 # --- killed ----------------------------------------------------------------------------------------------------------
@@ -331,12 +331,12 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str], *needs: 
 
 
 def torch_wheel(folder: Path, version: str = "2.13.0", *needs: str) -> Path:
-    """A wheel that pip takes for torch: `run` reads no more of one than its version.py."""
+    """Make a wheel that pip accepts as torch; `run` reads only its version.py."""
     files = {"torch/__init__.py": "", "torch/version.py": f"__version__ = '{version}+cpu'\ncuda = None\n"}
     return wheel(folder, "torch", version, files, *needs)
 
 
-BARE = (sys._base_executable, "-S")  # -S: a Python that sees no torch
+BARE = (sys._base_executable, "-S")  # -S: a Python that finds no torch
 
 
 # --- exact releases, from a folder of wheels instead of the network ---------------------------------------------------
@@ -360,7 +360,7 @@ def write_lock(checkout: Path, *lines: str) -> None:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """(a checkout that needs `gadget`, wheels of its releases 1.0 and 2.0, the lines of a lock that names the older)"""
+    """Return a checkout that needs `gadget`, wheels of releases 1.0 and 2.0, and a lock's lines that name the older."""
     folder = tmp_path_factory.mktemp("index")
     checkout, wheels = make_checkout(folder / "checkout"), folder / "wheels"
     wheels.mkdir()
@@ -512,7 +512,7 @@ def test_an_extra_that_names_others_brings_their_requirements(script):
 
 @pytest.fixture
 def host(script, tmp_path, monkeypatch):
-    """An active environment with a torch, packages that it requires and others; and a .venv that has nothing yet."""
+    """Make an active environment with a torch, packages that it requires and others; and an empty .venv."""
     site, made = tmp_path / "host" / "site-packages", tmp_path / "wheels"
     made.mkdir()
     wheels = (
@@ -578,7 +578,7 @@ def test_a_torch_that_cannot_be_reused_is_an_error_not_a_download(script, host, 
         script.torch_to_reuse(gpu)
 
 
-def test_to_reuse_what_is_not_there_is_an_error(tmp_path):
+def test_to_reuse_a_missing_torch_is_an_error(tmp_path):
     checkout = make_checkout(tmp_path)
     refused = run(checkout, "--reuse-torch", "status", python=BARE)
     assert refused.returncode == 1
@@ -600,7 +600,7 @@ def unused(tmp_path_factory):
 
 @pytest.fixture
 def used(unused):
-    """(a checkout with an environment, a function that starts its Python and returns the process once it runs)"""
+    """Return a checkout with an environment, and a function that starts its Python and waits until it runs."""
     checkout, running = unused, []
 
     def start_one(*command: str, **more) -> subprocess.Popen[str]:
@@ -621,7 +621,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def change(checkout: Path) -> dict[str, int]:
-    """Make a set-up necessary; returns what .venv holds now."""
+    """Make a set-up necessary; return the present contents of .venv."""
     (checkout / "pyproject.toml").write_text((checkout / "pyproject.toml").read_text() + "# changed\n")
     return contents(checkout)
 
@@ -657,8 +657,8 @@ def test_an_environment_in_use_serves_what_needs_no_change(used):
     assert run(checkout, "status", python=BARE).returncode == 0
 
 
-def test_a_verb_holds_its_environment_wherever_it_is_looked_at_from(used, monkeypatch, script):
-    """The kernel lock shows what /proc does not: another container, another host."""
+def test_a_running_verb_prevents_changes_also_from_other_containers(used, monkeypatch, script):
+    """Hold a file lock, which also works for processes that /proc does not show: in another container or host."""
     checkout, _ = used
     (checkout / "autosel" / "cli" / "main.py").write_text("print('here', flush=True); input()\n")
     serving = subprocess.Popen(
@@ -711,7 +711,7 @@ OPTIONS = {"wheelhouse": "", "reuse_torch": False, "no_lock": False, "accept_cud
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
-def test_without_a_gpu_no_plain_torch_is_ever_asked_for(script, pip_that):
+def test_without_a_gpu_plain_torch_is_never_requested(script, pip_that):
     asked = pip_that(lambda what: False)
     with pytest.raises(script.Stop) as stopped:
         script.install_torch(None, OPTIONS)
@@ -729,7 +729,7 @@ def test_without_a_gpu_the_cuda_build_comes_last_and_only_if_accepted(script, pi
 
 
 def test_todays_releases_replace_everything_but_the_torch_that_was_chosen(script, pip_that, monkeypatch):
-    """Plain pip would take the newest torch, and 3 GB of CUDA's libraries with it."""
+    """Keep it, because plain pip would install the newest torch, with 3 GB of CUDA's libraries."""
     asked = pip_that(lambda what: True)
     monkeypatch.setattr(script, "torch_of_venv", lambda: {"version": "2.13.0+cpu", "cuda": None, "file": ""})
     script.install_newest([], {**OPTIONS, script.NEWEST: True})
@@ -787,7 +787,7 @@ def test_without_network_it_prints_the_alternative(script, pip_that):
     ],
 )
 def test_without_network_it_says_what_fills_a_wheelhouse_for_this_machine(script, pip_that, monkeypatch, gpu, build):
-    """torch from the index of its build, with CUDA's libraries if it is for a GPU; the rest as the lock has it."""
+    """Print commands for torch from its build's index, with CUDA's libraries for a GPU, and for the lock's releases."""
     pip_that(lambda what: False, words="NewConnectionError: [Errno 101] Network is unreachable")
     monkeypatch.setattr(script, "driver", lambda: gpu)
     with pytest.raises(script.Stop) as stopped:
@@ -811,7 +811,7 @@ def test_without_network_it_says_what_fills_a_wheelhouse_for_this_machine(script
 def test_with_a_gpu_the_build_its_driver_runs(script, pip_that, monkeypatch, gpu, wanted):
     asked = pip_that(lambda what: True)
     cpu_build = {"version": "2.13.0+cpu", "cuda": None, "file": ""}
-    monkeypatch.setattr(script, "torch_of_venv", lambda: cpu_build)  # pip saw a +cpu build, which sorts higher
+    monkeypatch.setattr(script, "torch_of_venv", lambda: cpu_build)  # pip found a +cpu build, which sorts higher
     script.install_torch(gpu, OPTIONS)
     assert asked[-1].startswith(wanted + " --index-url")
 
@@ -876,7 +876,7 @@ def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
         (["docs", "--help"], "--build"),
     ],
 )
-def test_help_needs_no_environment_and_touches_none(tmp_path, words, says):
+def test_help_needs_no_environment_and_does_not_change_one(tmp_path, words, says):
     checkout = make_checkout(tmp_path)
     told = run(checkout, *words)
     assert told.returncode == 0
@@ -889,7 +889,7 @@ def test_help_needs_no_environment_and_touches_none(tmp_path, words, says):
 
 
 def test_help_of_gpu_needs_no_environment(tmp_path):
-    """In a copy of the files that it reads, to show that it creates nothing."""
+    """Run it in a copy of the files that it reads, to check that it creates no file."""
     for folder in ("autosel", "benchmarks/gpu"):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(SCRIPT, tmp_path / "run")
@@ -969,7 +969,7 @@ def test_a_python_that_is_too_old_hands_over_to_a_newer_one(tmp_path):
 
 @pytest.fixture
 def machine(script, monkeypatch, tmp_path):
-    """A checkout with some tiers on a machine that has nothing."""
+    """Return a checkout with some tiers, on a machine without tools."""
     for tier in ("null", "cpu", "gpu", "compile"):
         (tmp_path / "tests" / tier).mkdir(parents=True)
     monkeypatch.setattr(script, "ROOT", str(tmp_path))
@@ -1008,7 +1008,7 @@ def test_the_last_lines_of_a_run_name_the_tiers_that_were_left_out(script, machi
 
 
 def test_in_ci_a_tier_is_skipped_only_without_a_gpu(script, machine, tmp_path):
-    """A machine image that lost its compiler would otherwise pass with a tier less."""
+    """Fail otherwise, so that a machine image that lost its compiler does not pass with one tier less."""
     ran = []
     machine.setattr(script, "prepare", lambda *given: None)
     machine.setattr(script, "hand_over", lambda *command: ran.append(command))
@@ -1057,7 +1057,7 @@ def test_in_ci_a_gpu_adds_its_tier(script, machine):
     assert script.choose_tiers([])[0] == ["null", "cpu", "gpu"]
 
 
-def test_a_tier_that_is_asked_for_runs_alone_or_says_why_not(script, machine):
+def test_a_requested_tier_runs_alone_or_gives_the_reason(script, machine):
     assert script.choose_tiers(["null"]) == (["null"], [])
     assert script.choose_tiers(["gpu"]) == ([], [("gpu", "no GPU found")])
     assert script.choose_tiers(["compile"]) == (["compile"], [])  # what needs nvcc is skipped test by test
@@ -1089,7 +1089,7 @@ def test_every_folder_of_tests_is_a_tier(script, tier):
 
 
 def test_the_long_forms_are_installed_with_what_they_skip_without(script):
-    """Except Ray, which is optional for these tests."""
+    """Install their packages, except Ray, which is optional for these tests."""
     sources = [path.read_text() for path in (CHECKOUT / "tests" / "soak").glob("test_*.py")]
     said = re.findall(r"the extra `(\w+)`|the `(\w+)` extra", "".join(sources))
     asked = {one or other for one, other in said}
@@ -1158,8 +1158,8 @@ def test_at_first_contact_a_gpu_gets_what_measures_on_it(script, monkeypatch, wo
 
 @pytest.fixture
 def obtainable(script, monkeypatch):
-    """obtainable(driver's CUDA, *extras): a host with a GPU and no toolkit, where only these can be installed. Returns
-    the extras that were tried."""
+    """Return obtainable(driver's CUDA, *extras): it simulates a host with a GPU, without a toolkit, on which only these
+    extras can be installed, and returns the extras that were tried."""
 
     def host(cuda, *can_be_had):
         tried = []
@@ -1189,8 +1189,8 @@ def test_without_those_packages_it_uses_the_cpu_with_a_message(script, obtainabl
 
 
 @pytest.mark.parametrize("words", [["gpu", "--stage", "parity"], ["tune"]], ids=["gpu", "first contact"])
-def test_pips_toolkit_is_done_without_where_it_cannot_be_had(script, obtainable, words, capsys):
-    """A wheelhouse without these 120 MB: parts that need no compiler run, and the others report what is missing."""
+def test_set_up_continues_without_pips_toolkit_if_it_cannot_be_installed(script, obtainable, words, capsys):
+    """Use a wheelhouse without these 120 MB: parts that need no compiler run, the others name the missing package."""
     tried = obtainable([13, 0], ("cuda13-system",), ())
     script.main(words)
     said = "".join(capsys.readouterr())
@@ -1198,13 +1198,13 @@ def test_pips_toolkit_is_done_without_where_it_cannot_be_had(script, obtainable,
     assert "warning: no cuda13: autosel" in said and "without pip's CUDA toolkit" in said
 
 
-def test_gpu_does_not_go_on_with_nothing_that_measures_one(script, obtainable):
+def test_gpu_stops_if_no_package_that_measures_a_gpu_can_be_installed(script, obtainable):
     obtainable([13, 0], ())
     with pytest.raises(script.Stop, match="cannot be installed"):
         script.main(["gpu"])
 
 
-def test_a_toolkit_is_one_with_all_that_is_started(script, tmp_path, monkeypatch):
+def test_a_toolkit_counts_only_with_all_programs_that_are_run(script, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(script, "USUAL_HOME", str(tmp_path / "nowhere"))

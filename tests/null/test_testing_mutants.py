@@ -1,4 +1,4 @@
-"""Wrong kernels derived from each contract are refused; the battery that lacks a domain lets some of them pass."""
+"""Test that mutants of each contract are refused, and that some pass if the battery lacks a domain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autosel.testing.mutants.score import score
 from autosel.testing.mutants.trial import Trial
 
 SEED = 26
-SHARE = 0.12  # of the mutants, drawn; all of them in tests/soak/test_mutants.py
+SHARE = 0.12  # share of drawn mutants; tests/soak/test_mutants.py runs all
 SHARE_OF_ATTENTION = 0.08  # whose references take long
 POINTS = 100
 
@@ -39,7 +39,7 @@ def test_a_mutant_that_agrees_has_a_reason_only_if_it_exists() -> None:
         assert name in {m.name for m in Trial(OPS[op], "bf16", SEED).mutants}, f"{op} has no mutant {name!r}"
 
 
-def test_names_say_what_is_wrong_and_are_distinct() -> None:
+def test_names_of_mutants_describe_the_fault_and_are_distinct() -> None:
     names = [m.name for m in Trial(OPS["rmsnorm"], "bf16", SEED).mutants]
     assert {"x narrowed to fp8", "eps taken for 1e-06", "x[:, ] the neighbour's", "result y truncated"} <= set(names)
     assert len(set(names)) == len(names) > 100

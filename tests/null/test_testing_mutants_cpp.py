@@ -1,4 +1,4 @@
-"""Rules make faults of C++ source, one at a time, and leave alone what no result shows."""
+"""Test the rules that mutate C++ source: one change at a time, and none without an effect on results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ static float total(const float* x, int64_t n, float most) {
 
 
 def made(rule: str) -> list[str]:
-    """Return the lines that a rule changes, as it leaves them."""
+    """Return the lines that a rule changes, after the change."""
     before, found = SOURCE.splitlines(), []
     for change in changes(SOURCE):
         if change.rule == rule:
@@ -71,7 +71,7 @@ def test_checks_of_arguments_requests_for_memory_sizes_of_arrays_and_comments_st
             assert text in kept, change.name
 
 
-def test_names_are_distinct_and_say_line_rule_and_change() -> None:
+def test_names_are_distinct_and_contain_line_rule_and_change() -> None:
     names = [change.name for change in changes(SOURCE)]
     assert len(set(names)) == len(names) > 20
     assert "return sum - float(n); | arithmetic: - to +" in names
@@ -146,11 +146,11 @@ def test_changes_that_make_a_right_kernel_are_known_by_rule(rule: str, line: str
         ("arithmetic", "total = total + x[b];"),
     ],
 )
-def test_changes_that_look_alike_and_may_be_wrong_stay(rule: str, line: str) -> None:
+def test_similar_changes_that_may_be_wrong_are_kept(rule: str, line: str) -> None:
     assert f"{line}: " in right(rule)
 
 
-def test_a_loop_that_does_more_than_check_stays() -> None:
+def test_a_loop_that_does_more_than_check_is_mutated() -> None:
     assert sorted(right("loop left out"))[0] == "for (int64_t b = 0; b < n; ++b) {: "
 
 

@@ -32,7 +32,7 @@ def test_fails():
 
 
 def failed(folder: Path, *options: str, ci: str = "") -> tuple[str, str]:
-    """(what the tests drew, the options that pytest printed)"""
+    """Run failing tests; return the values that they drew, and the options that pytest printed."""
     (folder / "test_draws.py").write_text(DRAWS)
     environment = {k: v for k, v in os.environ.items() if k not in ("CI", "PYTEST_ADDOPTS")} | {"PYTHONPATH": str(ROOT)}
     environment |= {"CI": ci} if ci else {}
@@ -51,7 +51,7 @@ def test_a_failure_prints_the_options_that_repeat_it(tmp_path: Path) -> None:
     assert failed(tmp_path, *printed.split()) == (first, printed)
 
 
-def test_side_by_side_every_process_draws_the_same(tmp_path: Path) -> None:
+def test_all_processes_of_a_parallel_run_draw_the_same(tmp_path: Path) -> None:
     first, printed = failed(tmp_path, "--on-day", "2026-01-02", "--seed", "7", "-n", "2", "--dist", "loadfile")
     assert printed == "--on-day 2026-01-02 --seed 7"
     assert failed(tmp_path, *printed.split())[0] == first
@@ -62,7 +62,7 @@ def test_in_ci_the_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     assert first.split()[2] == other.split()[2] and first.split()[1] != other.split()[1]
 
 
-def test_a_day_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
+def test_an_invalid_day_is_a_usage_error(tmp_path: Path) -> None:
     words = ["-p", "tests.conftest", "--on-day", "tomorrow", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", "pytest", *words]
@@ -72,7 +72,7 @@ def test_a_day_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 12, 18, 38, 84, 108, 180])
-def test_in_as_many_days_as_there_are_choices_each_has_its_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_within_as_many_days_as_choices_each_choice_is_selected(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def choice(day: int) -> int:
         monkeypatch.setattr(drawn, "day", datetime.date.fromordinal(day).isoformat())
         return drawn.todays(range(count))

@@ -1,4 +1,4 @@
-"""Test builds in advance: each once, none after the time is over, and none without a waiting job."""
+"""Test builds in advance: each once, none after the deadline, and none without a waiting job."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """One core."""
+    """Provide a compiler on one core."""
     made = Compiler()
     monkeypatch.setattr(builds, "compile_source", made)
     monkeypatch.setattr(builds, "at_once", lambda: 1)
@@ -50,7 +50,7 @@ def digest_of(made: Builds, recipe: NativeRecipe) -> str:
     return artefact.digest
 
 
-def test_each_is_compiled_once_in_order_and_what_was_not_foreseen_when_it_is_asked_for(compiler: Compiler) -> None:
+def test_each_source_is_compiled_once_in_order_and_an_unexpected_one_on_request(compiler: Compiler) -> None:
     compiler.free.set()
     with Builds([A, B, A]) as made:
         assert digest_of(made, B) == "cpu/b.cpp"
@@ -68,13 +68,13 @@ def test_a_compile_error_reaches_each_waiting_job(compiler: Compiler) -> None:
         assert digest_of(made, A) == "cpu/a.cpp"
 
 
-def test_after_the_time_is_over_none_begins(compiler: Compiler) -> None:
+def test_after_the_deadline_no_build_starts(compiler: Compiler) -> None:
     over = Event()
     with Builds([A, B], over=over.is_set) as made:
         assert compiler.begun.wait(timeout=60)
         over.set()
         compiler.free.set()
-        assert made.wait(A) is not None  # it had begun
+        assert made.wait(A) is not None  # it had started
         assert made.wait(B) is None
     assert compiler.asked == ["cpu/a.cpp"]
 
@@ -87,7 +87,7 @@ def test_running_compilers_end_before_the_next_timing(compiler: Compiler) -> Non
     assert all(build.done() or build.cancelled() for build in made.begun.values())
 
 
-def test_an_interrupt_waits_for_no_compiler(compiler: Compiler) -> None:
+def test_an_interrupt_does_not_wait_for_compilers(compiler: Compiler) -> None:
     made = Builds([A, B])
     assert compiler.begun.wait(timeout=60)
     made.__exit__(KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""Test memory that does not suffice, of the host or of a GPU: a race reports it beforehand, and blames no arm."""
+"""Test insufficient memory of the host or of a GPU: a race reports it beforehand, and blames no arm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_operands_that_a_small_card_cannot_hold_are_refused(free: dict[str, int 
     refuse_without_memory([contest(4 * GIB)], "cuda:1")
     with pytest.raises(UsageError, match=r"needs 9\.2 GiB of cuda:1's memory; 8\.0 GiB are free"):
         refuse_without_memory([contest(8 * GIB)], "cuda:1")
-    free["cuda:1"] = None  # unknown: then the race finds out
+    free["cuda:1"] = None  # unknown: then the race finds it
     refuse_without_memory([contest(8 * GIB)], "cuda:1")
 
 
@@ -83,7 +83,7 @@ def falls(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return blamed
 
 
-def test_an_arm_that_finds_no_memory_is_not_blamed(falls: Callable[..., list[str]]) -> None:
+def test_an_arm_that_runs_out_of_memory_is_not_blamed(falls: Callable[..., list[str]]) -> None:
     assert falls("cuda:rmsnorm", retryable=True) == []
     assert falls("cuda:rmsnorm", retryable=False) == ["cuda:rmsnorm"]
 

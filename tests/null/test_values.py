@@ -1,4 +1,4 @@
-"""Test keys and buckets: one workload has one key, every size is in exactly one bucket, nothing is lost on disk."""
+"""Test keys and buckets: one key per workload, exactly one bucket per size, and lossless storage."""
 
 from __future__ import annotations
 

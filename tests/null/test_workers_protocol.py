@@ -151,7 +151,7 @@ def test_the_span_of_a_tensor_counts_gaps_and_not_repeats():
     [
         ({"signal": 11}, "SIGSEGV", False),
         ({"exit_code": 0}, "exit 0", False),
-        ({"signal": 9}, "SIGKILL", True),  # not by us: the kernel's out-of-memory killer, as a rule
+        ({"signal": 9}, "SIGKILL", True),  # not sent by us: usually the kernel's out-of-memory killer
         ({"signal": 9, "why": "memory"}, "memory", True),
         ({"signal": 9, "why": "processes"}, "processes", False),
         ({"signal": 6, "stderr": "terminate called after throwing an instance of 'std::bad_alloc'"}, "SIGABRT", True),

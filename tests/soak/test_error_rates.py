@@ -12,7 +12,7 @@ RACES = 4_000
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_rates_are_as_promised_and_the_usual_rules_fail(study: str) -> None:
+def test_rates_are_within_their_limits_and_common_rules_fail(study: str) -> None:
     rates = measure(list(STUDIES[study]()), RACES, jobs=len(os.sched_getaffinity(0)))
     assert broken(rates) == []
 
