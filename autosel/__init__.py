@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autosel.candidates.user import candidate
     from autosel.dispatch import agree, best, coverage, epoch, use, uses
     from autosel.integrations.sdpa import activate, deactivate
-    from autosel.integrations.transformers import patch, unpatch
+    from autosel.integrations.transformers.patch import patch, unpatch
     from autosel.ops.weight import Weight, quantise
 
 _HOME = {
@@ -29,8 +29,8 @@ _HOME = {
     "candidate": "autosel.candidates.user",
     "activate": "autosel.integrations.sdpa",
     "deactivate": "autosel.integrations.sdpa",
-    "patch": "autosel.integrations.transformers",
-    "unpatch": "autosel.integrations.transformers",
+    "patch": "autosel.integrations.transformers.patch",
+    "unpatch": "autosel.integrations.transformers.patch",
     "Weight": "autosel.ops.weight",
     "quantise": "autosel.ops.weight",
 }

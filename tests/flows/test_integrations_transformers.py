@@ -16,7 +16,7 @@ from torch import nn
 import autosel
 from autosel import dispatch, extras, ops
 from autosel.errors import UsageError
-from autosel.integrations.transformers import _make_room
+from autosel.integrations.transformers.cache import make_room
 from autosel.values import Workload
 from tests.cpu.serving import serve
 
@@ -364,7 +364,7 @@ def caches() -> tuple[Any, Any]:
     """Return the same three tokens in a plain cache, and in one that grows in place."""
     config = llama().config
     plain, roomy = transformers.DynamicCache(config=config), transformers.DynamicCache(config=config)
-    _make_room(roomy, 0)
+    make_room(roomy, 0)
     with torch.inference_mode():
         k, v = torch.randn(2, HKV, 3, HEAD), torch.randn(2, HKV, 3, HEAD)
         for cache in (plain, roomy):
@@ -427,7 +427,7 @@ def test_a_cache_may_be_filled_in_one_inference_mode_and_extended_in_another() -
                 assert torch.equal(wanted[0], got[0]) and torch.equal(wanted[1], got[1])
     k = torch.randn(2, HKV, 1, HEAD, requires_grad=True)
     fresh = transformers.DynamicCache(config=llama().config)
-    _make_room(fresh, 0)
+    make_room(fresh, 0)
     for _ in range(3):
         keys, _ = fresh.update(k, k, 0)
     keys.sum().backward()

@@ -13,7 +13,8 @@ import torch
 
 import autosel
 from autosel import dispatch
-from autosel.integrations.transformers import PROVEN_ON, _attend
+from autosel.integrations.transformers.attention import _attend
+from autosel.integrations.transformers.proof import PROVEN_ON
 from tests.flows.test_integrations_transformers import FAMILIES, HEAD, HKV, HQ, SIZES, llama, logits, made, tokens
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")

@@ -32,9 +32,9 @@ def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
 
 
 def test_a_mask_on_another_device_is_not_read() -> None:
-    from autosel.integrations.transformers import _look
+    from autosel.integrations.transformers.masks import look
 
-    assert _look(torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), llama()) is None
+    assert look(torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), llama()) is None
 
 
 def test_a_model_on_an_unsupported_device_is_refused_with_the_right_reason() -> None:
@@ -49,7 +49,7 @@ def test_a_model_on_an_unsupported_device_is_refused_with_the_right_reason() -> 
 
 
 def test_the_device_of_the_proof_is_stored_with_the_module_until_the_patch_ends() -> None:
-    from autosel.integrations.transformers import PROVEN_ON
+    from autosel.integrations.transformers.proof import PROVEN_ON
 
     model = made(llama)
     autosel.patch(model)
