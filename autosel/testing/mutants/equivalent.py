@@ -57,6 +57,9 @@ SOURCE_REASONS: Mapping[str, str] = {
     "cpu/dot.h: bool whole = n + blocks.rows <= to; | relation: <= to <": (
         "the last whole block is processed row by row, like a remainder: slower, the same sums"
     ),
+    # On AVX2, which has two groups for seven and eight rows, it would be wrong.
+    "cpu/dot.h: for (int64_t g = 0, i = 0; g < blocks.groups.count; i += blocks.groups.of(g++), next = at) "
+    "| assignment: += to -=": "AVX-512 processes up to eight rows of x as one group: the increment is never used",
     "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
     "| constant: 8 to (8 - 1)": "the number of parallel sums affects only the speed",
     "cpu/block.h: if (rows - group >= 8) | relation: >= to >": (
