@@ -608,7 +608,7 @@ globals().update(vars(module))
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 home = Path({home!r})
 ledger = open_ledger(home=home)
-    """
+"""
 
 
 def child_command(home: Path, script: str) -> list[str]:
