@@ -1,7 +1,7 @@
 """Give tests a separate home for kernels and rates, kept between runs, never the user's.
 
-    @pytest.mark.in_turns(choices)                                        what gives a list of them
-    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    a list a group
+    @pytest.mark.in_turns(choices)                                        choices() returns a list
+    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    one list for each group
 
 runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day of --on-day;
 with --every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
@@ -24,15 +24,13 @@ from hypothesis import settings as property_settings
 from tests import drawn, homes  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
 from tests.preforked import Nursery
 
-# No test judges by the clock; in CI the examples are the same each time.
+# Tests have no deadlines; in CI the examples are the same in each run.
 property_settings.register_profile(
     "untimed", property_settings(), deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True
 )
 property_settings.load_profile("untimed")
 
-if (
-    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-):  # as a shell's background job starts, and hands on to its children
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and inherited by its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENVIRONMENT = (
@@ -55,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
 def pytest_configure(config: pytest.Config) -> None:
-    """The values go into `option`, which pytest-xdist hands to its workers."""
+    """Put the values into `option`, which pytest-xdist passes to its workers."""
     option = config.option
     try:
         drawn.day = datetime.date.fromisoformat(option.on_day or drawn.day).isoformat()
@@ -87,14 +85,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """pytest-xdist runs nothing unless its processes collect the same names."""
+    """Refuse test names that contain an address, because pytest-xdist's processes must collect the same names."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
         raise pytest.UsageError(f"a name with an address in it: give the parameter an id: {addressed[0]}")
 
 
 def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:
-    """Only where the test runs: to list all choices takes time."""
+    """Choose in the process that runs the test, because listing all choices takes time."""
     return drawn.todays(choices(), turn)
 
 
@@ -105,7 +103,7 @@ def choice(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home with nothing in it yet, and an environment in which nothing else of autosel's is set."""
+    """Return an empty home, and remove all other settings of autosel from the environment."""
     from autosel import settings
 
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
@@ -119,7 +117,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """The process of this pytest worker that workers are forked from."""
+    """Return the process of this pytest worker from which workers are forked."""
     made = Nursery()
     yield made
     made.close()
@@ -137,8 +135,7 @@ def preforked(nursery: Nursery) -> Iterator[Nursery]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _leaves_the_process_as_found() -> Iterator[None]:
-    """Undo changes to the process: a file of tests that changes it would fail another file, and only if both run in one
-    process."""
+    """Undo changes to the process, which would make another file fail, but only if both files run in one process."""
     before = _of_the_process()
     yield
     after = _of_the_process()

@@ -22,12 +22,12 @@ every = False  # --every-target: all choices of the rotating tests
 
 
 def turn() -> int:
-    """The number of the day, from which rotating tests count."""
+    """Return the number of the day, which selects the cases of rotating tests."""
     return datetime.date.fromisoformat(day).toordinal()
 
 
 def todays(choices: Sequence[Choice], shift: int = 0) -> Choice:
-    """Choose one of them, each on as many days as the others; from day to day about three fifths of the list further.
+    """Choose one of them, each on equally many days; the choice moves by about three fifths of the list each day.
 
     For two varying things, pass their product: separate turns would meet in few combinations.
     """

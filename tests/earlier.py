@@ -1,7 +1,7 @@
 """A home that an earlier version wrote (tests/stored/462cf5c), and copies of it that a test may open.
 
-Nothing of the original is ever written. The device that wrote it is known by its stored fingerprint: in a test that
-uses `there`, this machine has that identity.
+The original is never changed. In a test that uses `there`, this machine has the identity of the device that wrote it,
+from its stored fingerprint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from autosel.values import Fingerprint, from_json
 
 FOLDER = Path(__file__).parent / "stored" / "462cf5c"
-KEPT = ("ledger.db", "decisions.json")  # of the home itself; the other entries come from it
+KEPT = ("ledger.db", "decisions.json")  # files of the home; the other entries are outputs of its commands
 CERTIFICATES = FOLDER / "certificates.jsonl"
 BUNDLE, LOCK = FOLDER / "bundle.json", FOLDER / "autosel.lock"
 TINY = FOLDER / "tiny"

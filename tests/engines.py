@@ -3,11 +3,10 @@ dependencies that pin another torch.
 
     python tests/engines.py        fetches them below .venv/engines (about 1.3 GB; kept: 1.7 GB, a third of it a Triton)
 
-The releases are those of locks/engines.txt, and of locks/engines-imports.txt for what they import. Of an engine the
-Python and JSON files are kept. That is enough for their own lookups, parsers and registries, and for the signatures of
-their functions; of their kernels for liger-kernel's alone, which are Triton's. Compilers are kept whole: the oldest
-Triton admitted, and NVRTC, which cupy compiles the probes with. So is vLLM's build for CPUs, the one that serves; it
-wants the torch that is installed here.
+Releases come from locks/engines.txt, and from locks/engines-imports.txt for their imports. Only the Python and JSON
+files of an engine are kept. They suffice for its lookups, parsers, registries and function signatures, and for
+liger-kernel's kernels, which are Triton's. These are kept completely: compilers (the oldest supported Triton, and
+NVRTC, with which cupy compiles the probes), and vLLM's build for CPUs, which serves and needs the torch installed here.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / ".venv" / "engines"
 LOCK = ROOT / "locks" / "engines.txt"
 DEPENDENCIES = ROOT / "locks" / "engines-imports.txt"
-FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list at that time
-SHORT = {"flashinfer-python": "flashinfer", "nvidia-cuda-nvrtc": "nvrtc"}  # the others go by their package's name
+FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list of the day of the run
+SHORT = {"flashinfer-python": "flashinfer", "nvidia-cuda-nvrtc": "nvrtc"}  # the others have their package's name
 # Engine -> its line of the lock: `NAME==VERSION --hash=...`
 WHEELS = {
     SHORT.get(name, name): line for line, name in re.findall(r"^(([\w.-]+)==.*)$", LOCK.read_text(), flags=re.MULTILINE)
@@ -44,7 +43,7 @@ def version(engine: str) -> str:
 
 
 def missing(*engines: str) -> str:
-    """Why these cannot be asked here, or "": the reason a test skips with."""
+    """Return why these cannot be used here, as a reason to skip; "" if they can."""
     absent = [e for e in engines if not _there(e)]
     absent += [folder for folder in ("dependencies", "shim") if not (ENGINES / folder).is_dir()]
     if not absent and not _current():
@@ -53,7 +52,7 @@ def missing(*engines: str) -> str:
 
 
 def _there(engine: str) -> bool:
-    """In the version that is wanted now."""
+    """Return True if the required version is there."""
     return any((ENGINES / engine).glob(f"*-{version(engine)}.dist-info"))
 
 

@@ -10,15 +10,15 @@ import os
 import shutil
 from pathlib import Path
 
-# Tests run in a process a core, and each has PyTorch's threads on all cores: at a barrier they must not spin for a
-# thread that another process keeps from running. Ten times the CPU time of a small model's step went there.
+# Tests run in one process per core, each with PyTorch's threads on all cores. At a barrier they must not spin for a
+# thread that has no core: that took ten times the CPU time of a small model's step.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHARED = Path(os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests")))
 
 
 def furnish(home: Path) -> Path:
-    """Make a home without a ledger, for which this device has been measured and whose builds are the shared ones."""
+    """Make a home without a ledger, with this device's rates and the shared builds."""
     home.mkdir(mode=0o700, parents=True)
     for name in ("native", "cache"):
         (home / name).symlink_to(shared(name))
@@ -28,7 +28,7 @@ def furnish(home: Path) -> Path:
 
 
 def shared(*names: str) -> Path:
-    """A folder of the shared home."""
+    """Return a folder of the shared home."""
     folder = SHARED.joinpath(*names)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

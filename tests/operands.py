@@ -19,7 +19,7 @@ SCALED_HEADS = (
 
 
 def passed(op: Op, inputs: Inputs, operands: Sequence[str] = ()) -> list[Any]:
-    """Return the values of `operands` in order, or of the op's arguments where a kernel names none."""
+    """Return the values of `operands` in order, or of the op's arguments if a kernel names none."""
     known = {**inputs, **leaves(inputs)}
     return [known[name] for name in operands or [a.name for a in op.args]]
 

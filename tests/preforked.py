@@ -1,7 +1,7 @@
-"""Workers forked from a process that has imported torch, for tests that are not about how a worker starts.
+"""Fork workers from a process that has imported torch, for tests that do not test how a worker starts.
 
-A worker of the product is a fresh interpreter, and importing torch takes it about 2 s of CPU time. A file of tests that
-starts many of them says
+A worker of autosel is a new interpreter, in which importing torch takes about 2 s of CPU time. A file of tests that
+starts many workers sets
 
     pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = ("torch", "autosel.ops", "autosel.candidates.load", "autosel.workers.child")
 MESSAGE_BYTES = 1 << 20
-ANSWER_S = 120.0  # importing torch on a slow disk
+ANSWER_S = 120.0  # time to import torch on a slow disk
 
 
 # --- the side of the test ---------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Forked:
 
 
 class Nursery:
-    """The process that workers are forked from. It ends with this one."""
+    """The process from which workers are forked. It ends with this one."""
 
     def __init__(self) -> None:
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +77,7 @@ class Nursery:
         return Forked(int(pid), pidfd)
 
     def descendants(self) -> list[int]:
-        """All guardians and workers there are now, and what workers have started and left behind."""
+        """Return all present guardians and workers, and processes that workers have left behind."""
         found, todo = [], [self.process.pid]
         while todo:
             for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
@@ -109,7 +109,7 @@ def serve(line: socket.socket) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # imported modules stay shared with the children
-    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)  # processes that a guardian could not end are found here
+    guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)  # adopts processes that a guardian could not end
     while True:
         message, fds, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
         with contextlib.suppress(ChildProcessError):
@@ -128,7 +128,7 @@ def serve(line: socket.socket) -> None:
 
 
 def load_guardian() -> Any:
-    """guardian.py as a module: it is run by path, and imports nothing of ours."""
+    """Load guardian.py as a module; it is run by path, and imports no module of autosel."""
     spec = importlib.util.spec_from_file_location("guardian", ROOT / "autosel" / "workers" / "guardian.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -158,7 +158,7 @@ def be_guardian(guardian: Any, told: dict[str, Any], fds: Sequence[int], line: s
 
 
 def take_environment(given: Mapping[str, str]) -> None:
-    """Settle what an interpreter settles at its start: variables, the module path, sitecustomize."""
+    """Do what an interpreter does at its start: set variables and the module path, run sitecustomize."""
     os.environ.clear()
     os.environ.update(given)
     sys.path[:0] = given["PYTHONPATH"].split(os.pathsep)

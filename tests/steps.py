@@ -2,8 +2,8 @@
 
     python -m tests.steps         record them for this machine in tests/stored/steps/<instruction set>.json
 
-Weights and tokens come from a closed form in integers, so that every machine has the same ones. Digests are compared
-where instruction set, PyTorch and compiler are those of a record; logits are held against it by value everywhere.
+Weights and tokens come from a closed form in integers, so that every machine has the same ones. Digests are compared if
+instruction set, PyTorch and compiler are equal to a record's; logits are compared with it by value on every machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORDS = Path(__file__).parent / "stored" / "steps"
 FAMILIES = ("llama", "qwen3", "gemma3")
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp32")
 ARMS = ("torch", "kernels", "team of 1", "team of 5")
-PROMPTS = (29, 17)  # tokens: one past Gemma's window, one that reaches it while decoding
+PROMPTS = (29, 17)  # tokens: one prompt past Gemma's window, and one that reaches it while decoding
 STEPS, ROOM, VOCABULARY = 8, 64, 61
 WIDTH, HEADS, KV_HEADS, INNER, WINDOW = 64, 4, 2, 96, 24
 # "team of 5": more threads than KV heads, so that the keys of one head fall to several and are merged
@@ -193,7 +193,7 @@ def one_thread() -> Iterator[None]:
 
 
 def runs(name: str, folder: Path) -> dict[str, Run]:
-    """Return what each arm gives for a case; its model and an empty home are made below `folder`."""
+    """Return the results of each arm for a case; its model and an empty home are made below `folder`."""
     family, dtype, _, rows = name.split()
     model = models.load(write_model(folder / "model", family))
     decoder = Decoder(load_weights(Plan(model=model, weights=str(folder / "model"), dtype=dtype)))  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def reference(name: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def record() -> Path:
-    """Write what this machine gives."""
+    """Write the results of this machine."""
     where, cases, values = here(), {}, {}
     for name in names():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Command lines run in the process of a test: without starting Python and importing torch for each."""
+"""Run command lines in the process of a test, without starting Python and importing torch for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autosel.cli.main import run
 
 
 def verb(*arguments: str, home: Path | None = None, codes: Sequence[int] = (0,)) -> Any:
-    """Its JSON, with --json; else all that it says. It ends with one of these exit codes."""
+    """Return its JSON with --json, else its output; check that it ends with one of these exit codes."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         if home is not None:

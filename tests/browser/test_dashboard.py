@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium: pages, charts, phone, dark, live, and what needs the token."""
+"""Test the dashboard in a real Chromium: pages, charts, phone, dark mode, live updates, and actions with a token."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tab(browser: Any, troubles: list[str]) -> Iterator[Any]:
     context.close()
 
 
-def test_every_page_is_whole_and_the_browser_has_no_complaint(tab: Any, daemon: Daemon, troubles: list[str]) -> None:
+def test_every_page_is_complete_and_the_browser_reports_no_error(tab: Any, daemon: Daemon, troubles: list[str]) -> None:
     for path in PAGES:
         assert tab.goto(daemon.url.rstrip("/") + path).status == 200
         assert tab.locator("nav a[aria-current]").count() == 1, path
@@ -93,11 +93,11 @@ def test_a_phone_scrolls_down_and_never_sideways(browser: Any, daemon: Daemon, p
     page.goto(daemon.url.rstrip("/") + path)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     sideways = "[...document.querySelectorAll('.wide:has(.stack)')].filter(w => w.scrollWidth > w.clientWidth + 1)"
-    assert page.evaluate(f"{sideways}.length") == 0, "a table's rows are lists there"
+    assert page.evaluate(f"{sideways}.length") == 0, "on a phone, rows of a table must be lists"
     context.close()
 
 
-def test_it_is_dark_where_the_system_is(browser: Any, daemon: Daemon) -> None:
+def test_it_is_dark_if_the_system_is(browser: Any, daemon: Daemon) -> None:
     grounds = {}
     for scheme in ("light", "dark"):
         context = browser.new_context(color_scheme=scheme)
@@ -109,7 +109,7 @@ def test_it_is_dark_where_the_system_is(browser: Any, daemon: Daemon) -> None:
     assert max(channels["dark"]) < 64 < 192 < min(channels["light"])
 
 
-def test_a_page_says_all_without_javascript(browser: Any, daemon: Daemon) -> None:
+def test_a_page_is_complete_without_javascript(browser: Any, daemon: Daemon) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(f"{daemon.url}op/attn")
@@ -123,7 +123,7 @@ def test_a_page_says_all_without_javascript(browser: Any, daemon: Daemon) -> Non
 
 
 def test_another_site_cannot_read_or_change_anything(browser: Any, daemon: Daemon) -> None:
-    """A page that came from elsewhere, as seen by the browser."""
+    """Load a page from another origin in the browser."""
     context = browser.new_context()
     page = context.new_page()
     page.route("http://evil.example/", lambda route: route.fulfill(body="<p>hello</p>", content_type="text/html"))
@@ -140,7 +140,7 @@ def test_another_site_cannot_read_or_change_anything(browser: Any, daemon: Daemo
         assert ask.get("/v1/decisions/1")["serves"]
 
 
-def test_a_decision_made_elsewhere_appears_without_a_reload(tab: Any, daemon: Daemon) -> None:
+def test_a_decision_of_another_process_appears_without_a_reload(tab: Any, daemon: Daemon) -> None:
     tab.goto(daemon.url)
     tab.wait_for_selector("#line.live")
     with open_ledger(home=daemon.home) as ledger:
@@ -148,7 +148,7 @@ def test_a_decision_made_elsewhere_appears_without_a_reload(tab: Any, daemon: Da
     tab.wait_for_selector(f"#changes a[href='/decisions/{made.id}']")
 
 
-def test_demoting_needs_the_token_a_reason_and_a_yes(tab: Any, daemon: Daemon) -> None:
+def test_demoting_needs_the_token_a_reason_and_a_confirmation(tab: Any, daemon: Daemon) -> None:
     tab.on("dialog", lambda dialog: dialog.accept())
     tab.goto(f"{daemon.url}decisions/2")
     form = tab.locator("form.act")

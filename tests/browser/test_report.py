@@ -1,4 +1,4 @@
-"""A run's report in a real Chromium: it reads on a phone without scrolling sideways, and fetches nothing."""
+"""Test a run's report in a real Chromium: it fits a phone without horizontal scrolling, and needs no network."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = [
 ]
 
 
-def test_a_report_is_as_wide_as_its_page_and_whole_without_a_network(tmp_path: Path) -> None:
-    """With the longest words there are: a key in hex, a deep path, a part of a model."""
+def test_a_report_fits_its_page_and_is_complete_without_a_network(tmp_path: Path) -> None:
+    """Use the longest possible words: a key in hex, a deep path, a part of a model."""
     made = certificate(decode_run(layers=4, weights="/srv/" + "deep/" * 30 + "model"), objectives=slo.parse("itl<9s"))
     report.write(tmp_path, seal(replace(made, signer="0f" * 32)))
     troubles: list[str] = []

@@ -166,7 +166,7 @@ PLANTS: Mapping[int, Plant] = {
         "a side stream that is never joined",
         (),
         (
-            "gpu/test_plants.py::test_work_left_on_a_side_stream_is_seen_by_the_delayed_input",
+            "gpu/test_plants.py::test_work_left_on_a_side_stream_is_found_by_a_delayed_input",
             "gpu/test_plants.py::test_work_left_on_a_side_stream_is_missing_from_the_graph",
         ),
     ),

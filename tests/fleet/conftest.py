@@ -1,4 +1,4 @@
-"""Provide a server for the tests of a fleet, or the reason why there is none."""
+"""Provide a server for the tests of a fleet, or skip with the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ledger(url: str, home: Path) -> Iterator[Ledger]:
 
 @pytest.fixture
 def shared_home(url: str, tmp_path: Path) -> Path:
-    """A home whose processes use the server without being told."""
+    """Return a home whose config.toml names the server."""
     made = tmp_path / "shared"
     made.mkdir(mode=0o700)
     (made / "config.toml").write_text(f'db = "{url}"\n')

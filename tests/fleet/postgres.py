@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: its own data folder, a Unix socket and nothing else, run as an ordinary user."""
+"""Run a real PostgreSQL server for tests, as an ordinary user, with a separate data folder and only a Unix socket."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import psutil
 if TYPE_CHECKING:
     import psycopg
 
-OWNER = "postgres"  # the database's superuser; trusted over the socket, which only this server has
+OWNER = "postgres"  # the database's superuser, trusted over this server's private socket
 
 
 def programs() -> Path | None:
-    """The folder with `initdb` and `postgres`, newest version first; Debian keeps them off the PATH."""
+    """Return the folder with `initdb` and `postgres`, newest version first; on Debian it is not on the PATH."""
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda p: int(p.parent.name), reverse=True)
     found = shutil.which("initdb")
     places = [*debian, *([Path(found).resolve().parent] if found else [])]
@@ -34,7 +34,7 @@ def programs() -> Path | None:
 
 
 class Server:
-    """Started and ready after `start`; `kill` is kill -9 of every process of it."""
+    """A server, ready after `start`; `kill` sends SIGKILL to all its processes."""
 
     def __init__(self, folder: Path, bin_folder: Path) -> None:
         self.folder, self._bin = folder, bin_folder
@@ -55,7 +55,7 @@ class Server:
     def start(self) -> None:
         """Return when it accepts connections, as its latest log line says, so that tests do not wait by the clock."""
         settings = {"listen_addresses": "", "unix_socket_directories": self.folder, "max_connections": 60}
-        settings["recovery_init_sync_method"] = "syncfs"  # after a kill: not each of a thousand files
+        settings["recovery_init_sync_method"] = "syncfs"  # do not sync each of a thousand files after a kill
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         self.process = subprocess.Popen(
             [str(self._bin / "postgres"), "-D", str(self.folder / "data"), *words],
@@ -70,16 +70,16 @@ class Server:
             said.append(line)
             if "ready to accept connections" in line:
                 self._reader = threading.Thread(target=deque, args=(self.process.stderr, 50), daemon=True)
-                self._reader.start()  # or it would wait for its output to be read
+                self._reader.start()  # otherwise it would wait for a reader of its output
                 return
         raise AssertionError(f"the server does not start: {''.join(said)}")
 
     def kill(self) -> None:
-        """Its children first: a new server waits until the last of the old has let go of its memory."""
+        """Kill its children first: a new server waits until the last old process has released the shared memory."""
         assert self.process is not None
         own = psutil.Process(self.process.pid)
         children = own.children(recursive=True)
-        own.suspend()  # it starts no process in the meantime
+        own.suspend()  # stopped, so that it starts no process in the meantime
         ends = [os.pidfd_open(process.pid) for process in children]
         for process in [*children, own]:
             process.send_signal(signal.SIGKILL)
@@ -91,7 +91,7 @@ class Server:
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGQUIT)  # at once: nothing of it is needed any more
+            self.process.send_signal(signal.SIGQUIT)  # immediate shutdown: its data is not needed any more
             self.process.wait()
             self._forget()
 
@@ -120,7 +120,7 @@ class Server:
 
 
 def _someone() -> dict[str, int]:
-    """PostgreSQL refuses to run as root: somebody who is not, if we are."""
+    """Return another user if this process runs as root, because PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return {}
     names = {entry.pw_name: entry for entry in pwd.getpwall()}

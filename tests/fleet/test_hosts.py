@@ -1,4 +1,4 @@
-"""Two hosts of one device kind that share a ledger: what one decides, the other proves for itself."""
+"""Test two hosts of one device kind that share a ledger: each proves the decisions of the other."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def test_a_host_serves_what_another_decided_only_after_its_own_proof(ledger: Led
     assert published(ledger) == [made.id]
     assert (published(other), other.serving()) == ([], ())
     assert other.offered(FP.hw_id, MODE) == (made,)
-    assert other.parity_known(FP.hw_id, CPP.digest, ATTN) is None, "the proof of another host is not ours"
-    assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None, "nor is it settled here"
+    assert other.parity_known(FP.hw_id, CPP.digest, ATTN) is None, "the proof of another host must not count here"
+    assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None, (
+        "it must not be settled here"
+    )
     assert not other.adopt(made.id, FAILED)
     assert other.offered(FP.hw_id, MODE) == (made,)
     assert other.adopt(made.id, PASSED)
@@ -62,7 +64,7 @@ def test_a_demotion_by_one_host_reaches_all_of_them(ledger: Ledger, other: Ledge
     assert published(other) == [demoted.id]
 
 
-def test_taking_a_device_over_closes_the_trials_of_this_host_alone(ledger: Ledger, other: Ledger) -> None:
+def test_taking_over_a_device_closes_only_the_trials_of_this_host(ledger: Ledger, other: Ledger) -> None:
     ledger.open_trial(FP.hw_id, "attn", CPP)
     _, strikes = other.take_over(FP.hw_id, "another host's tuner")
     assert strikes == []
@@ -70,7 +72,7 @@ def test_taking_a_device_over_closes_the_trials_of_this_host_alone(ledger: Ledge
     assert [s.arm for s in strikes] == [CPP]
 
 
-def test_each_host_has_a_name_of_its_own_that_it_keeps(ledger: Ledger, other: Ledger, url: str) -> None:
+def test_each_host_has_a_permanent_separate_id(ledger: Ledger, other: Ledger, url: str) -> None:
     record(ledger)
     record(other, "two")
     with open_ledger(url, home=other.home, alone=True) as again:
@@ -80,8 +82,8 @@ def test_each_host_has_a_name_of_its_own_that_it_keeps(ledger: Ledger, other: Le
     assert [(h.decisions, h.proofs) for h in found] == [(1, 2), (2, 2)]
 
 
-def test_leases_of_two_hosts_do_not_meet(ledger: Ledger, other: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two machines of one kind tune at once: each has a separate device."""
+def test_leases_of_two_hosts_are_independent(ledger: Ledger, other: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two machines of one kind tune at the same time, because each has a separate device."""
     with ledger.lock(FP.hw_id):
         monkeypatch.setattr(containment, "machine", lambda: "another machine's boot")
         with other.lock(FP.hw_id):
@@ -90,11 +92,11 @@ def test_leases_of_two_hosts_do_not_meet(ledger: Ledger, other: Ledger, monkeypa
         record(ledger, "here")
 
 
-# --- sick devices -----------------------------------------------------------------------------------------------------
+# --- devices that disagree --------------------------------------------------------------------------------------------
 
 
 def timed(ledger: Ledger, key: str, us: float, spread: float = 0.02, **changes: object) -> int:
-    """A decision whose arm took so long, give or take."""
+    """Record a decision whose arm has this time and interval."""
     timing = Timing(
         median_us=us, lo_us=us * (1 - spread), hi_us=us * (1 + spread), p95_us=us * 1.1, min_us=us * 0.9, samples=60
     )
@@ -124,7 +126,7 @@ def test_hosts_of_one_kind_that_measure_differently_are_named_with_the_evidence(
     [(52.0, 0.001, "less than the margin apart"), (70.0, 0.30, "the intervals meet")],
     ids=["margin", "intervals"],
 )
-def test_hosts_that_agree_within_intervals_and_margin_are_left_in_peace(
+def test_hosts_that_agree_within_intervals_and_margin_are_not_reported(
     ledger: Ledger, other: Ledger, us: float, spread: float, why: str
 ) -> None:
     timed(ledger, "a", 50.0, spread)
@@ -149,7 +151,7 @@ def test_the_latest_measurement_of_each_host_counts(ledger: Ledger, other: Ledge
     assert odd(ledger) == []
 
 
-def test_doctor_and_status_name_a_sick_device(ledger: Ledger, other: Ledger, shared_home: Path) -> None:
+def test_doctor_and_status_name_a_device_that_disagrees(ledger: Ledger, other: Ledger, shared_home: Path) -> None:
     timed(ledger, "a", 50.0)
     timed(other, "b", 80.0)
     with running(shared_home, "--no-tune") as daemon, daemon.client() as ask:

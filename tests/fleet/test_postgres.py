@@ -36,7 +36,7 @@ SAME = [
 
 
 @pytest.mark.parametrize("test", SAME, ids=lambda test: test.__name__)
-def test_it_does_what_it_does_on_sqlite(test: Callable[..., None], ledger: Ledger, home: Path) -> None:
+def test_the_ledger_works_as_on_sqlite(test: Callable[..., None], ledger: Ledger, home: Path) -> None:
     given = {"ledger": ledger, "home": home}
     test(**{name: given[name] for name in inspect.signature(test).parameters})
 
@@ -46,7 +46,7 @@ def test_the_migrations_make_exactly_the_schema_the_code_uses(ledger: Ledger) ->
         assert compare_metadata(MigrationContext.configure(c), t.METADATA) == []
 
 
-def test_not_even_the_owner_changes_history(ledger: Ledger, server: Server, schema: str) -> None:
+def test_even_the_owner_cannot_change_history(ledger: Ledger, server: Server, schema: str) -> None:
     import psycopg
 
     record(ledger)
@@ -70,10 +70,10 @@ def test_a_ledger_of_a_newer_version_is_refused(ledger: Ledger, server: Server, 
 
 @pytest.fixture
 def login(server: Server, schema: str) -> str:
-    """Another one each time: roles belong to the server, not to a database of it."""
+    """Return a new login each time, because roles belong to the server, not to a database."""
     from psycopg import sql
 
-    name = f'node "{schema}"'  # a name may hold anything
+    name = f'node "{schema}"'  # a name may contain any character
     with server.connect() as line:
         line.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
     return name
@@ -146,7 +146,7 @@ def test_only_an_admin_decides_by_hand(ledger: Ledger, server: Server, schema: s
     assert [d.state for d in ledger.history()] == ["demoted", "pinned", "promoted", "demoted", "promoted"]
 
 
-def test_a_tuner_serves_again_what_it_has_proven_again_and_nothing_else(
+def test_a_tuner_renews_only_decisions_that_it_has_proven_again(
     ledger: Ledger, server: Server, schema: str, login: str, tmp_path: Path
 ) -> None:
     ledger.grant("tuner", login)
@@ -163,7 +163,7 @@ def test_a_tuner_serves_again_what_it_has_proven_again_and_nothing_else(
             node.renew(pin.id, arm=CPP, baseline=BASELINE, parity=PASSED, why="torch is another")
 
 
-def test_not_even_with_sql_of_its_own_does_a_tuner_serve_what_no_race_promoted(
+def test_even_with_its_own_sql_a_tuner_cannot_serve_an_arm_without_a_race(
     ledger: Ledger, server: Server, schema: str, login: str
 ) -> None:
     import psycopg
@@ -233,7 +233,7 @@ WRITERS, KILLS = 4, 2
 
 
 class Writer:
-    """Records decisions over and over; after an error, when told to go on, the same one again."""
+    """Record decisions repeatedly; after an error, wait for a signal and record the same decision again."""
 
     def __init__(self, url: str, home: Path, number: int) -> None:
         self.ledger, self.number = open_ledger(url, home=home, alone=True), number
@@ -273,7 +273,7 @@ class Writer:
 
 
 def kill_under_load(folder: Path, server: Server, kills: int) -> int:
-    """How many decisions were acknowledged; none of them may be lost, and an error must say that it was the server."""
+    """Return the number of acknowledged decisions; none may be lost, and an error must name the server."""
     url = server.url(server.schema())
     with open_ledger(url, home=folder, alone=True) as ledger:
         writers = [Writer(url, folder / str(number), number) for number in range(WRITERS)]
@@ -314,7 +314,7 @@ def test_killed_under_load_the_server_loses_no_acknowledged_decision_and_writers
 def test_a_decision_of_another_host_reaches_a_daemon_and_its_serving_processes(
     ledger: Ledger, shared_home: Path
 ) -> None:
-    """The baseline needs no proof, so that it serves at once where a daemon listens."""
+    """Decide for the baseline, which needs no proof and so serves at once if a daemon listens."""
 
     def published() -> list[Decision]:
         found = snapshot.read(shared_home / snapshot.FILE)
@@ -327,4 +327,4 @@ def test_a_decision_of_another_host_reaches_a_daemon_and_its_serving_processes(
             assert time.monotonic() < until, "the daemon was not notified"
 
 
-NEWS_S = 30.0  # the goal of a second is the benchmark's to hold; a test only tells never from soon
+NEWS_S = 30.0  # the benchmark measures the goal of a second; this test only checks that it arrives

@@ -1,4 +1,4 @@
-"""Tunes on two real workers of a Ray cluster made here: one is killed in the middle of it; Ctrl-C ends them all.
+"""Tune on two real workers of a local Ray cluster: one is killed during the tune; Ctrl-C ends all.
 
 A cluster is some ten processes on two cores: run this file alone (`.ci/run` does), or give it time.
 """
@@ -80,7 +80,7 @@ def test_the_part_of_a_killed_worker_is_tuned_by_the_other(tmp_path: Path) -> No
     assert len(said["spoke"]) == 2
     with open_ledger(home=home, alone=True) as ledger:
         stored = {d.id: d for d in ledger.history()}
-    # a machine too noisy to decide reports this as a decision: each workload has come to its end
+    # a workload that is too noisy to decide also counts as finished
     assert {stored[number].workload["d"] for number in said["decisions"]} == {512, 2048}
     assert {stored[number].hw_id for number in said["decisions"]} == {said["hw_id"]}
     assert said["undecided"] == [
@@ -88,7 +88,7 @@ def test_the_part_of_a_killed_worker_is_tuned_by_the_other(tmp_path: Path) -> No
     ]
 
 
-# The unchanged command, except that after the first decision it hears nothing more until its input ends.
+# The unchanged command, except that after the first decision it blocks until its input ends.
 HOLDS = """
 import sys
 from autosel.cli.main import main
@@ -135,19 +135,19 @@ def tuning(home: Path, *words: str, held: bool = False) -> Iterator[subprocess.P
 
 
 def of(home: Path) -> list[psutil.Process]:
-    """Processes that were started with this home."""
+    """Return the processes that were started with this home."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("AUTOSEL_HOME") == str(home):
                 found.append(process)
-        except psutil.Error:  # gone meanwhile, or another user's
+        except psutil.Error:  # ended in the meantime, or another user's
             continue
     return found
 
 
 def runs(process: psutil.Process) -> str:
-    """Return its command; "" if it has ended, also before its exit code is read."""
+    """Return its command; "" if it has ended, even if its exit code was not read yet."""
     try:
         return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()) or process.name()
     except psutil.NoSuchProcess:
@@ -156,7 +156,7 @@ def runs(process: psutil.Process) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """`told`: what Ctrl-C was answered with; `there`: commands of the processes that were there before."""
+    """The end of a tune by Ctrl-C: `told` is its output, `there` the commands of its processes before."""
 
     code: int
     told: str
@@ -164,13 +164,13 @@ class Ended:
 
     @property
     def kept(self) -> int:
-        """Decisions that it said were kept."""
+        """Return the decisions that it reported as kept."""
         found = re.search(r"stopped; (\d+) of \d+ decided and stored", self.told)
         return int(found[1]) if found else 0
 
 
 def interrupt(home: Path, child: subprocess.Popen[str]) -> Ended:
-    """Ctrl-C. Of the processes there were none is left when this returns."""
+    """Press Ctrl-C, and wait until all its processes have ended."""
     there = {p.pid: p for p in [*psutil.Process(child.pid).children(recursive=True), *of(home)]}
     names = [name for p in there.values() if (name := runs(p))]
     os.killpg(child.pid, signal.SIGINT)
@@ -202,7 +202,7 @@ def test_ctrl_c_ends_every_worker_and_keeps_what_was_acknowledged(tmp_path: Path
         ledger.check()
 
 
-def test_a_cluster_that_is_not_there_and_a_number_that_is_none_are_said_to_be(tmp_path: Path) -> None:
+def test_a_missing_cluster_and_an_invalid_number_of_workers_are_reported(tmp_path: Path) -> None:
     for address, word in (("local:many", "from 1 to 64"), ("127.0.0.1:1", "no Ray cluster")):
         said = cli(tmp_path / "home", "tune", "--model", "llama-1b", "--op", "rmsnorm", "--ray", address)
         assert said.returncode in (1, 2)

@@ -1,4 +1,4 @@
-"""CUTLASS's products on the device that is here: every hostile case, graphs, programmatic dependents, equal bits."""
+"""Test CUTLASS's products on the present device: every hostile case, graphs, programmatic dependents, equal bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 OP = OPS["linear"]
 PRODUCTS = [k for k in KERNELS if k.op == "linear"]
-# Each way of the formulas: narrow and wide streaming tiles, split ones, large tiles, Stream-K.
+# Each kind of build: narrow and wide streaming tiles, split ones, large tiles, Stream-K.
 SHAPES = ((16, 4096, 4096), (8, 1024, 4096), (128, 28672, 4096), (4096, 4096, 4096), (640, 2048, 8192))
 
 
@@ -42,7 +42,7 @@ def device() -> Fingerprint:
 
 
 def built(kernel: CutlassKernel, w: Workload) -> Callable[..., None]:
-    """The kernel with this workload's knobs, called with the op's arguments and y."""
+    """Return the kernel with this workload's knobs, called with the op's arguments and y."""
     fp = device()
     answer = kernel.supports(w, fp)
     if isinstance(answer, Rejected):
@@ -56,7 +56,7 @@ def built(kernel: CutlassKernel, w: Workload) -> Callable[..., None]:
 
 
 def on_device(values: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors there, in the same layout: strides, overlaps and offsets included."""
+    """Copy tensors to the device with the same layout: strides, overlaps and offsets."""
 
     def moved(t: torch.Tensor) -> torch.Tensor:
         flat = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).cuda()
@@ -94,7 +94,7 @@ def test_a_build_meets_the_contract_in_every_case(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernel", PRODUCTS, ids=lambda k: k.source)
 def test_calls_and_replays_of_a_graph_give_the_same_bits(kernel: CutlassKernel, shape: tuple[int, int, int]) -> None:
-    """Split tiles too: their sums are added in an order that does not depend on who comes last."""
+    """Test split tiles too: their sums are added in an order that does not depend on which CTA is last."""
     w = linear(shape)
     run, inputs = built(kernel, w), on_device(OP.inputs(w, 5))
     arguments = OP.arguments(inputs)
@@ -117,7 +117,7 @@ def test_a_chain_of_dependents_reads_what_the_one_before_has_written(kernel: Cut
     x, weights = inputs["x"], inputs["w"]
     chained, plain = ([x, *(torch.full_like(x, float("nan")) for _ in range(6))] for _ in range(2))
     for line, pdl in ((chained, 1), (plain, 0)):
-        for given, made in pairwise(line):  # no other kernel in between: it would be waited for
+        for given, made in pairwise(line):  # no other kernel in between, because it would be waited for
             run(given, weights, None, None, made, pdl=pdl)
             torch.cuda.synchronize() if pdl == 0 else None
     assert torch.equal(chained[-1], plain[-1])

@@ -1,4 +1,4 @@
-"""A real GPU's fingerprint: complete, plausible, the same again."""
+"""Test a real GPU's fingerprint: complete, plausible, repeatable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rates_are_plausible(device: Fingerprint) -> None:
     assert not [note for note in device.notes if " is outside " in note or " is below " in note]
 
 
-def test_identity_is_the_same_at_a_second_look(device: Fingerprint) -> None:
+def test_identity_is_the_same_when_read_again(device: Fingerprint) -> None:
     again = fingerprint.take("cuda")
     assert (again.hw_id, again.env_id, again.rates) == (device.hw_id, device.env_id, device.rates)
 

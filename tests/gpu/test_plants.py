@@ -1,6 +1,6 @@
-"""The planted kernels that need a GPU: work left on a side stream, lines pinned in the L2, a missing barrier.
+"""Test the planted kernels that need a GPU: work left on a side stream, lines pinned in the L2, a missing barrier.
 
-Each check is run on an honest twin too: a check that refuses everything would pass otherwise.
+Each check also runs on an honest twin, so that a check that refuses everything fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def honest(x: Tensor, out: Tensor) -> Tensor:
 
 
 def on_a_side_stream(side: torch.cuda.Stream) -> Kernel:
-    """Work on another stream without waiting for it; a timer on the caller's stream sees nothing."""
+    """Work on another stream without waiting for it, which a timer on the caller's stream does not measure."""
 
     def kernel(x: Tensor, out: Tensor) -> Tensor:
         with torch.cuda.stream(side):
@@ -51,8 +51,9 @@ def on_a_side_stream(side: torch.cuda.Stream) -> Kernel:
 
 
 def right_after_a_delay(kernel: Kernel) -> bool:
-    """On one stream, with no synchronisation between: a spin, the true inputs over poison, the kernel, a copy of its
-    result. Work that left the stream reads the poison, or is missed by the copy."""
+    """Return True if the result is right after, on one stream and without synchronisation: a spin, copying the true
+    inputs over poison, the kernel, a copy of its result. Work on another stream reads the poison, or is too late for
+    the copy."""
     real = torch.randn(N, device="cuda")
     x, out, copy = (torch.full_like(real, float("nan")) for _ in range(3))
     torch.cuda.synchronize()
@@ -64,13 +65,13 @@ def right_after_a_delay(kernel: Kernel) -> bool:
     return torch.equal(copy, real * 2.0)
 
 
-def test_work_left_on_a_side_stream_is_seen_by_the_delayed_input(side: torch.cuda.Stream) -> None:
+def test_work_left_on_a_side_stream_is_found_by_a_delayed_input(side: torch.cuda.Stream) -> None:
     assert right_after_a_delay(honest)
     assert not right_after_a_delay(on_a_side_stream(side))
 
 
 def right_when_replayed(kernel: Kernel) -> bool:
-    """Captured once; then other inputs in place, poisoned outputs, and a replay. Raises UncapturableError."""
+    """Capture once; then write other inputs in place, poison outputs, and replay. Raises UncapturableError."""
     x, out = torch.randn(N, device="cuda"), torch.empty(N, device="cuda")
 
     def enqueue(count: int) -> None:
@@ -90,7 +91,7 @@ def test_work_left_on_a_side_stream_is_missing_from_the_graph(side: torch.cuda.S
     assert right_when_replayed(honest)
     with contextlib.suppress(
         UncapturableError
-    ):  # a stream that does not join the capture may end it: as good a refusal
+    ):  # a stream that does not join the capture may end it, which also refuses it
         assert not right_when_replayed(on_a_side_stream(side))
     assert right_when_replayed(honest)
 
@@ -113,7 +114,7 @@ PERSISTING_L2_SIZE = 0x06  # cudaLimitPersistingL2CacheSize, driver_types.h
 
 @pytest.fixture(scope="module")
 def runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded."""
     maps = Path("/proc/self/maps").read_text().split()
     found = next((word for word in maps if "libcudart" in word), None)
     if found is None:
@@ -132,7 +133,7 @@ def carve_out(runtime: ctypes.CDLL) -> int:
 
 
 def test_lines_pinned_in_the_l2_do_not_survive_the_reset(runtime: ctypes.CDLL) -> None:
-    """Before a sample the race gives persisting lines back and takes the carve-out away: then a pin holds nothing."""
+    """Check that the reset before each sample releases persisting lines and removes the L2 carve-out."""
     torch.zeros(1, device="cuda")
     wanted = ctypes.c_size_t(torch.cuda.get_device_properties(0).L2_cache_size // 2)
     if runtime.cudaDeviceSetLimit(PERSISTING_L2_SIZE, wanted) or carve_out(runtime) == 0:

@@ -1,4 +1,4 @@
-"""Test autosel.patch on a model on the GPU: proven there, served by the decisions for it, and nowhere else."""
+"""Test autosel.patch on a model on the GPU: proven there, and served only there, by the decisions for the GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tokens(model: Any) -> list[list[int]]:
 
 
 def natively(board: dispatch.Board) -> dict[str, int]:
-    """Calls that a kernel of ours served, by op."""
+    """Return the number of calls that our kernels served, by op."""
     found: dict[str, int] = {}
     for use in board.uses():
         if use.candidate.startswith(("cuda:", "triton:")):
@@ -93,7 +93,7 @@ def test_everything_is_replaced_and_greedy_tokens_are_the_same(board: dispatch.B
     assert natively(board) == calls, "and no longer are"
 
 
-def test_off_the_gpu_it_was_proven_on_a_model_runs_its_own_code(board: dispatch.Board) -> None:
+def test_a_model_moved_off_its_gpu_runs_its_own_code(board: dispatch.Board) -> None:
     model = model_on_gpu()
     autosel.patch(model)
     tokens(model)
@@ -104,7 +104,7 @@ def test_off_the_gpu_it_was_proven_on_a_model_runs_its_own_code(board: dispatch.
 
 @torch.inference_mode()
 def test_a_patched_module_is_captured_in_a_graph(board: dispatch.Board) -> None:
-    """A replay on other contents gives the very bits of a plain call."""
+    """Compare the bits of a replay on other contents with a plain call."""
     model = model_on_gpu()
     layer = model.model.layers[0].mlp
     draw = torch.Generator().manual_seed(5)

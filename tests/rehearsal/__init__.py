@@ -3,7 +3,7 @@ GPU's machine, over a runtime, a driver and an NVML whose kernels are PTX that a
 
     python -m tests.rehearsal ./run gpu --device cuda --stage parity --unit rmsnorm
 
-What this shows is the host's side: that devices are found, modules load, streams, events and graphs are used as CUDA
-wants them, faults are contained. It knows nothing of time: no figure that it prints is one of a GPU, and its device is
-called "PTX on a CPU" wherever a device is named.
+It tests the host's side: finding devices, loading modules, the correct use of streams, events and graphs, and the
+containment of faults. It does not model time: no figure that it prints is a GPU's, and its device is called "PTX on a
+CPU" wherever a device is named.
 """

@@ -1,4 +1,4 @@
-"""python -m tests.rehearsal [--mib N] [--at-once] [--tell] COMMAND ...: run it on the device that is not there."""
+"""python -m tests.rehearsal [--mib N] [--at-once] [--tell] COMMAND ...: run it on the simulated device."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ NATIVE = {
 # Attention under another name on the CPU: serving needs only its first result.
 ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
-FAILED = 70  # sysexits.h, as for failures in site/sitecustomize.py: a fault of the rehearsal, not of the tested program
+FAILED = 70  # sysexits.h, as in site/sitecustomize.py: an error of the rehearsal, not of the tested program
 
 _host = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _kept: list[Any] = []  # work of graphs, for as long as the process lives
 
 
 def install(device: ctypes.CDLL) -> None:
-    """Every operator that has a CUDA kernel, but for NATIVE."""
+    """Replace every operator that has a CUDA kernel, except NATIVE."""
     library = torch.library.Library("aten", "IMPL")
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
     _kept.append(library)
@@ -73,14 +73,14 @@ def _as_on_cpu(operator: Any, device: ctypes.CDLL, how: Callable[..., Any] | Non
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if torch.cuda.is_current_stream_capturing():
             return _keep(operator, args, named, device, stream, how)
-        _in_order(device, stream, lambda: None)  # all before it is done
+        _in_order(device, stream, lambda: None)  # wait until all earlier work is done
         return _run(operator, args, named, how)
 
     return call
 
 
 def _copying(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Plain copies are the runtime's own; the rest needs a kernel."""
+    """Leave plain copies to the runtime; other copies need a kernel."""
     native, own = torch.ops.aten.copy_.default, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
     def copy_(to: torch.Tensor, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -188,7 +188,7 @@ def _on_cpu(operator: Any, args: Any, named: Any, how: Any) -> tuple[Any, list[t
 
 
 def alias(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as the CPU's."""
+    """Return the same memory as a CPU tensor."""
     if t.numel() == 0:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
     storage = t.untyped_storage()

@@ -18,16 +18,16 @@ from tests.compile.ptx_machine import PARTS, RUNTIME_FLAGS, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-BESIDE = [MACHINE / "ptx" / f"{name}.cpp" for name in ("driver", "nvml")]  # the runtime, which tests/compile has
-LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")  # all is in the first
-# A process notices only these; versioned, because PyTorch asks for a version.
+BESIDE = [MACHINE / "ptx" / f"{name}.cpp" for name in ("driver", "nvml")]  # the runtime, from tests/compile
+LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1")  # the first contains everything
+# Only these symbols are exported; versioned, because PyTorch requires a version.
 EXPORTS = "libcudart.so.13 { global: cuda*; __cuda*; cu*; nvml*; ptx_*; local: *; };\n"
-# Its C++ is its own: NVRTC, which has one too, fails where another is ahead of it.
+# C++ is linked statically: NVRTC, which also does this, fails if another C++ library is found first.
 LINK = ("-shared", "-static-libstdc++", "-static-libgcc")
 
 
 def toolkit() -> Path:
-    """A folder as a CUDA toolkit's, with those libraries in it."""
+    """Return a folder like a CUDA toolkit's, with these libraries."""
     compiler, nvcc = find_compiler(), find_nvcc()
     if compiler is None or nvcc is None or "release 13" not in nvcc.version:
         sys.exit(f"needs a C++ compiler and nvcc of CUDA 13, has {compiler} and {nvcc}")
@@ -75,7 +75,7 @@ def _link(compiler: str, folder: Path, objects: list[str]) -> None:
 
 
 def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]:
-    """For a Python that is to find the device; all Pythons that it starts find it too. Names begin as those do that
+    """Return the environment of a Python that finds the device, and its children. Names start like variables that
     autosel lets its workers see; site/sitecustomize.py sets the others."""
     folder, nvcc, triton = toolkit(), find_nvcc(), find_spec("triton")
     assert nvcc is not None
@@ -87,7 +87,7 @@ def environment(device_bytes: int, *, late: bool, tells: bool) -> dict[str, str]
         "CUDA_REHEARSAL_ROOT": str(ROOT),
         "CUDA_REHEARSAL_NVCC": nvcc.path,
         "CUDA_REHEARSAL_PTXAS": str(tools / "ptxas"),
-        "AUTOSEL_HOME": str(settings.home() / "rehearsal" / "home"),  # its decisions hold for no real device
+        "AUTOSEL_HOME": str(settings.home() / "rehearsal" / "home"),  # its decisions are not valid for a real device
         "CUDA_HOME": str(folder),
         "CUDA_PATH": str(folder),
         "LD_LIBRARY_PATH": str(folder),

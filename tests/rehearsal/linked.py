@@ -14,7 +14,7 @@ JUMP = b"\xff\x25\x00\x00\x00\x00"  # jmp [rip]; the address follows
 
 
 def redirect(library: str, device: ctypes.CDLL) -> int:
-    """How many functions of the loaded library jump to the device's now."""
+    """Redirect functions of the loaded library to the device's; return their number."""
     base, libc, count = _base(library), ctypes.CDLL(None), 0
     for name, offset in _functions(Path(library)):
         if not name.startswith(("cuda", "__cuda")) or not hasattr(device, name):

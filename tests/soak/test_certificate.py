@@ -1,4 +1,4 @@
-"""Every byte of a certificate changed in every bit, left out and doubled: the long form of a property test."""
+"""Change every bit of a certificate, and remove and double every byte: the long form of a property test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long form of tests/null/test_race_judge_error_rates.py: at least 4,000 races a cell, with tight limits."""
+"""Run the long form of tests/null/test_race_judge_error_rates.py: at least 4,000 races per cell, tight limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long form of tests/fleet: fifty kills of the server under load. `-s` shows how much was acknowledged."""
+"""Run the long form of tests/fleet: fifty kills of the server under load. `-s` shows the acknowledged writes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_dry_run_goes_through_every_unit_of_every_stage(records: dict[str, Any
     assert all(found["ok"] for found in record["units"].values())
 
 
-def test_no_op_is_left_out(records: dict[str, Any]) -> None:
+def test_every_op_is_covered(records: dict[str, Any]) -> None:
     assert ops_of(records, "parity") == ops_of(records, "bench") == set(OPS)
     assert ops_of(records, "sanitizer", word=1) == {*OPS, "step"}
     assert ops_of(records, "graph") == {*OPS, "a"}  # a whole step
@@ -47,5 +47,5 @@ def test_no_op_is_left_out(records: dict[str, Any]) -> None:
 
 
 def ops_of(records: dict[str, Any], stage: str, word: int = 0) -> set[str]:
-    """The ops of a stage's units, by their names: the word at that place, up to a shape."""
+    """Return the ops of a stage's units, from their names: the word at this position, without the shape."""
     return {unit.split(" ")[word].partition("/")[0] for unit in records[stage]["units"]}

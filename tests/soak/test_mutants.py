@@ -1,4 +1,4 @@
-"""The whole mutation score: every mutant of every op, faults in the 10,000th call among them, and of our sources."""
+"""Run all mutants: of every op, including faults in the 10,000th call, and of our sources."""
 
 from __future__ import annotations
 

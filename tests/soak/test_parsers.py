@@ -1,4 +1,4 @@
-"""The long form of tests/null/test_parsers.py: many more examples of every parser, and none that grows."""
+"""Run the long form of tests/null/test_parsers.py: more examples of every parser, and no growing memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_outside_data_is_answered_or_refused_with_a_message(name: str, folder: P
 
 
 @pytest.mark.parametrize("name", sorted(set(PARSERS) - STORES))
-def test_feeding_the_same_things_again_and_again_makes_nothing_grow(name: str, folder: Path) -> None:
+def test_feeding_the_same_input_repeatedly_does_not_grow_memory(name: str, folder: Path) -> None:
     parser, kept = PARSERS[name], list[Any]()
 
     @terms(

@@ -1,4 +1,4 @@
-"""The long form of tests/fleet/test_ray.py: Ctrl-C at any moment of tunes on two workers, one after the other."""
+"""Run the long form of tests/fleet/test_ray.py: Ctrl-C at any moment of successive tunes on two workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autosel.ledger import open_ledger
 from tests.fleet.test_ray import OPS, interrupt, tuning
 
 ROUNDS, LATEST_S = 8, 40.0  # a tune takes about half a minute
-EARLIEST_S = 4.0  # before, a Python that is still starting ends without a word of ours
+EARLIEST_S = 4.0  # earlier, a Python that is still starting ends without a message
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="no Ray: install the extra `ray`")
-def test_ctrl_c_at_any_moment_leaves_no_process_no_lock_and_every_decision(tmp_path: Path) -> None:
+def test_ctrl_c_at_any_moment_leaves_no_process_and_no_lock_and_keeps_every_decision(tmp_path: Path) -> None:
     home, rng, known = tmp_path / "home", random.Random(1), set[int]()
     for n in range(ROUNDS):
         with tuning(home, "--model", "llama-1b", "--force", *OPS) as child:

@@ -1,7 +1,7 @@
-"""The full suite on this machine's cores: three families, a warm-up and eight trials of each configuration.
+"""Run the full suite on this machine: three families, a warm-up and eight trials of each configuration.
 
-Answers are an eighth as long, as the quick suite's are: between two steps lies a probe of memory, and whole answers of
-nothing but tiny steps would be an hour of probes."""
+Answers are an eighth as long, because a probe of memory runs between two steps: with full answers of tiny steps, the
+probes would take an hour."""
 
 from __future__ import annotations
 

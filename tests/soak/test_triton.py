@@ -1,4 +1,4 @@
-"""The long form of tests/compile/test_triton.py: every known device, every shape, every dtype."""
+"""Run the long form of tests/compile/test_triton.py: every known device, every shape, every dtype."""
 
 from __future__ import annotations
 

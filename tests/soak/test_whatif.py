@@ -1,4 +1,4 @@
-"""An upgrade rehearsed for real, though briefly: the other interpreter is this one."""
+"""Rehearse an upgrade with a short budget; the other interpreter is this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 
 def test_a_rehearsal_leaves_this_home_as_it_was(home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its budget ends before a race."""
+    """Rehearse with a budget that ends before a race."""
     w = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
     file = tmp_path / "r.json"
     recorded.save(file, recorded.Recorded(device=this_device().hw_id, mode=current_mode(), calls={w: 7}))
