@@ -28,33 +28,45 @@ from autosel.cli.output import error_json, report
 from autosel.errors import AutoselError, EnvironmentFault, Stopped, UsageError, out_of_memory
 from autosel.version import __version__
 
-# verb -> (module below autosel.cli, its line in the overview); the command object has the verb's name
-VERBS: dict[str, tuple[str, str]] = {
-    "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
-    "fingerprint": ("fingerprint", "this device's identity and measured rates"),
-    "knobs": ("knobs", "every kernel's settings, each with its formula"),
-    "tune": ("tune", "prove and race the eligible kernels, decide, keep the evidence"),
-    "record": ("record", "run a program and count the workloads it calls"),
-    "best": ("best", "the kernel that serves an op now"),
-    "explain": ("explain", "the reasons: parity, race, effect, tail, limit, how to reproduce"),
-    "history": ("history", "every decision ever made, newest first"),
-    "promote": ("decide", "serve a candidate that passed parity, without a race"),
-    "demote": ("decide", "stop serving a decision; the baseline takes over"),
-    "pin": ("decide", "serve this candidate, and keep it after later races"),
-    "race": ("race", "prove and time one candidate, also your own"),
-    "run": ("run", "tokens per second of a real decode, certified"),
-    "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
-    "verify": ("verify", "check a certificate; measure it again"),
-    "whatif": ("whatif", "try another torch before you deploy it"),
-    "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
-    "status": ("serve", "the daemon, its serving kernels and current tune"),
-    "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; suggest fixes"),
-    "export": ("transfer", "decisions as one file, or one decision's race as a script"),
-    "import": ("transfer", "decisions from an exported file"),
-    "lock": ("lock", "pin what serves in a file to commit; check it; run under it"),
-    "config": ("config", "every setting, its value and its source"),
-    "db": ("db", "the ledger: place, size, check, backup, restore"),
+# task -> verb -> (module below autosel.cli, its line in the overview); the command object has the verb's name
+TASKS: dict[str, dict[str, tuple[str, str]]] = {
+    "Measure": {
+        "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
+        "fingerprint": ("fingerprint", "this device's identity and measured rates"),
+        "knobs": ("knobs", "every kernel's settings, each with its formula"),
+        "tune": ("tune", "prove and race the eligible kernels, decide, keep the evidence"),
+        "race": ("race", "prove and time one candidate, also your own"),
+        "record": ("record", "run a program and count the workloads it calls"),
+    },
+    "Decide": {
+        "best": ("best", "the kernel that serves an op now"),
+        "explain": ("explain", "the reasons: parity, race, effect, limit, how to reproduce"),
+        "history": ("history", "every decision ever made, newest first"),
+        "promote": ("decide", "serve a candidate that passed parity, without a race"),
+        "demote": ("decide", "stop serving a decision; the baseline takes over"),
+        "pin": ("decide", "serve this candidate, and keep it after later races"),
+    },
+    "Certify": {
+        "run": ("run", "tokens per second of a real decode, certified"),
+        "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
+        "verify": ("verify", "check a certificate; measure it again"),
+    },
+    "Serve": {
+        "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
+        "status": ("serve", "the daemon, its serving kernels and current tune"),
+        "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; suggest fixes"),
+        "config": ("config", "every setting, its value and its source"),
+    },
+    "Share": {
+        "export": ("transfer", "decisions as one file, or one decision's race as a script"),
+        "import": ("transfer", "decisions from an exported file"),
+        "lock": ("lock", "pin what serves in a file to commit; check it; run under it"),
+        "db": ("db", "the ledger: place, size, check, backup, restore"),
+    },
 }
+VERBS = {verb: told for verbs in TASKS.values() for verb, told in verbs.items()}
+# verbs of earlier versions -> what does the same now
+FORMER = {"whatif": "AUTOSEL_HOME=DIR PYTHON -m autosel tune, with the other environment's PYTHON, and then explain"}
 
 EXAMPLES = (
     "tune --model llama-8b --seq 8192",
@@ -78,12 +90,17 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise UsageError(f"no verb {args[0]!r}", todo=_nearest(args[0], VERBS) or f"{ctx.command_path} --help")
+            todo = FORMER.get(args[0]) or _nearest(args[0], VERBS) or f"{ctx.command_path} --help"
+            raise UsageError(f"no verb {args[0]!r}", todo=todo)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+        width = max(map(len, VERBS))
+        formatter.write_paragraph()
+        for task, verbs in TASKS.items():
+            formatter.write_heading(task)
+            with formatter.indentation():
+                formatter.write_dl([(verb.ljust(width), line) for verb, (_, line) in verbs.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         show_examples(EXAMPLES, formatter)

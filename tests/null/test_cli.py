@@ -119,7 +119,7 @@ sys.exit(str(heavy) if heavy else 0)
 def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) -> None:
     _, text, _ = said("--help")
     assert all(f"\n  {verb} " in text for verb in VERBS)
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 45
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
@@ -173,7 +173,13 @@ def test_a_mistake_is_reported_with_a_fix_and_as_one_json_document(
 def test_no_verb_at_all_shows_the_overview_and_is_a_usage_error(said: Any) -> None:
     code, out, err = said()
     assert code == 2
-    assert "Verbs:" in out + err
+    assert "Measure:" in out + err
+
+
+def test_a_former_verb_is_answered_with_what_does_the_same_now(said: Any) -> None:
+    code, _, err = said("whatif", "--python", "python")
+    assert code == 2
+    assert "no verb 'whatif'" in err and "autosel tune" in err
 
 
 def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from autosel import extras, ops, settings
 from autosel.candidates import arms, registry
-from autosel.cli import device, tune, whatif
+from autosel.cli import device, tune
 from autosel.cli.main import cli, run
 from autosel.cli.run import Asked, run_command
 from autosel.cli.verify import command_of
@@ -146,9 +146,9 @@ def test_a_decision_for_other_conditions_is_named(cpu_alone: None, said: Said) -
     assert "no decision on this device" in said("best", "geglu")[1]
 
 
-@pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "whatif", "knobs", "fingerprint", "best", "explain"])
+@pytest.mark.parametrize("verb", ["tune", "run", "sweep", "race", "knobs", "fingerprint", "best", "explain"])
 def test_every_verb_that_measures_or_derives_has_the_same_default_device(verb: str, with_gpu: None) -> None:
-    needed = {"race": ["rmsnorm", "--candidate", "x:y"], "whatif": ["--python", "python"], "best": ["attn"]}
+    needed = {"race": ["rmsnorm", "--candidate", "x:y"], "best": ["attn"]}
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     assert command.make_context(verb, needed.get(verb, [])).params["device"] == "cuda"
@@ -250,13 +250,6 @@ def test_a_decision_of_a_gpu_is_reproduced_by_a_race_there_and_not_by_a_script_f
     assert command in said("explain", "rmsnorm")[1]
     code, _, err = said("export", "--repro", str(made.id))
     assert code == 2 and "was made on a GPU" in err and command in err
-
-
-def test_an_upgrade_is_tried_with_what_is_decided_on_one_device(on_both: tuple[Decision, Decision]) -> None:
-    cpu, cuda = on_both
-    for decision, us in ((cpu, 50.0), (cuda, 5.0)):
-        assert list(whatif._workloads(None, (), decision.hw_id)) == [W]
-        assert whatif._decided_here(decision.hw_id)[W.bucket]["time_us"] == us
 
 
 def test_the_doctor_checks_every_device(with_gpu: None, said: Said) -> None:
