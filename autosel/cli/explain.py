@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -11,13 +11,14 @@ import click
 from autosel import settings
 from autosel.cli.best import Now, decided_elsewhere, measured_by, serving
 from autosel.cli.dataset import elsewhere, elsewhere_lines
-from autosel.cli.device import device_option, identity
+from autosel.cli.device import device_option
+from autosel.cli.failed import held_json, show_failed
 from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
-from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio, table
+from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio
 from autosel.errors import LedgerError, UsageError
 from autosel.ledger.describe import contended, release_command
-from autosel.values import WHOLE_STEP, Decision, Effect, Failed, Passed, Race, Rejected, Session, Verdict, to_json
+from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, Session, Verdict, to_json
 
 if TYPE_CHECKING:
     from autosel.ledger.containment import Quarantine
@@ -40,14 +41,14 @@ def explain_command(op: str | None, decision_id: int | None, failed: bool, devic
         raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N or --failed")
     with open_ledger() as ledger:
         if failed:
-            _show_failed(ledger, op, device, as_json)
+            show_failed(ledger, op, device, as_json)
             return
         stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
         evidence = [ledger.evidence(number) for number in stale]
         held = [list(ledger.quarantined(e.decision.hw_id, e.decision.op).values()) for e in evidence]
     found = [(e, stale[e.decision.id], beside) for e, beside in zip(evidence, held, strict=True)]
     if as_json:
-        emit_json([{**_evidence_json(e), "stale": why, "quarantined": _held_json(beside)} for e, why, beside in found])
+        emit_json([{**_evidence_json(e), "stale": why, "quarantined": held_json(beside)} for e, why, beside in found])
         return
     click.echo("\n\n".join(explain_text(e, why, beside) for e, why, beside in found))
 
@@ -270,67 +271,3 @@ def _session_json(session: Session) -> dict[str, object]:
         "median_ratio": {arm: r[len(r) // 2] for arm, r in ratios.items() if r},
         "aa_crossed": session.aa_crossed,
     }
-
-
-def _held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
-    return [
-        {"op": q.op, "candidate": q.arm.candidate, "stage": "quarantine", "check": q.cause, "reason": q.reason}
-        | {"id": q.id, "created_at": q.created_at, "release": release_command([q.id])}
-        for q in held
-    ]
-
-
-def _show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
-    """Print everything that failed or may not race on the device, newest first."""
-    from autosel.candidates.registry import ledger_name
-    from autosel.dispatch.devices import ids_of
-
-    name, ids = ledger_name(op) if op else None, ids_of(identity(device))
-    decisions = [d for d in ledger.history(name) if d.hw_id in ids]
-    held = _held_json([q for hw_id in ids for q in ledger.quarantined(hw_id, name).values()])
-    found = [*held, *_failures(ledger, decisions), *_ineligible(decisions, device)]
-    if as_json:
-        emit_json(found)
-    elif not found:
-        click.echo("no candidate has failed parity, failed in a race or been refused")
-    else:
-        rows = [[str(f["op"]), str(f["candidate"]), str(f["stage"]), _where_and_why(f)] for f in found]
-        click.echo(table(("op", "candidate", "stage", "reason"), rows, wrap=3))
-
-
-def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, object]]:
-    """Return failed proofs: one for each candidate, check and case."""
-    seen: dict[tuple[str, str, str], dict[str, object]] = {}
-    for decision in decisions:
-        for arm, parity in ledger.evidence(decision.id).parities:
-            if isinstance(parity, Failed):
-                who = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
-                stage = {"while racing": "race", "compile": "build"}.get(parity.case, "parity")
-                seen.setdefault((arm.candidate, parity.check, parity.case), {**who, "stage": stage, **to_json(parity)})
-    return list(seen.values())
-
-
-def _ineligible(decisions: Sequence[Decision], device: str) -> list[dict[str, object]]:
-    """Return candidates that cannot run the decided workloads, as determined now: one for each reason."""
-    from autosel import fingerprint
-    from autosel.candidates import registry
-
-    seen: dict[tuple[str, str, str], dict[str, object]] = {}
-    workloads = {d.workload.key: d.workload for d in decisions if d.op != WHOLE_STEP}  # `run` reports whole steps
-    if not workloads:
-        return []
-    fp = fingerprint.take(device)
-    for w in workloads.values():
-        for candidate, support in registry.eligible(w, fp, "full"):
-            if isinstance(support, Rejected):
-                who = {"op": w.op, "workload": w.key, "candidate": candidate.name, "stage": "eligible"}
-                seen.setdefault((w.op, candidate.name, support.reason), {**who, "reason": support.reason})
-    return list(seen.values())
-
-
-def _where_and_why(found: Mapping[str, object]) -> str:
-    if found["stage"] == "eligible":
-        return str(found["reason"])
-    if found["stage"] == "quarantine":
-        return f"{found['check']}: {found['reason']}; `{found['release']}` lets it race again"
-    return f"{found['check']}, case {found['case']}, at {found['workload']}: {found['reason']}"
