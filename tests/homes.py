@@ -1,7 +1,7 @@
-"""Provide the home and the environment that tests share, and homes of a single test that start with its contents.
+"""Provide the shared home and environment of tests, and homes of single tests that start with its contents.
 
-Compiled kernels are stored under digests of all their inputs, rates under the device's, and answers of libraries under
-their versions: entries of another test equal what a test would make itself.
+Compiled kernels are stored under digests of all their inputs, rates under the device's id, and probes of libraries
+under their versions, so an entry of another test equals the one that a test would make itself.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled launch. `spill_bytes` is local memory a thread, `shared_bytes` a CTA's."""
+    """One compiled launch. `spill_bytes` is local memory per thread, `shared_bytes` shared memory per CTA."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -58,7 +58,7 @@ class Launch:
         return _tool("nvdisasm", self.cubin, "-c")
 
     def instructions(self, name: str) -> list[str]:
-        """Lines of machine code that hold the instruction (`LDG`, but not `LDGSTS`)."""
+        """Return lines of machine code with the instruction (`LDG`, but not `LDGSTS`)."""
         return re.findall(rf"^.*\b{name}\b.*$", self.sass(), re.MULTILINE)
 
 
@@ -80,7 +80,7 @@ class NamedTarget:
 
 @contextmanager
 def instead(cc: tuple[int, int], then: Callable[[Any, Any, list[Any]], None]) -> Iterator[None]:
-    """Compile the launches inside the block for `cc`; `then` gets the result of each, its grid and its arguments."""
+    """Compile the launches inside the block for `cc`; pass the result of each, its grid and its arguments to `then`."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -100,7 +100,7 @@ def instead(cc: tuple[int, int], then: Callable[[Any, Any, list[Any]], None]) ->
 
 @contextmanager
 def captured(cc: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Launches inside the block are compiled for `cc`, and collected in order."""
+    """Compile the launches inside the block for `cc`, and collect them in order."""
     launches: list[Launch] = []
     with instead(cc, lambda made, grid, _: launches.append(_launch(made, grid))):
         yield launches
@@ -134,7 +134,7 @@ def problems(
 ) -> list[str]:
     """Compile the launches of the host code at these shapes on a known device; return the faults.
 
-    `spills`: registers spilled to local memory count as faults too, beyond `may_spill`.
+    With `spills`, registers spilled to local memory beyond `may_spill` count as faults too.
     """
     f, found = facts(known.load(device)), []
     for (dims, traits), dtype in product(shapes, dtypes):
@@ -158,16 +158,17 @@ def launches(kernel: TritonKernel, device: str, w: Workload) -> list[Launch]:
 
 
 def may_spill(w: Workload) -> int | None:
-    """Bytes a thread; None: any number.
+    """Return the allowed bytes per thread; None for any number.
 
-    Four registers, which stay in L1, in the dtypes that are served (seen: two, in lm_head for eight rows). No speed is
-    claimed in fp32, which has no tensor cores: seen are 16 to 408 bytes, and 7 KB in attention for 256 positions.
+    Four registers are allowed in the dtypes that are served, because they stay in L1 (lm_head for eight rows spills
+    two). In fp32, which has no tensor cores, no speed is claimed: kernels spill 16 to 408 bytes, and attention for 256
+    positions 7 KB.
     """
     return None if w.dtype == "fp32" else 16
 
 
 def wrong(launch: Launch, f: GpuFacts, may_spill_bytes: int | None) -> Iterator[str]:
-    """`may_spill_bytes`: None where spills are not looked at."""
+    """Return the faults; `may_spill_bytes` None ignores spills."""
     target = re.search(r"^\.target (\S+)", launch.ptx, re.MULTILINE)
     if target is None or target[1].rstrip("af") != f"sm_{f.cc[0]}{f.cc[1]}":
         yield f"compiled for {target and target[1]}"
@@ -184,8 +185,8 @@ def wrong(launch: Launch, f: GpuFacts, may_spill_bytes: int | None) -> Iterator[
 
 
 def narrow(ttir: str) -> list[str]:
-    """Strides that anything but their extension to 64 bits is done with: rows, heads or tokens of a slice may lie so
-    far apart that the product passes 2^31, and no operand of a test is as large."""
+    """Return strides that are used without an extension to 64 bits: rows, heads or tokens of a slice may be so far
+    apart that the product exceeds 2^31, and no operand of a test is that large."""
     lines = ttir.splitlines()
     return [
         stride
@@ -195,7 +196,7 @@ def narrow(ttir: str) -> list[str]:
 
 
 def without_memory(op: Op, w: Workload) -> list[Any]:
-    """Arguments and outputs of the workload's shapes and strides on the `meta` device."""
+    """Return arguments and outputs with the workload's shapes and strides on the `meta` device."""
     with FakeTensorMode():
         values = [*op.arguments(op.inputs(w, 0)), *op.allocate(w)]
     return [mapped(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")) for v in values]

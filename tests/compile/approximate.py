@@ -1,11 +1,11 @@
 """`python tests/compile/approximate.py [WORD ...]`: fp32 batteries in the interpreter with a GPU's approximations.
 
-The interpreter's exp2, rsqrt and quotients are exact. A GPU's err by what the PTX manual says: 2^-22 (ex2.approx),
-2^-22.9 (rsqrt.approx), two units in the last place (div.full); here each does by all of it, up or down as its value
-decides. `tl.exp` is ex2.approx of x log2(e), rounded. Plans of the kernels that hold a WORD; prints what failed.
+The interpreter's exp2, rsqrt and quotients are exact. A GPU's have the errors of the PTX manual: 2^-22 (ex2.approx),
+2^-22.9 (rsqrt.approx), two units in the last place (div.full). Here each result has the full error, up or down
+depending on its bits. `tl.exp` is ex2.approx of x log2(e), rounded. WORDs select plans by label; failures are printed.
 """
 
-# ruff: noqa: E402, T201  (the path first; it prints what it found)
+# ruff: noqa: E402, T201  (sets the path first; prints its findings)
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXP2, RSQRT, QUOTIENT = 2.0**-22, 2.0**-22.9, 2.0**-22
 
 
 def astray(exact: np.ndarray, most: float) -> np.ndarray:
-    """Each value of fp32 off by so much of itself, up or down as its bits decide."""
+    """Return each fp32 value with this relative error, up or down depending on its bits."""
     if exact.dtype != np.float32:
         return exact
     mixed = np.ascontiguousarray(exact).view(np.uint32) * np.uint32(2_654_435_761)

@@ -4,7 +4,7 @@ capability, with the first Triton on the path; print its version, then one fault
 It uses the first shape of each op, in bf16, with the device's knobs.
 """
 
-# ruff: noqa: T201  (it prints what it found)
+# ruff: noqa: T201  (prints its findings)
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provide the tools for tests of CUDA sources, nvcc and a C++ compiler. Without them tests skip, and in CI fail."""
+"""Provide nvcc and a C++ compiler for tests of CUDA sources. Without them tests skip, or fail in CI."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    """References are small: a team's barriers would take longer than the work."""
+    """Run references on one thread: they are small, and a pool's barriers would take longer."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Provide the part of cupy that autosel's probes use, on this CPU: NumPy's arrays, and kernels on emulated threads.
 
-It has exactly the names that cupy 14 has. cupy lacks `Generator.permutation`, and an attribute for the compute
-capability, so a call of one fails here as it would there.
+It has only names that cupy 14 has. cupy has neither `Generator.permutation` nor an attribute for the compute
+capability, so using one fails here as with cupy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 
-ATTRIBUTES = {  # of the device that is played: simt.h's, and what an H100 says beside
+ATTRIBUTES = {  # properties of the simulated device: simt.h's, and an H100's
     "cudaDevAttrMultiProcessorCount": 2,
     "cudaDevAttrL2CacheSize": 2 << 20,
     "cudaDevAttrMaxRegistersPerMultiprocessor": 65536,
@@ -36,8 +36,7 @@ class _Default:
 
 
 class Array(numpy.ndarray):
-    """Act like cupy's array: elements are arrays of no dimension, `data.ptr` is the address, `get()` a copy on the
-    host."""
+    """Act like cupy's array: elements are 0-d arrays, `data.ptr` is the address, `get()` a copy on the host."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _Default.busy = True

@@ -16,7 +16,7 @@ BY_NAME: dict[str, CutlassKernel] = {k.source: k for k in KERNELS if k.op == "li
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """Hold the formula's build for one device at one shape: the build that will be raced there."""
+    """The formula's build for one device at one shape, which a tune there would race."""
 
     source: str
     device: str
@@ -38,7 +38,7 @@ class Build:
         return f"{self.source} {self.device} M{self.m} N{self.n} K{self.k} {self.dtype}"
 
 
-# Shapes that produce all answers of a formula: every bucket of M, few tiles and many, even and ragged waves.
+# Shapes that produce all results of a formula: every bucket of M, few tiles and many, even and ragged waves.
 ROWS = (4, 6, 17, 48, 96, 128, 160, 256, 320, 384, 2048)
 OUTPUTS = (256, 1024, 1152, 2048, 3072, 4096, 5120, 6144, 8192, 10_240, 28_672, 53_248)
 DEPTHS = (4096, 8192, 14_336, 28_672)
@@ -46,8 +46,8 @@ DEPTHS = (4096, 8192, 14_336, 28_672)
 
 @cache
 def builds() -> tuple[Build, ...]:
-    """Each set of macros that the formulas give on the known devices of a compute capability, at the first shape that
-    does; every other one in fp16. With tiles of 64 rows and of 128, split, clustered, Stream-K, all stages."""
+    """Return each set of macros that the formulas give on the known devices of a compute capability, at the first shape
+    with it; every other one in fp16. It includes tiles of 64 and 128 rows, split, clustered, Stream-K, all stages."""
     found: dict[object, Build] = {}
     for device, candidate in itertools.product(known.names(), BY_NAME.values()):
         fp = known.load(device)

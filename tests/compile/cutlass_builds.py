@@ -1,4 +1,4 @@
-"""Compile kernels/cutlass/ for devices that are not there, and for this CPU's emulated threads; cached by digest."""
+"""Compile kernels/cutlass/ for devices that are not present, and for emulated threads on this CPU; cache by digest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPCODES = ("HGMMA", "UTMALDG", "UTMASTG", "WARPGROUP", "SYNCS", "HMMA", "LDGSTS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One __global__ function's machine code."""
+    """The machine code of one __global__ function."""
 
     name: str  # mangled
     registers: int
@@ -41,8 +41,8 @@ class Kernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     kernels: tuple[Kernel, ...]
-    advice: tuple[str, ...]  # what ptxas warned of
-    seconds: float  # of one core
+    advice: tuple[str, ...]  # warnings of ptxas
+    seconds: float  # on one core
 
 
 def compiled(recipe: NativeRecipe) -> Compiled:
@@ -113,7 +113,7 @@ def _opcodes(cubin: Path) -> dict[str, dict[str, int]]:
 
 
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
-    """An entry of kernels/cutlass/<source>.cu on emulated threads (simt.h)."""
+    """Return an entry of kernels/cutlass/<source>.cu on emulated threads (simt.h)."""
     import tvm_ffi
 
     function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(_emulated(source, macros))), entry)
@@ -122,7 +122,7 @@ def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
 @contextmanager
 def overlapped(source: str, *macros: str) -> Iterator[None]:
-    """Same as in emulate.py."""
+    """Run dependent launches like `emulate.overlapped`."""
     with held_back(_emulated(source, macros)):
         yield
 

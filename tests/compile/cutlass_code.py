@@ -24,12 +24,12 @@ def recipe_of(build: Build) -> NativeRecipe:
 def faults(build: Build, made: Compiled) -> list[str]:
     """Return the differences of the machine code from the expectation."""
     main, plain = _parted(made.kernels)
-    found = [f"ptxas: {words}" for words in made.advice]  # wgmma put in line: half the rate
+    found = [f"ptxas: {words}" for words in made.advice]  # wgmma serialised: half the rate
     if main.registers > REGISTERS[build.source]:
         found.append(f"{main.registers} registers, budget {REGISTERS[build.source]}")
     found += [f"{k.name} spills: {k}" for k in (main, plain) if k.spill_bytes or k.stack_bytes]
     found += [f"no {i}: {main.instructions}" for i in EXPECTED[build.source] if not main.instructions.get(i)]
-    # The scheduler by which tiles are shared does not know of dependent launches.
+    # The scheduler that shares tiles does not support dependent launches.
     recipe = recipe_of(build)
     dependent = float(str(known.load(build.device).identity["cc"])) >= 9 and "-DAUTOSEL_STREAM_K=1" not in recipe.flags
     if bool(main.instructions.get("ACQBULK")) != dependent:
@@ -38,7 +38,7 @@ def faults(build: Build, made: Compiled) -> list[str]:
 
 
 def _parted(kernels: tuple[Kernel, ...]) -> tuple[Kernel, Kernel]:
-    """The product, and the one for operands that are not aligned."""
+    """Return the product's kernel, and the kernel for unaligned operands."""
     plain = [k for k in kernels if "plain_product" in k.name]
     main = [k for k in kernels if k not in plain]
     assert len(plain) == len(main) == 1, [k.name for k in kernels]

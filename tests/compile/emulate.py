@@ -42,16 +42,16 @@ def keep(file: Path, text: str) -> None:
 
 
 def includes() -> list[str]:
-    """tvm-ffi's and CUDA's headers, these as a system's: we do not lint them."""
+    """Return flags for tvm-ffi's and CUDA's headers; CUDA's are system headers, without warnings."""
     nvcc = find_nvcc()
     assert nvcc is not None
     return [*_tvm_ffi_flags(), "-isystem", str(nvcc.home / "include")]
 
 
 def emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
-    """The entry of kernels/cuda/<source>.cu (or of a path), run on emulated threads; macros as NAME=VALUE.
+    """Return the entry of kernels/cuda/<source>.cu (or of a path) on emulated threads; macros as NAME=VALUE.
 
-    With `pytest --ptx 9.0` its PTX for that compute capability is run instead (ptx_machine.py).
+    With `pytest --ptx 9.0`, its PTX for that compute capability runs instead (ptx_machine.py).
     """
     if as_ptx:
         from tests.compile.ptx_machine import built
@@ -70,11 +70,11 @@ def _emulated(source: str, entry: str, *macros: str) -> Callable[..., None]:
 
 @contextmanager
 def overlapped(source: str, *macros: str) -> Iterator[None]:
-    """Run this build's launches inside the block at its end; each dependent launch begins before the previous ones end.
+    """Run this build's launches inside the block at its end; each dependent launch starts before the previous ones end.
 
-    Raises RuntimeError with the fault. Tensors must live that long.
+    Raises RuntimeError with the fault. Tensors must exist until then.
     """
-    if as_ptx:  # one after the other: the interpreted device has one launch at a time
+    if as_ptx:  # in sequence: the interpreted device runs one launch at a time
         yield
         return
     with held_back(_built(source, macros)):
@@ -83,7 +83,7 @@ def overlapped(source: str, *macros: str) -> Iterator[None]:
 
 @contextmanager
 def held_back(build: Path) -> Iterator[None]:
-    library = ctypes.CDLL(str(build))  # the one that is already loaded
+    library = ctypes.CDLL(str(build))  # uses the library that is already loaded
     library.simt_release.restype = ctypes.c_char_p
     library.simt_hold()
     said = b""
@@ -96,7 +96,7 @@ def held_back(build: Path) -> Iterator[None]:
 
 
 def _built(source: str, macros: tuple[str, ...]) -> Path:
-    """Compiled once for these bytes; under a digest, so that it is found again."""
+    """Return the compiled library, cached by the digest of its inputs."""
     compiler = find_compiler()
     assert compiler is not None
     flags = [*FLAGS, "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]

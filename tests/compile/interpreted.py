@@ -30,18 +30,18 @@ assert interpreter is not None
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bf16 in uint16 -> fp32, exactly."""
+    """Convert bf16 in uint16 to fp32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """fp32 -> bf16 in uint16, to nearest even; NaN stays one."""
+    """Convert fp32 to bf16 in uint16, to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-# Every byte's number: the interpreter keeps e4m3 as uint8, and treats it so.
+# The number of each byte, because the interpreter treats e4m3 as uint8.
 E4M3 = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
@@ -69,7 +69,7 @@ InterpreterBuilder.create_fp_to_fp = lambda self, source, target, rounding: _cas
 InterpreterBuilder.create_dot = _dot
 
 
-# --- what a compiler for a GPU refuses and the interpreter overlooks --------------------------------------------------
+# --- errors that only a compiler for a GPU reports -------------------------------------------------------------------
 
 _run = interpreter.GridExecutor.__call__
 
@@ -91,10 +91,10 @@ _patch = interpreter._patch_lang
 
 @cache
 def _patched_once() -> Any:
-    """The language's functions are replaced by interpreted ones at the first launch, and stay so."""
+    """Replace the language's functions by interpreted ones once, at the first launch."""
     scope = _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     scope._changes.clear()
-    # Triton 3.6's own makes a number of an array of one element, which recent NumPy refuses.
+    # Triton 3.6 converts an array of one element to a number, which recent NumPy refuses.
     tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     return scope
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.compile import interpreted  # first: it settles that triton.jit interprets
+from tests.compile import interpreted  # first: after this import triton.jit interprets
 
 # isort: split
 

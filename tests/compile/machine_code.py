@@ -1,4 +1,4 @@
-"""Compile a CUDA source for a device that is not there, and read what came of it: registers, spills, instructions."""
+"""Compile a CUDA source for a device that is not present, and read registers, spills and instructions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.compile.emulate import includes, keep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One kernel's machine code. `order`: the instructions of interest, once each in order of first appearance."""
+    """One kernel's machine code. `order`: the listed instructions, once each, in order of first appearance."""
 
     name: str  # demangled, without return type and arguments
     registers: int
@@ -34,7 +34,7 @@ class Function:
 
 
 def functions(source: str, cc: tuple[int, int], *macros: str) -> tuple[Function, ...]:
-    """Every __global__ function of kernels/cuda/<source>.cu for one target; cached by digest of all that enters."""
+    """Return every __global__ function of kernels/cuda/<source>.cu for one target; cached by digest of all inputs."""
     nvcc = find_nvcc()
     assert nvcc is not None
     flags = ["-std=c++17", "-O3", *target_flags(cc), *(f"-D{m}" for m in macros)]
@@ -62,7 +62,7 @@ def _compiled(nvcc: Nvcc, source: Path, flags: list[str]) -> list[Function]:
 
 
 def _usage(log: str) -> dict[str, dict[str, int]]:
-    """ptxas -v, by mangled name: what an entry saves comes first, then what the functions do that it calls."""
+    """Return the output of ptxas -v by mangled name: an entry's own usage first, then that of functions it calls."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in log.splitlines():
@@ -107,7 +107,7 @@ OF_INTEREST = (
 
 
 def disassembler() -> str | None:
-    """nvdisasm: beside nvcc, on PATH, pip's, or the one in Triton's wheel."""
+    """Return nvdisasm: next to nvcc, on PATH, from pip, or from Triton's wheel."""
     nvcc = find_nvcc()
     places = [nvcc.home / "bin"] if nvcc else []
     for package, below in (("nvidia", "*/bin"), ("triton", "backends/nvidia/bin")):

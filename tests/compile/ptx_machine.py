@@ -1,5 +1,5 @@
-"""Run the PTX that nvcc makes of a CUDA source on this CPU (ptx/): the input of a device's assembler, with inline
-assembly. (emulate.py instead compiles the source for the CPU, which selects the other branch.)
+"""Run the PTX of a CUDA source, compiled by nvcc, on this CPU (ptx/). It includes the inline assembly. (emulate.py
+compiles the source for the CPU instead, which selects the branches without assembly.)
 
 The shared object is built as in a worker, but with PTX instead of machine code, for tensors of the CPU, and linked with
 a CUDA runtime whose device is the interpreter.
@@ -33,7 +33,7 @@ ORDERS: tuple[Order, ...] = ("early", "late", "mixed")
 PARTS = sorted((HERE / "ptx").glob("*.h"))
 RUNTIME = HERE / "ptx" / "runtime.cpp"
 HOPPER = (9, 0)
-# -frounding-math: instructions name their rounding, and set the CPU's. -fno-gnu-unique: each object has its own device.
+# -frounding-math: instructions set the CPU's rounding mode. -fno-gnu-unique: each object has its own device.
 RUNTIME_FLAGS = (
     *("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-c"),
     *("-frounding-math", "-fno-gnu-unique", "-fno-semantic-interposition"),
@@ -42,7 +42,7 @@ RUNTIME_FLAGS = (
 
 @dataclass(frozen=True)
 class Built:
-    """A source's entries on the interpreted device."""
+    """The entries of a source on the interpreted device."""
 
     path: Path
     library: ctypes.CDLL
@@ -78,11 +78,11 @@ class Built:
             self.library.ptx_forbid()
 
     def text(self) -> bytes:
-        """The PTX that was compiled in."""
+        """Return the PTX that was compiled in."""
         return max(re.findall(rb"\.version [^\0]+", self.path.read_bytes()), key=len)
 
     def order(self, order: Order, *, backwards: bool = False, seed: int = 0) -> None:
-        """Set when asynchronous work happens: at once, as late as a device may, or at a random time each."""
+        """Set when asynchronous work runs: at once, as late as a device may run it, or at random times."""
         self.library.ptx_order(ORDERS.index(order), int(backwards), seed)
 
     @contextmanager
@@ -94,12 +94,12 @@ class Built:
         try:
             yield
             looked = int(self.library.ptx_raced()) > before
-            assert looked or not must_look, "no launch was small enough to be looked at"
+            assert looked or not must_look, "no launch was small enough to be checked"
         finally:
             self.library.ptx_races(0)
 
     def sites(self) -> dict[int, str]:
-        """Lines of barriers, fences and waits that were executed so far, with their opcodes."""
+        """Return the lines of executed barriers, fences and waits, with their opcodes."""
         said: bytes = self.library.ptx_sites()
         return {int(line): opcode for line, opcode in (entry.split(" ") for entry in said.decode().splitlines())}
 
@@ -119,7 +119,7 @@ class Built:
 
 @cache
 def built(source: str, *macros: str, cc: tuple[int, int] = HOPPER) -> Built:
-    """kernels/<source>.cu, e.g. `cuda/gemv`; macros as NAME=VALUE."""
+    """Build kernels/<source>.cu, e.g. `cuda/gemv`; macros as NAME=VALUE."""
     import tvm_ffi  # noqa: F401  (its library, which the object needs)
 
     return _opened(_linked(source, macros, cc), cc)
@@ -149,7 +149,7 @@ def _linked(source: str, macros: tuple[str, ...], cc: tuple[int, int]) -> Path:
 
 
 def interpreter() -> Path:
-    """The device and its CUDA runtime, compiled."""
+    """Return the compiled device with its CUDA runtime."""
     compiler, nvcc = find_compiler(), find_nvcc()
     assert compiler is not None
     assert nvcc is not None
@@ -191,14 +191,14 @@ def _made(command: list[str], made: Path) -> Path:
     return made
 
 
-# --- text of a test's own -------------------------------------------------------------------------------------------
+# --- PTX written by a test ------------------------------------------------------------------------------------------
 
 HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 
 
 @cache
 def bare() -> Built:
-    """The device without a kernel."""
+    """Return the device without a kernel."""
     compiler, runtime = find_compiler(), interpreter()
     assert compiler is not None
     linked = runtime.with_suffix(".so")
@@ -220,9 +220,9 @@ def launch(
     order: Order = "early",
     backwards: bool = False,
 ) -> None:
-    """Runs a kernel of this PTX; parameters are tensors, or numbers of ctypes.
+    """Run a kernel of this PTX; parameters are tensors, or numbers of ctypes.
 
-    Raises RuntimeError with what went wrong.
+    Raises RuntimeError with the fault.
     """
     device = bare()
     module = _module(text)

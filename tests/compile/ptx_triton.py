@@ -1,7 +1,7 @@
-"""Triton's kernels as Triton compiles them for a device, run on this CPU: of each launch the PTX is interpreted.
+"""Run Triton's kernels on this CPU as compiled for a device: the PTX of each launch is interpreted.
 
-Unlike Triton's own interpreter (interpreted.py) this has what the compiler made of the kernel: layouts, shared memory,
-asynchronous copies and the waits for them, mma and wgmma, specialisation on values and alignment.
+Unlike Triton's own interpreter (interpreted.py), this runs the compiler's output: layouts, shared memory, asynchronous
+copies and their waits, mma and wgmma, specialisation on values and alignment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUMBERS = {
 
 @contextmanager
 def played(cc: tuple[int, int]) -> Iterator[list[str]]:
-    """Launches inside the block are compiled for `cc` and run; gives their kernels' names, in order."""
+    """Compile the launches inside the block for `cc` and run them; yield the list of their kernels' names."""
     launched: list[str] = []
 
     def play(made: Any, grid: Any, values: list[Any]) -> None:

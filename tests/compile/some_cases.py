@@ -4,7 +4,7 @@ It needs a separate process, because a process that imported Triton to compile c
 per line, and on stderr the time of each plan. WORDs select the plans whose label has them all.
 """
 
-# ruff: noqa: E402, T201  (the path first; it prints what it found)
+# ruff: noqa: E402, T201  (sets the path first; prints its findings)
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OTHERS = {"gemm_sm90", "step", "probes", "grid_sync"}
 
 
 def run_as_ptx() -> set[str]:
-    """Sources of ours whose PTX the tests run."""
+    """Return our sources whose PTX the tests run."""
     from tests.compile.test_ptx_kernels import KERNELS
 
     sources = {"linear": "gemv", "linear fp8_e4m3-row": "gemv_fp8"}

@@ -1,6 +1,6 @@
-"""Decode attention on emulated threads: every hostile case, whole and split, short rings and long ones.
+"""Test decode attention on emulated threads: every hostile case, whole and split, short rings and long ones.
 
-Of every kernel in one dtype and at one shape, each day others; with --every-target in all.
+Each kernel runs in one dtype and at one shape, which change each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EACH = {kernel: partial(builds, kernel) for kernel in KERNELS}
 
 
 def batteries(kernel: str) -> list[tuple[str, DTypeName, int]]:
-    """A shape of SHAPES, by number, in one dtype."""
+    """Return the choices: a shape of SHAPES, by number, and a dtype."""
     return [(*build, shape) for build in builds(kernel) for shape in range(len(SHAPES[KERNELS[kernel]]))]
 
 
@@ -51,12 +51,12 @@ SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
     "attn": [(CACHE, {}), ({**CACHE, "S": 3}, {"ragged": True}), ({**CACHE, "S": 2}, {"window": 37, "softcap": 20.0})],
     "paged_attn": [({**CACHE, "page": 16}, {}), ({**CACHE, "S": 3, "page": 24}, {"window": 37, "softcap": 20.0})],
 }
-# tile, stages, chunk, pdl: one CTA a head; splits of a block, of odd lengths; the shortest ring and the longest
+# tile, stages, chunk, pdl: one CTA per head; splits of a block, of odd lengths; the shortest and longest rings
 CUTS = ((64, 3, 1 << 20, 0), (32, 2, 32, 0), (64, 2, 77, 1), (128, 8, 128, 0), (32, 2, 9, 0))
 
 
 def workload(kernel: str, dtype: DTypeName, dims: dict[str, int], **traits: Any) -> Workload:
-    """In the format of a cache that the kernel reads."""
+    """Return the workload in the format of the cache that the kernel reads."""
     cache = {"cache": "fp8_e4m3-head"} if kernel == "attn_decode_fp8" else {}
     return OPS[KERNELS[kernel]].workload(dtype, dims, **traits, **cache)
 
@@ -98,7 +98,7 @@ def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName
 def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> None:
     kernel, dtype = choice
     if kernel.endswith("_mma") and width > 256:
-        return  # refused: the next test
+        return  # refused: see the next test
     op = OPS[KERNELS[kernel]]
     for group in (1, 3, 8, 24):
         w = workload(kernel, dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
@@ -142,8 +142,8 @@ def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma"])
-def test_query_rows_in_several_tiles_split_the_keys_that_much_less(kernel: str) -> None:
-    """Else a chunk of a prompt would keep an output of each row for each split of a long cache: gigabytes."""
+def test_more_tiles_of_query_rows_split_the_keys_into_fewer_parts(kernel: str) -> None:
+    """Limit the splits: otherwise a chunk of a prompt would keep outputs of each row for each split, gigabytes."""
     op = OPS["attn"]
     w = op.workload("bf16", {**CACHE, "S": 64, "L": 128})  # 256 rows a KV head, at most 64 to a tile
     inputs = op.inputs(w, 3)
@@ -152,7 +152,7 @@ def test_query_rows_in_several_tiles_split_the_keys_that_much_less(kernel: str) 
 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
-    """Blocks run forwards at one call and backwards at the next."""
+    """Run blocks forwards in one call and backwards in the next."""
     op = OPS[KERNELS[kernel]]
     w = workload(kernel, "bf16", {**CACHE, "L": 500})
     inputs = op.inputs(w, 3)

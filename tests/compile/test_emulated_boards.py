@@ -1,6 +1,6 @@
-"""Which board a device of CUDA's is, where both number them differently; and why NVML does not answer.
+"""Test how CUDA's devices are matched with NVML's boards, which are numbered differently, and failures of NVML.
 
-The libraries' own borders are played (nvml_stand_in.c, cupy_stand_in.py); no board has a number there.
+The libraries are replaced at their interfaces (nvml_stand_in.c, cupy_stand_in.py); boards have no numbers there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_slice_of_one_board_does_not_make_the_other_one_a_slice(played: Played
 
 
 @pytest.mark.parametrize("shown", ["GPU-ffff", "", "7"])
-def test_a_name_that_cuda_does_not_know_is_said_with_the_variable(
+def test_a_name_that_cuda_does_not_know_is_reported_with_the_variable(
     played: Played, monkeypatch: pytest.MonkeyPatch, shown: str
 ) -> None:
     played(boards=())
@@ -81,7 +81,7 @@ def test_a_name_that_cuda_does_not_know_is_said_with_the_variable(
         (999, "nvidia-smi"),
     ],
 )
-def test_why_nvml_does_not_answer_decides_what_to_do(played: Played, initially: object, code: int, todo: str) -> None:
+def test_each_failure_of_nvml_has_its_own_fix(played: Played, initially: object, code: int, todo: str) -> None:
     played()
     initially(code)  # type: ignore[operator]
     with pytest.raises(UsageError) as error:
@@ -92,7 +92,7 @@ def test_why_nvml_does_not_answer_decides_what_to_do(played: Played, initially: 
         nvml.energy_counter("GPU-0102")
 
 
-def test_an_older_driver_is_asked_by_the_older_name(played: Played) -> None:
+def test_an_older_driver_is_called_by_the_older_function_name(played: Played) -> None:
     played(boards=BOARDS)
     assert nvml.slowdown(nvml.read(1).uuid) == "hardware power brake (0x80)"
 
@@ -102,7 +102,7 @@ def test_rates_are_measured_again_for_another_share_of_the_device(
 ) -> None:
     played()
     first = fingerprint.take("cuda")
-    assert fingerprint.take("cuda") == first and first.validity == {"mps_share": 1.0}  # the board tells no power limit
+    assert fingerprint.take("cuda") == first and first.validity == {"mps_share": 1.0}  # no power limit is reported
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "40")
     again = fingerprint.take("cuda")
     assert again.env_id == first.env_id and again.validity == {"mps_share": 0.4}

@@ -1,6 +1,6 @@
-"""The CuTe product on emulated threads: the op's every hostile case, on rows of whole vectors and on ragged ones.
+"""Test the CuTe product on emulated threads: every hostile case of the op, on rows of whole vectors and ragged rows.
 
-By default in one build and dtype, others each day; --every-target takes all.
+By default it runs one build and dtype, which change each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
 
 
 class WholeVectors:
-    """A workload whose variations have N and K in whole vectors of eight elements."""
+    """A workload whose variations round N and K to whole vectors of eight elements."""
 
     def __init__(self, w: Workload) -> None:
         self.workload, self.dtype = w, w.dtype
@@ -49,8 +49,8 @@ class WholeVectors:
 
 @cache
 def choices() -> list[tuple[DTypeName, Tile]]:
-    """Return rows, columns and stages of all tiles that the formula gives: one column tile or several, two warps
-    across, the fewest and the most stages. bf16 and fp16 alternate."""
+    """Return rows, columns and stages of all tiles that the formula gives: one or several column tiles, two warps
+    across, the smallest and largest number of stages. bf16 and fp16 alternate."""
     asked = {(b.knobs["rows"], b.knobs["columns"], b.knobs["stages"]) for b in builds() if b.source == "gemm_sm80"}
     return list(zip(itertools.cycle(DTYPES), sorted(asked), strict=False))
 
@@ -89,7 +89,7 @@ def test_the_product_meets_its_contract_in_every_case(choice: tuple[DTypeName, T
 def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_once(
     choice: tuple[DTypeName, Tile],
 ) -> None:
-    """Nine or more tiles of w, the last of them ragged, and as many of x as M needs: every output is some CTA's."""
+    """Run nine or more tiles of w, the last one ragged, and several of x; each output is computed by one CTA."""
     dtype, build = choice
     w = OP.workload(dtype, {"M": build[1] + 3, "N": 9 * build[0] + 40, "K": 72}, residual=True)
     made = Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
@@ -131,7 +131,7 @@ def test_oversized_operands_are_refused_before_the_launch(choice: tuple[DTypeNam
 
 @in_turns
 def test_products_in_a_chain_may_start_before_the_ones_they_read(choice: tuple[DTypeName, Tile]) -> None:
-    """Split, so that all use one workspace; the last writes what the first reads. And of rows that are not aligned."""
+    """Run split products, which share one workspace, and unaligned rows; the last writes what the first reads."""
     dtype, build = choice
     entry, macros = product(dtype, build), [f"AUTOSEL_{n}={v}" for n, v in zip(SIDES, build, strict=True)]
     for width, split in ((192, 3), (50, 1)):

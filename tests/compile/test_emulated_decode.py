@@ -50,11 +50,11 @@ PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
 SIZES = {"d": 32, "I": 48, "V": 97, "Hq": 4, "Hkv": 2, "D": 16, "max_context": 256}
 WINDOW = 11
 PROMPTS = [[5, 60, 3, 96, 41, 8, 22, 9, 77, 13, 2, 50, 31], [90, 4, 17, 33, 61]]  # one past the window
-COUNT = 8  # beyond the end of a bucket of lengths, so the tasks are written again during the run
+COUNT = 8  # past the end of a bucket of lengths, so that the tasks are written again during the run
 
 
 def tiny(family: str) -> ModelShape:
-    """A preset's own traits at a size for emulated threads; both kinds of Gemma's layers."""
+    """Return a preset with its traits at a size for emulated threads, with both kinds of Gemma's layers."""
     whole = models.load(PRESETS[family])
     types = ("sliding", "full") if whole.window else ("full", "full")
     rope = dataclasses.replace(whole.rope, rotary_dim=SIZES["D"])
@@ -83,7 +83,7 @@ def compiled_for_this_cpu(build: StepBuild) -> Entries:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "compiled", compiled_for_this_cpu)
-    monkeypatch.setitem(persistent.KINDS, "cpu", persistent.KINDS["cuda"])  # where the tensors of the played device lie
+    monkeypatch.setitem(persistent.KINDS, "cpu", persistent.KINDS["cuda"])  # memory of the simulated device
 
 
 @pytest.mark.parametrize("family", PRESETS)
@@ -102,7 +102,7 @@ def test_one_launch_a_step_gives_the_tokens_of_the_step_op_by_op(family: str, fp
 
 @pytest.fixture
 def steps(fp: Fingerprint) -> tuple[Step, LaunchStep]:
-    """A step of llama's op by op, and the same taken by one launch; from one prompt, in one cache."""
+    """Return a step of llama op by op, and by one launch, after the same prompt and in the same cache."""
     decoder = decoder_of("llama")
     cache = make_cache(decoder.shape, "fp32", rows=2, room=40)
     with torch.inference_mode():
@@ -112,12 +112,12 @@ def steps(fp: Fingerprint) -> tuple[Step, LaunchStep]:
 
 
 @torch.inference_mode()
-def test_a_launch_is_made_of_tasks_that_stand_for_every_call_of_the_list(steps: tuple[Step, LaunchStep]) -> None:
+def test_a_launch_has_tasks_for_every_call_of_the_list(steps: tuple[Step, LaunchStep]) -> None:
     ops, one = steps
     told = [c.site for t in one.tasks for c in t.calls] + [c.site for c in one.rest]
     assert sorted(told) == sorted(c.site for c in ops.calls)
     assert len(one.tasks) == 1 + 6 * 2 + 2
-    assert one.ctas == 4  # of the device that is played
+    assert one.ctas == 4  # of the simulated device
     assert persistent.KINDS["cuda"].candidate == one.candidate and one.build == "emulated"
 
 
@@ -134,10 +134,10 @@ def test_a_task_ends_after_the_one_before_it(steps: tuple[Step, LaunchStep]) -> 
 
 
 @torch.inference_mode()
-def test_a_watchdogs_stop_is_an_error_that_says_where_and_the_ops_go_on(steps: tuple[Step, LaunchStep]) -> None:
+def test_a_watchdogs_stop_is_an_error_that_names_the_task_and_the_ops_continue(steps: tuple[Step, LaunchStep]) -> None:
     ops, one = steps
     one.bound.limit_us = 50
-    one.bound.state[kernel.STATE_WORDS + 3] = -7  # as if CTAs of task 3 were never done
+    one.bound.state[kernel.STATE_WORDS + 3] = -7  # as if CTAs of task 3 never finished
     one.run()
     with pytest.raises(DeviceFault, match="stopped by its watchdog") as caught:
         one.settle()
@@ -207,7 +207,9 @@ def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
     assert [(a.op, a.taken, a.other) for a in audit(certificate).attribution] == [("step", "team", "ops")]
 
 
-def test_unasked_it_is_tried_where_the_rates_predict_a_gain(on_h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_a_launch_is_raced_if_the_rates_predict_a_gain(
+    on_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raced: list[int] = []
 
     def medians(scene: Any, steps: Any) -> list[float]:
@@ -249,7 +251,7 @@ def test_a_faulty_launch_is_quarantined_and_not_tried_again(
 def test_an_error_of_the_device_under_a_launch_is_blamed_on_it(
     on_h200: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an illegal access shows: at the next CUDA call of any kind."""
+    """Raise the error at the next CUDA call of any kind, like an illegal access."""
 
     def lost(step: LaunchStep) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -280,7 +282,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_three_ways_to_take_a_step_are_raced_and_the_best_is_measured(
+def test_three_forms_of_a_step_are_raced_and_the_best_is_measured(
     on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def medians(scene: Any, steps: Any) -> list[float]:
@@ -304,7 +306,7 @@ def test_three_ways_to_take_a_step_are_raced_and_the_best_is_measured(
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Gives each way to take a step its time; those that were asked for a sample."""
+    """Give each form of a step its time; return the forms that were sampled."""
 
     def set_times(**ms: float) -> list[str]:
         asked: list[str] = []
@@ -317,7 +319,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         monkeypatch.setattr(race.StepSeat, "_sample", sample)
         monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1e13)
-        monkeypatch.setattr(race, "watch", lambda: None)  # what waits for a core here says nothing of these times
+        monkeypatch.setattr(race, "watch", lambda: None)  # real waits for a core do not change the simulated times
         return asked
 
     return set_times
@@ -375,12 +377,12 @@ def test_a_launch_with_too_little_predicted_gain_leaves_the_decision_between_the
         assert measure(plan_of(), load_weights(plan_of()), ledger=ledger).mode_key.startswith("graph.") and asked == []
         for forced in ({"step": "graph"}, {"step": "ops"}, {"step": "whole"}):
             measure(plan_of(**forced), load_weights(plan_of()), ledger=ledger)
-        assert len(ledger.history("step")) == 1 and asked == [], "a plan that says how asks no ledger"
+        assert len(ledger.history("step")) == 1 and asked == [], "a plan that sets the form must not read the ledger"
 
 
 @pytest.fixture
 def faults(timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch is proven, and stopped by its watchdog in the race; a graph would win."""
+    """Let the launch pass its proof and be stopped by its watchdog in the race; a graph would win."""
     timed(ops=20.0, graph=15.0, cuda=18.0)
     sample = race.StepSeat._sample
 
@@ -429,7 +431,7 @@ def test_a_launch_is_not_blamed_where_the_step_op_by_op_fails_after_it(
     assert "unspecified launch failure" in caught.value.why and "took longer than" in caught.value.why
 
 
-def test_a_graph_that_gives_other_logits_is_not_taken(
+def test_a_graph_with_other_logits_is_not_used(
     on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def captured(ops: Step) -> Any:
@@ -461,9 +463,7 @@ def test_the_requested_form_is_used_and_the_others_times_are_stored(
 
 
 @torch.inference_mode()
-def test_a_graph_is_captured_again_where_the_length_changes(
-    steps: tuple[Step, LaunchStep], captures: list[int]
-) -> None:
+def test_a_graph_is_captured_again_when_the_length_changes(steps: tuple[Step, LaunchStep], captures: list[int]) -> None:
     ops, _ = steps
     replayed = graph.GraphStep.of(ops)
     for _ in range(2):
@@ -474,7 +474,7 @@ def test_a_graph_is_captured_again_where_the_length_changes(
     assert captures == [14, 15]
 
 
-def test_a_step_that_cannot_be_captured_is_run_another_way_unless_it_was_asked_for(
+def test_a_step_that_cannot_be_captured_runs_in_another_form_unless_a_graph_was_required(
     on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def captured(ops: Step) -> Any:
@@ -503,7 +503,7 @@ class ToThisCpu(TorchFunctionMode):
 
 
 class HostEvent:
-    """Threads of this CPU have done what comes before it when it is recorded."""
+    """An event that is complete when recorded, because threads of this CPU finish earlier work first."""
 
     def __init__(self, enable_timing: bool) -> None:
         self.at = 0
@@ -526,7 +526,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (shared / name).mkdir(parents=True, exist_ok=True)
         (made / name).symlink_to(shared / name)
     monkeypatch.setenv("AUTOSEL_HOME", str(made))
-    monkeypatch.setattr(dispatch, "_stack", [])  # what serves in this process is another home's
+    monkeypatch.setattr(dispatch, "_stack", [])  # this process still serves from another home
     settings.read.cache_clear()
     yield
     monkeypatch.undo()
@@ -535,7 +535,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
-    """Pretend to be an H200 to PyTorch, NVML and the probes; memory and threads are this CPU's."""
+    """Simulate an H200 for PyTorch, NVML and the probes; memory and threads are this CPU's."""
     arms.torch_identity()  # queried once per process, and must not be queried of this one
     monkeypatch.setattr(graph, "captured", lambda ops: ops.run)
     monkeypatch.setattr(fingerprint, "take", lambda device, **_: fp)
@@ -558,7 +558,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
         yield
 
 
-def test_a_run_on_a_gpu_goes_from_the_command_line_to_a_certificate_that_holds(
+def test_a_run_on_a_gpu_from_the_command_line_gives_a_valid_certificate(
     own_home: None,
     a_gpu: None,
     timed: Callable[..., list[str]],

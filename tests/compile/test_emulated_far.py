@@ -21,18 +21,18 @@ from tests.compile.emulate import emulated
 from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
 from tests.operands import traits_of
 
-# Of whole 16-byte vectors in every dtype: the case of parity has rows that are not.
+# Rows of whole 16-byte vectors in every dtype; parity's case has other rows.
 ALIGNED: dict[str, dict[str, int]] = {
     "linear": {"M": 5, "N": 70, "K": 1024},
     "norm_qkv": {"M": 5, "d": 1024, "N": 70},
     "gate_up": {"M": 5, "d": 1024, "I": 70},
     "lm_head": {"M": 5, "V": 70, "d": 1024},
 }
-APART = -(-FAR // 4 // 64) * 64  # five rows of it are more than 2^31 elements
+APART = -(-FAR // 4 // 64) * 64  # five rows of this stride are more than 2^31 elements
 
 
 def far(kernel: CudaKernel, dtype: DTypeName, *, aligned: bool) -> tuple[Case, Mapping[str, Sequence[int]]]:
-    """A case, and the strides of its operands whose rows are to lie far apart."""
+    """A case, and the strides of its operands whose rows are far apart."""
     op = OPS[kernel.op]
     if aligned:
         w = op.workload(dtype, ALIGNED[kernel.op], **traits_of(kernel))
@@ -69,7 +69,7 @@ def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str) -> Non
 
 
 @pytest.mark.parametrize("source", [s for s, kernel in KERNELS.items() if kernel.op in ALIGNED])
-def test_so_does_the_path_for_rows_of_whole_vectors(source: str) -> None:
+def test_the_code_for_rows_of_whole_vectors_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
     kernel = KERNELS[source]
     wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in DTYPES if dtype in kernel.dtypes}
     assert not any(wrong.values()), wrong

@@ -1,4 +1,4 @@
-"""The SIMT harness shows the mistakes it is there for; without these tests its silence would prove nothing."""
+"""Test that the SIMT harness detects the mistakes that it should detect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = torch.arange(64, dtype=torch.float32)
 
 
 def run(which: int, barriers: bool) -> list[torch.Tensor]:
-    """Twice: the harness turns the order of threads around from one launch to the next."""
+    """Run twice, because the harness reverses the order of threads between launches."""
     made = []
     for _ in range(2):
         y = torch.full((64,), -1.0)
@@ -37,7 +37,7 @@ def test_a_barrier_missing_before_memory_is_used_again_shows_in_one_order_of_thr
 
 
 @pytest.mark.parametrize(("which", "words"), [(2, "deadlock"), (3, "different operations")])
-def test_threads_that_wait_for_each_other_in_vain_are_an_error(which: int, words: str) -> None:
+def test_a_deadlock_of_threads_is_an_error(which: int, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
         run(which, barriers=True)
 
@@ -53,7 +53,7 @@ def test_a_write_beyond_the_shared_memory_asked_for_ends_the_process() -> None:
 
 
 def followed(*hows: int) -> torch.Tensor:
-    """x + 1 by a chain of dependent launches, and the result where x was."""
+    """Compute x + 1 by a chain of dependent launches, and write the result to x."""
     x, y = X.clone(), torch.full((64,), float("nan"))
     emulated(FAULTS, "step_on")  # loaded
     with overlapped(FAULTS):
@@ -81,7 +81,7 @@ def test_every_thread_of_a_dependent_launch_must_wait() -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [(1, "without a fence"), (2, "has not fenced since")])
-def test_a_block_that_counts_itself_in_fences_where_the_memory_model_asks_for_it(how: int, words: str) -> None:
+def test_a_block_that_counts_its_arrival_must_fence_where_the_memory_model_requires_it(how: int, words: str) -> None:
     counter = torch.zeros(1, dtype=torch.int32)
     emulated(FAULTS, "meet")(counter, 0)
     assert int(counter) == 0

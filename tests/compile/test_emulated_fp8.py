@@ -9,8 +9,8 @@ from autosel.ops.draw import Draw
 from tests.compile.emulate import emulated
 
 
-def test_bytes_may_lie_anywhere() -> None:
-    """Rows of odd stride from an odd address, bias and residual; the type may be called uint8."""
+def test_bytes_may_be_at_any_address() -> None:
+    """Use rows of odd stride at an odd address, with bias and residual, and uint8 as the type."""
     w = CODES["e4m3"].every_finite((9, 333), Draw(1, "bf16"))
     room = torch.zeros(9, 340, dtype=torch.uint8)
     odd = room[:, 3:336]

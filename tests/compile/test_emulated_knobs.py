@@ -1,4 +1,4 @@
-"""Test all answers of the formulas for the models' shapes on the known devices, on emulated threads at a small shape.
+"""Test all results of the formulas for the models' shapes on the known devices, on emulated threads at a small shape.
 
 These are the settings of a call: grids, threads, splits, rings, chunks. test_emulated_linear.py covers compile-time
 parameters.
@@ -25,10 +25,10 @@ from tests.operands import for_kernel, passed, traits_of
 KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
-SHARE = 12  # of a formula's answers, per day
+SHARE = 12  # results of a formula that run per day
 BATCHES = (1, 2, 3, 8, 32, 256)
 CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
-# op -> a shape that has more than one of everything: rows, vectors a thread, tiles, splits
+# op -> a shape with several rows, vectors per thread, tiles and splits
 SMALL: dict[str, dict[str, int]] = {
     "attn": CACHE,
     "paged_attn": {**CACHE, "page": 16},
@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, int]] = {
 
 @cache
 def asked(source: str) -> tuple[tuple[int, ...], ...]:
-    """The knobs of a call that the kernel's formula gives, each set once."""
+    """Return the distinct sets of call knobs that the kernel's formula gives."""
     kernel, found = KERNELS[source], set()
     for device, model, batch in itertools.product(known.names(), PRESETS.values(), BATCHES):
         fp = known.load(device)
@@ -71,7 +71,7 @@ def named(share: tuple[str, DTypeName, int]) -> str:
 
 @pytest.mark.in_turns({source: partial(shares, source) for source in KERNELS}, label=named)
 def test_a_kernel_is_right_with_all_knobs_its_formula_gives(choice: tuple[str, DTypeName, int]) -> None:
-    """With --every-target all in every dtype, else a twelfth of them in one, others each day."""
+    """Run a twelfth of the sets in one dtype, which change each day; with --every-target all sets in every dtype."""
     (source, dtype, first), wrong = choice, []
     kernel = KERNELS[source]
     op = OPS[kernel.op]

@@ -1,6 +1,6 @@
-"""The CUDA projections on emulated threads: every hostile case of the op, every dtype, grids and splits in turns.
+"""Test the CUDA projections on emulated threads: every hostile case and dtype, with alternating grids and splits.
 
-By default in one build, another one each day; --every-target takes all.
+By default one build runs, which changes each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKLOADS: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
 }
 # grid, split_k, pdl
 PLANS = ((264, 1, 0), (2, 1, 1), (3, 2, 0), (1, 8, 0), (5, 4, 1))
-# AUTOSEL_ROWS, AUTOSEL_UNROLL: one row and much in flight (few x), many rows (many x)
+# AUTOSEL_ROWS, AUTOSEL_UNROLL: one row with many loads in flight (few x), many rows (many x)
 BUILDS = ((1, 4), (2, 2), (4, 4), (1, 2), (2, 4), (1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Test chains of dependent launches on emulated threads, where each begins before the previous ones have done anything.
+"""Test chains of dependent launches on emulated threads, where each launch starts before the previous ones have worked.
 
 Three calls of each kernel follow each other: each reads the previous one's result, the third writes where the first one
 read, and all use the kernel's workspace. The bits must equal those of sequential calls.
@@ -29,7 +29,7 @@ def drawn(seed: int, **shapes: tuple[int, ...]) -> Tensors:
 
 
 def ring(t: Tensors, names: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Three times from one of three buffers to the next."""
+    """Run three calls, each from one of three buffers to the next."""
     for i in range(3):
         yield t[names[i]], t[names[(i + 1) % 3]]
 
@@ -65,7 +65,7 @@ def rope(t: Tensors) -> Calls:
 
 
 def kv_append(t: Tensors) -> Calls:
-    """From place to place of the caches themselves."""
+    """Append to the caches from other places of the same caches."""
     k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
     for at in (2, 4, 0):
         news = [x[:, :, (at - 2) % 6 : (at - 2) % 6 + 2] for x in (k, v)]
@@ -73,7 +73,7 @@ def kv_append(t: Tensors) -> Calls:
 
 
 def sample(t: Tensors) -> Calls:
-    """Each draw is in the next one's history."""
+    """Sample three times, with each token in the next call's history."""
     one = torch.ones(2)
     for i, (old, new) in enumerate(ring(t, "xyz")):
         top_k = torch.tensor([5, 0], dtype=torch.int32)
@@ -104,7 +104,7 @@ def gate_up(t: Tensors) -> Calls:
 
 
 def lm_head(t: Tensors) -> Calls:
-    """Logits of logits, and what each of them would choose: by one workspace."""
+    """Compute logits of logits, and the chosen tokens, with one workspace."""
     for (x, y), token in zip(ring(t, "abc"), "xyz", strict=True):
         yield "lm_head", (x, t["w"], 0, y, 3, 2)
         yield "lm_head", (y, t["w"], 1, t[token], 3, 1)
@@ -114,7 +114,7 @@ def lm_head(t: Tensors) -> Calls:
 
 
 def attention(kernel: str) -> Callable[[Tensors], Calls]:
-    """Three tokens, of which each is the next one's query; keys in splits."""
+    """Attend three times, with each result as the next query; keys are split."""
 
     def calls(t: Tensors) -> Calls:
         lengths = torch.tensor([12], dtype=torch.int32)
@@ -154,7 +154,7 @@ def operands() -> Tensors:
 
 def check(calls: Callable[[Tensors], Calls], source: str, *macros: str) -> None:
     alone, chained = operands(), operands()
-    if source == "sample":  # a token a row, of two
+    if source == "sample":  # one token for each of two rows
         for t in (alone, chained):
             t |= {name: torch.full((2,), -1) for name in "xyz"}
     for entry, arguments in calls(alone):

@@ -1,7 +1,8 @@
 """Test a GPU's fingerprint here: the probes run on emulated threads, with stand-ins for the interfaces of cupy, NVML
 and the driver.
 
-The stand-ins are at the borders of the libraries: nvidia-ml-py and ctypes make their real calls. Times mean nothing.
+The stand-ins replace the libraries at their interfaces: nvidia-ml-py and ctypes make their real calls. Times have no
+meaning.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ def shared(source: str, made: Path) -> Path:
 
 
 Played = Callable[..., None]
-PLAIN_CDLL = ctypes.CDLL  # before anybody plays with it
+PLAIN_CDLL = ctypes.CDLL  # before a test changes it
 
 
 @pytest.fixture
 def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    """Puts a device on this machine: `slices` of a board that MIG cuts, `uuid` as CUDA gives it."""
+    """Simulate a device on this machine: `slices` of a board with MIG, `uuid` as CUDA reports it."""
     import pynvml
 
     load = ctypes.CDLL
@@ -80,7 +81,7 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(pynvml, "nvmlLib", load(str(nvml_library)))
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         monkeypatch.setattr(gpu_probe.ctypes, "CDLL", lambda name: load(str(probes)))
-        # A launch here has ended when it returns, so that the gate is waited for in vain.
+        # A launch here has ended when it returns, so a wait for the gate never succeeds.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
         less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4, "LOOK_WINDOW_S": 1e-4}
         for name, value in less.items():
@@ -99,13 +100,13 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
 
 
 def set_slices(count: int) -> None:
-    """For the C library, which reads the environment of the process itself."""
+    """Set the slices for the C library, which reads the environment of the process."""
     libc = ctypes.CDLL(None)
     libc.setenv(b"SLICES", str(count).encode(), 1)
 
 
 def slow(looks: int) -> None:
-    """So many times yet the board that is played says that heat slows it."""
+    """Let the simulated board report this many times that heat slows it."""
     import pynvml
 
     ctypes.c_int.in_dll(pynvml.nvmlLib, "slow_looks").value = looks
@@ -121,7 +122,7 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
     assert taken.identity["ecc"] is True and taken.identity["mig_profile"] is None
     assert taken.environment["driver"] == "580.65.06"
     assert not any("slowed" in note for note in taken.notes)
-    assert any("matrix rates" in note for note in taken.notes)  # this torch has no CUDA
+    assert any("matrix rates" in note for note in taken.notes)  # the installed torch has no CUDA
     again = fingerprint.take("cuda")
     assert again.rates == taken.rates
     assert store.read(taken.env_id) is not None
@@ -129,7 +130,7 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
 
 
 def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
-    """Slowed at the end of an early stage alone: looked for after each."""
+    """Slow the device only at the end of an early stage, because the check follows each stage."""
     played()
     slow(3)
     taken = fingerprint.take("cuda")
@@ -138,7 +139,7 @@ def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
     assert kept is not None and kept.rates == taken.rates
 
 
-def test_rates_of_a_device_that_stays_slowed_are_marked_and_not_kept(played: Played) -> None:
+def test_rates_of_a_device_that_stays_slowed_are_marked_and_not_stored(played: Played) -> None:
     played()
     slow(1_000_000)
     taken = fingerprint.take("cuda")
@@ -163,14 +164,14 @@ def test_a_device_with_full_memory_is_reported(played: Played, monkeypatch: pyte
         gpu_probe.reader(0)
 
 
-def test_a_reader_gives_the_rate_again_and_again(played: Played) -> None:
+def test_a_reader_can_be_used_repeatedly(played: Played) -> None:
     played()
     rate = gpu_probe.reader(0)
     assert rate() > 0 and rate() > 0
 
 
-def test_matrix_rates_are_those_of_the_device_that_is_measured(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch multiplies on this CPU instead; its events are read off a clock."""
+def test_matrix_rates_are_measured_on_the_right_device(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch multiply on this CPU; a clock provides the times of its events."""
     import torch
 
     class Event:
@@ -199,7 +200,9 @@ def test_matrix_rates_are_those_of_the_device_that_is_measured(played: Played, m
     assert all(rate.value > 0 for rate in made.rates.values())
 
 
-def test_a_library_without_fp8_products_costs_that_rate_alone(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_library_without_fp8_products_only_that_rate_is_missing(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     def refuses(*_: object, **__: object) -> None:
@@ -237,7 +240,7 @@ def test_a_slice_of_a_board_is_found_by_its_uuid(played: Played) -> None:
 
 
 def test_a_uuid_that_ends_at_its_first_zero_still_names_its_slice(played: Played) -> None:
-    """Cython makes a C string of CUDA's sixteen bytes."""
+    """Shorten the UUID, because Cython makes a C string of CUDA's sixteen bytes."""
     played(slices=1, uuid=bytes.fromhex("01020004050607080900000000000000"))
     assert nvml.read(0).uuid.startswith("MIG-01020004")
 
@@ -250,12 +253,12 @@ def test_an_ambiguous_slice_is_refused(played: Played) -> None:
 
 
 def test_a_uuid_without_a_zero_is_cut_where_it_ends(played: Played) -> None:
-    """The bytes after it in CUDA's structure belong to it, as in a C string."""
+    """Cut it, because a C string would include the bytes after it in CUDA's structure."""
     played(slices=3, uuid=SLICE_2 + b"\x07\x08")
     assert nvml.read(0).uuid.startswith("MIG-01020204")
 
 
-def test_a_slice_is_as_slow_as_its_board(played: Played) -> None:
+def test_a_slice_of_a_slowed_board_is_slowed(played: Played) -> None:
     played(slices=3, uuid=SLICE_2)
     slow(2)
     assert nvml.slowdown(nvml.read(0).uuid) == "thermal slowdown (0x20)"
@@ -302,10 +305,10 @@ def test_a_device_that_cuda_does_not_show_is_refused(played: Played) -> None:
 
 
 @pytest.mark.parametrize("cupy", ["none", "broken"])
-def test_without_cupy_the_driver_says_who_a_device_is(
+def test_without_cupy_the_driver_identifies_a_device(
     cupy: str, played: Played, driver_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With equal readings, so that decisions made with cupy serve without it."""
+    """Compare with cupy's readings, so that decisions made with cupy serve without it."""
     played()
     told = nvml.read(0)
     library = PLAIN_CDLL(str(driver_library))
@@ -316,7 +319,7 @@ def test_without_cupy_the_driver_says_who_a_device_is(
         nvml.read(2)
     assert "CUDA sees 2 devices" in error.value.why
     with pytest.raises(UsageError, match="needs cupy"):
-        nvml.counted()  # what can be measured on
+        nvml.counted()  # without cupy it cannot be measured
 
 
 class Broken(ModuleType):
@@ -337,7 +340,7 @@ def test_refusals_of_the_driver_are_reported(driver_library: Path, monkeypatch: 
 
 
 def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float]) -> drift.Drift:
-    """Against the rates that are stored, of a device whose looks are these shares of them."""
+    """Check drift on a device whose checks give these shares of the stored rates."""
     fp = fingerprint.take("cuda")
     read, node = fp.rates["read_bytes_per_s"].value, fp.rates["graph_node_s"].value
     found = [
@@ -365,13 +368,13 @@ def test_a_rate_of_a_gpu_has_moved_if_every_measurement_is_off(
     assert found.read == pytest.approx(max(reads)) and "graph node speed" in found.reason
 
 
-def test_a_look_at_a_gpu_reads_and_replays(played: Played) -> None:
+def test_a_drift_check_reads_memory_and_replays_a_graph(played: Played) -> None:
     played()
     found = fingerprint.drifted(fingerprint.take("cuda"), "cuda")
     assert found.read > 0 and found.start > 0 and not found.shared
 
 
-def test_a_gpu_that_others_compute_on_is_not_looked_at(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_in_use_by_others_is_not_checked_for_drift(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     import pynvml
 
     played()
@@ -436,7 +439,7 @@ def test_a_chase_follows_the_cycle(bench: gpu_probe.Bench) -> None:
 
 
 def test_a_chase_through_memory_meets_no_line_twice(bench: gpu_probe.Bench) -> None:
-    """The first walk brings lines into L2, and the second must not find them there."""
+    """Check this, because the first walk brings lines into L2, and the second must not find them there."""
     lines = 8192
     bench._chase(lines * 128)
     at, following, met = 0, numpy.array(bench.data[: lines * 32 : 32]), set()
@@ -452,8 +455,7 @@ def test_all_blocks_meet_at_the_barrier_each_time(bench: gpu_probe.Bench) -> Non
 
 
 def test_all_blocks_meet_at_the_toolkits_barrier(bench: gpu_probe.Bench) -> None:
-    """Test kernels/cuda/grid_sync.cu: a block that did not wait would end this process, in which all threads must
-    meet."""
+    """Test kernels/cuda/grid_sync.cu: a block that does not wait ends this process, because all threads must meet."""
     synced = gpu_cost._grid_sync(bench)
     assert synced is not None
     synced(5)
@@ -477,7 +479,7 @@ def test_only_the_barriers_figure_is_missing_if_it_does_not_compile(
     assert any("cooperative_groups.h" in note for note in made.notes)
 
 
-def test_a_device_without_the_instructions_is_not_asked_for_them(bench: gpu_probe.Bench) -> None:
+def test_rates_of_missing_instructions_are_not_measured(bench: gpu_probe.Bench) -> None:
     bench.identity = {**bench.identity, "cc": "7.5"}
     gpu_arithmetic.measure(bench)
     assert {"exp_per_s", "shared_bytes_per_s"} <= set(bench.rates)
@@ -487,7 +489,7 @@ def test_a_device_without_the_instructions_is_not_asked_for_them(bench: gpu_prob
     assert {"mma_bf16_flops", "mma_fp8_flops", "from_fp8_per_s"} <= set(bench.rates)
 
 
-def test_copies_to_and_from_the_host_leave_the_data_as_it_was(bench: gpu_probe.Bench) -> None:
+def test_copies_to_and_from_the_host_do_not_change_the_data(bench: gpu_probe.Bench) -> None:
     before = numpy.array(bench.data)
     gpu_cost._to_the_host(bench)
     assert numpy.array_equal(bench.data, before)
@@ -508,24 +510,23 @@ def test_a_gate_holds_until_it_is_opened_or_too_long(bench: gpu_probe.Bench) -> 
 
 @pytest.mark.parametrize("name", ["probe_read", "probe_read_one"])
 def test_the_sink_is_written_only_for_the_impossible_value(bench: gpu_probe.Bench, name: str) -> None:
-    """A set in which every vector is the word that consumes the result writes one value to the sink; random data writes
-    none."""
+    """Write to the sink if every vector is the word that the sink's condition compares with; random data never does."""
     cp = bench.cupy
     bench.launch(name, 2, 64, bench.data, cp.uint64(4096), bench.word)
     assert not bench.word.any()
     never = numpy.array([0x12345678, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF], dtype=numpy.uint32)
-    assert (never[0] & never[1] & never[2] & never[3]) != 0xDEADBEEF  # no vector can be both
+    assert (never[0] & never[1] & never[2] & never[3]) != 0xDEADBEEF  # no vector can be equal to both
     bench.launch("probe_chunks", 4, 64, bench.data, cp.uint64(300), cp.uint32(2), cp.uint32(3), bench.word)
     assert not bench.word.any()
 
 
 def test_a_wrong_argument_is_noticed(bench: gpu_probe.Bench) -> None:
-    """Four bytes where a kernel takes eight."""
+    """Pass four bytes for a parameter of eight."""
     with pytest.raises(RuntimeError, match="argument 1 has 4 bytes; the kernel takes 8"):
         bench.launch("probe_read", 1, 32, bench.data, bench.cupy.uint32(4), bench.word)
 
 
-def test_the_rate_of_l2_is_not_that_of_l1() -> None:
-    """A block's chunk may fit L1: its loads leave nothing there."""
+def test_the_rate_of_l2_is_not_measured_in_l1() -> None:
+    """Check that loads bypass L1, because a block's chunk may fit L1."""
     (found,) = (f for f in functions("probes", (9, 0)) if "probe_chunks" in f.name)
     assert {op: n for op, n in found.instructions.items() if op.startswith("LDG")} == {"LDG.E.NA.LTC128B.128": 5}

@@ -1,4 +1,4 @@
-"""The CUDA row kernels on emulated threads, in every hostile case of their op, every dtype, every width of a CTA."""
+"""Test the CUDA row kernels on emulated threads: every hostile case of their op, every dtype, every CTA width."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cpu.samplings import SAMPLING, judged
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 
 ROWS = ((512, 4, 0), (32, 1, 1), (96, 3, 0), (1024, 2, 0))  # threads, grid, pdl
-# op -> its own shape, traits in all combinations, knobs in turns
+# op -> its shape, traits in all combinations, alternating knobs
 SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]], tuple[tuple[int, ...], ...]]] = {
     "rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0)}, ROWS),
     "add_rmsnorm": ({"M": 4, "d": 4096}, {"offset": (0.0, 1.0), "sandwich": (0, 1, 2)}, ROWS),
@@ -33,7 +33,7 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]], tuple[tuple[
 
 
 def failure(op: Op, made: Case, knobs: tuple[int, ...]) -> Mismatch | None:
-    """One case into outputs full of NaN, judged against float64 and PyTorch's own error."""
+    """Run one case into outputs full of NaN; judge it by float64 and by PyTorch's error."""
     inputs = made.make(11)
     outputs = [o for o in op.allocate(made.workload, fill=float("nan")) if o is not None]
     emulated(op.name, op.name)(*op.arguments(inputs), *outputs, *knobs)
@@ -65,7 +65,7 @@ def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, 
 
 
 def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
-    """128256 tokens of one probability, p = 1/4: the first quarter is the nucleus, uniform walks through it."""
+    """Sample 128256 equally likely tokens with p = 1/4: the nucleus is the first quarter; `uniform` selects in it."""
     op, v = OPS["sample"], 128_256
     inputs = op.inputs(op.workload("bf16", {"B": 4, "V": v, "L": 1}), 0)
     inputs["logits"].fill_(1.5)
@@ -130,7 +130,7 @@ def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
 
 @pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
 def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
-    """In fp32 out, against float64: 2^31 radians in float would be off by a hundred turns."""
+    """Compare fp32 results with float64: an angle of 2^31 radians in fp32 would be off by a hundred turns."""
     inv_freq = torch.tensor([1.0, 0.7654321, 0.0123])
     q = torch.zeros(1, 1, 6)
     q[..., :3] = 1.0
@@ -143,7 +143,7 @@ def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
 
 @pytest.mark.parametrize("page", [0, 16])
 def test_an_append_outside_the_cache_is_not_written(page: int) -> None:
-    """Positions are on the device: asking would stall the stream, so that token is left out and the others go in."""
+    """Skip only this token: positions are on the device, and reading them on the host would stall the stream."""
     op = OPS["kv_append"]
     w = op.workload("bf16", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, page=page)
     inputs = op.inputs(w, 3)

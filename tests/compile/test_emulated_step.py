@@ -1,4 +1,4 @@
-"""The whole-step kernel on emulated threads, CTAs side by side: the bits of its ops one by one, and its refusals."""
+"""Test the whole-step kernel on emulated threads with concurrent CTAs: the bits of single ops, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GEMV = (2, 1, 0)  # grid, split_k, pdl of the ops one by one
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A step to take: its shape, and what makes one model family differ from another."""
+    """The shape of a step, and the features of its model family."""
 
     rows: int = 2
     group: int = 2
@@ -56,7 +56,7 @@ MODELS = {
 
 
 class Scene:
-    """Weights, caches and buffers of one model; every buffer starts as NaN."""
+    """Weights, caches and buffers of one model; every buffer is initially NaN."""
 
     def __init__(self, m: Model, dtype: DTypeName, seed: int = 3) -> None:
         self.m, self.dtype, draw = m, dtype, torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ class Scene:
         return (self.positions + 1).to(torch.int32)
 
     def build(self) -> StepBuild:
-        """With the settings of an H200's formula, split and unroll aside."""
+        """Build with the settings of an H200's formula, except split and unroll."""
         m = self.m
         dims = {"B": m.rows, "Hq": HEADS * m.group, "Hkv": HEADS, "S": 1, "D": m.width, "L": ROOM}
         attn = OPS["attn"].workload(self.dtype, dims)
@@ -143,7 +143,7 @@ class Scene:
     # --- the same, op by op ------------------------------------------------------------------------------------------
 
     def one_by_one(self) -> Tensor:
-        """By the kernels for single ops."""
+        """Run the step by the kernels for single ops."""
         m = self.m
         x = (self.table[self.tokens].float() * 8.0).to(self.x.dtype)
         for w in self.layers:
@@ -191,7 +191,7 @@ class Scene:
 
 
 def check(scene: Scene, expected: Tensor) -> None:
-    exact = scene.dtype != "fp32" and not scene.m.sandwich  # there another order of sums, or torch's, rounds elsewhere
+    exact = scene.dtype != "fp32" and not scene.m.sandwich  # else other roundings
     if exact:
         assert torch.equal(scene.logits, expected)
     else:
@@ -204,7 +204,7 @@ def in_every_dtype(name: str) -> list[tuple[str, DTypeName]]:
 
 @pytest.mark.in_turns({name: partial(in_every_dtype, name) for name in MODELS}, label=" ".join)
 def test_a_step_gives_the_bits_of_its_ops_one_by_one(choice: tuple[str, DTypeName]) -> None:
-    """With --every-target in all dtypes, else in the one whose turn it is today."""
+    """Run all dtypes with --every-target, else the dtype of the day."""
     name, dtype = choice
     expected = Scene(MODELS[name], dtype).one_by_one()
     for grid in (0, 1, 3):
@@ -217,7 +217,7 @@ def test_a_step_gives_the_bits_of_its_ops_one_by_one(choice: tuple[str, DTypeNam
 
 
 def test_steps_follow_each_other_and_counters_may_wrap_around() -> None:
-    """Counters are not cleared between steps: each waits for its own multiple, also beyond 2^32."""
+    """Run several steps, because counters are not cleared: each step waits for its own multiple, also beyond 2^32."""
     scene = Scene(MODELS["llama"], "bf16")
     step = scene.bound(grid=3)
     step.run()
@@ -230,13 +230,13 @@ def test_steps_follow_each_other_and_counters_may_wrap_around() -> None:
         scene.logits.fill_(float("nan"))
         step.run()
         assert step.stopped() == 0
-        assert torch.equal(scene.logits, first)  # the same token at the same place: the same step
+        assert torch.equal(scene.logits, first)  # the same token at the same position: the same step
 
 
 def test_a_wait_that_cannot_end_is_stopped_and_nothing_runs_after_it() -> None:
     scene = Scene(MODELS["llama"], "bf16")
     step = scene.bound(limit_us=50)
-    step.state[3 + 2] = -7  # as if seven CTAs of task 2 were never done
+    step.state[3 + 2] = -7  # as if seven CTAs of task 2 never finished
     step.run()
     assert step.stopped() == 1 + 3  # the task that waits for it
     scene.logits.fill_(7.0)
@@ -249,7 +249,7 @@ def test_a_grid_that_cannot_be_resident_is_refused() -> None:
         Scene(MODELS["llama"], "bf16").bound(grid=5).run()
 
 
-def test_a_token_of_no_table_and_a_place_behind_the_cache_reach_no_memory() -> None:
+def test_a_token_outside_the_table_and_a_position_past_the_cache_access_no_memory() -> None:
     scene = Scene(MODELS["llama"], "bf16")
     scene.tokens[0], scene.positions[1] = VOCABULARY + 5, ROOM
     before = [layer["k"][1].clone() for layer in scene.layers]

@@ -33,7 +33,7 @@ PLANS: list[Plan] = [
 
 
 class Interpreted(base.LibraryKernel):
-    """The candidate itself, but for what its function is loaded from."""
+    """The candidate with another module for its function."""
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"tests.compile.interpreted_liger:{self.function}")

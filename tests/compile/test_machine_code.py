@@ -1,6 +1,6 @@
-"""Every CUDA kernel compiles for every target, within its budget of registers, without spills, to the code it is for.
+"""Test that every CUDA kernel compiles for every target to the expected code, within its register budget.
 
-By default each kernel is compiled for one target, dtype and build, another one each day; --every-target takes all.
+By default each kernel is compiled for one target, dtype and build, which change each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def in_each(
     return lambda cc: tuple((dtype, m) for m in (macros(cc) if macros else ((),)) for dtype in dtypes)
 
 
-ONE = in_each()  # nothing but the dtype is compiled in
+ONE = in_each()  # only the dtype is compiled in
 
 
 def devices(cc: Capability) -> list[GpuFacts]:
-    """The known ones of this capability; all, where none of it is known."""
+    """Return the known devices of this capability; all devices if there is none."""
     found = [facts(known.load(name)) for name in known.names()]
     return [f for f in found if f.cc == cc] or found
 
@@ -78,7 +78,7 @@ def whole_steps(cc: Capability) -> tuple[tuple[str, Macros], ...]:
         flags = step.recipe(dtype, persistent.persistent(attn, smallest, f), ()).flags
         dtypes = found.setdefault(tuple(flag.removeprefix("-D") for flag in flags if "=" in flag), [])
         dtypes += [dtype.upper()] if dtype.upper() not in dtypes else []
-    sets = sorted(found, key=lambda macros: macros[::-1])  # rows, the first, last: they meet every dtype
+    sets = sorted(found, key=lambda macros: macros[::-1])  # rows last, so that each occurs with every dtype
     return tuple((found[macros][n % len(found[macros])], macros) for n, macros in enumerate(sets))
 
 
@@ -95,12 +95,12 @@ class Budget:
     stack_bytes: int = 0  # of the code outside all loops over memory
     more_stack_bytes: Mapping[tuple[Capability, str], int] = field(default_factory=dict)  # in single functions
     builds: Asked = ONE
-    wide: tuple[str, ...] = ("LDG.E.128",)  # how aligned variants read memory, and compute
+    wide: tuple[str, ...] = ("LDG.E.128",)  # the instructions with which aligned variants read memory and compute
     alone: bool = False  # it runs alone: no programmatic dependent launch
 
 
 def aligned(f: Function) -> bool:
-    """The last template argument says it; attention has one variant for both."""
+    """Return True for aligned variants, by the last template argument; attention has one variant for both."""
     return not f.name.endswith("false>")
 
 
@@ -115,7 +115,7 @@ TILES = Budget(registers=255, wide=("LDGSTS.E.BYPASS.LTC128B.128", "LDSM", "HMMA
 BUDGETS = {
     "attn_decode": ATTENTION,
     "paged_attn_decode": ATTENTION,
-    # sm_80 unpacks e4m3 by integer instructions, and ptxas reads the ring by the words they take
+    # sm_80 unpacks e4m3 by integer instructions, and ptxas reads the ring in their word size
     "attn_decode_fp8": replace(ATTENTION, wide=("LDGSTS.E.BYPASS.LTC128B.128",)),
     "attn_decode_mma": TILES,
     "paged_attn_decode_mma": TILES,
@@ -125,7 +125,7 @@ BUDGETS = {
     "swiglu": Budget(registers=64),
     "geglu": Budget(registers=64),
     "kv_append": Budget(registers=64),
-    "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit a token
+    "sample": Budget(registers=64, wide=()),  # 512 threads, 2 CTAs; reads a bit and a logit per token
     "gemv": PROJECTIONS,
     # x is 16 bits wide wherever weights are 8; in fp32 eight rows of it spill 12 bytes on sm_80 and sm_86
     "gemv_fp8": replace(PROJECTIONS, builds=in_each(("BF16", "FP16"), partial(projections, source="gemv_fp8"))),
@@ -135,8 +135,8 @@ BUDGETS = {
     "step": Budget(
         registers=255,  # 128 threads, 2 CTAs; for few query rows the kernel caps them for 3
         wide=("LDG.E.NA.LTC128B.128", "LDGSTS.E.BYPASS.LTC128B.128", "ATOMG"),
-        stack_bytes=8,  # which task of the list, and of which step: looked at once a task
-        # With 168 registers three values that are set before the first task, looked at as often.
+        stack_bytes=8,  # the task and the step, which are read once per task
+        # With 168 registers, three values that are set before the first task, and read once per task.
         more_stack_bytes={((10, 0), "step_walk<float>"): 16},
         builds=whole_steps,
         alone=True,
@@ -167,7 +167,7 @@ def builds(source: str) -> list[Build]:
     return [Build(source=source, cc=cc, dtype=dtype, macros=macros) for cc in CUDA for dtype, macros in asked(cc)]
 
 
-# Of kernels that are instances of the same templates, which take nvcc a minute, one a day.
+# Kernels that are instances of the same templates take nvcc a minute, so one of them runs per day.
 ALIKE = (("attn_decode", "paged_attn_decode", "attn_decode_fp8"), ("attn_decode_mma", "paged_attn_decode_mma"))
 GROUPS = {sources[0]: sources for sources in ALIKE} | {s: (s,) for s in SOURCES if not any(s in a for a in ALIKE)}
 
@@ -185,7 +185,7 @@ def test_a_kernel_keeps_its_budget_on_its_targets(choice: Build) -> None:
 
 @pytest.mark.in_turns(lambda: SOURCES)
 def test_a_kernel_builds_as_a_tune_would_build_it(choice: str) -> None:
-    """By the whole command: nvcc's pass for the host and the link refuse things that its device pass does not."""
+    """Run the whole command, because nvcc's host pass and the linker find errors that the device pass does not."""
     dtype, macros = BUDGETS[choice].builds((9, 0))[0]
     flags = (*target_flags((9, 0)), f"-DAUTOSEL_{dtype}", *(f"-D{m}" for m in macros))
     built = compile_source(f"cuda/{choice}.cu", flags)
@@ -198,11 +198,11 @@ def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
     registers = budget.registers if aligned(f) else budget.slow_registers or budget.registers
     if f.registers > registers:
         found.append(f"{f.registers} registers, budget {registers}")
-    # what lies on the stack is stored where it is set and where it changes
+    # values on the stack are stored when they are set and when they change
     stack_bytes = budget.more_stack_bytes.get((cc, f.name), budget.stack_bytes)
     if aligned(f) and (f.stack_bytes > stack_bytes or f.spill_bytes > 2 * budget.stack_bytes):
         found.append(f"{f.spill_bytes} bytes spilled, a stack of {f.stack_bytes}")
-    if f.shared_bytes > 1024:  # the driver's own, on sm_90 and later
+    if f.shared_bytes > 1024:  # the driver's share, on sm_90 and later
         found.append(f"{f.shared_bytes} bytes of static shared memory; a launch must say what it uses")
     if aligned(f):
         found += [f"no {wide}: {dict(f.instructions)}" for wide in budget.wide if not f.instructions.get(wide)]
@@ -215,8 +215,8 @@ STREAMING = ("gemv", "gemv_fp8", "norm_qkv", "gate_up", "lm_head")
 
 
 @pytest.mark.in_turns(lambda: STREAMING)
-def test_weights_are_on_their_way_before_the_kernel_waits_for_its_producer(choice: str) -> None:
-    """In the machine code, where ptxas might have moved them behind."""
+def test_loads_of_weights_are_issued_before_the_kernel_waits_for_its_producer(choice: str) -> None:
+    """Check the machine code, in which ptxas might have moved the loads after the wait."""
     found = [f for f in functions(choice, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4") if aligned(f)]
     assert found
     for f in found:

@@ -1,6 +1,6 @@
-"""The CUTLASS products compile for their targets to the instructions they are for, without spills; and in what time.
+"""Test that the CUTLASS products compile for their targets to the expected instructions without spills; print the time.
 
-By default one build, another one each day; --every-target takes all.
+By default one build runs, which changes each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def of_ampere() -> list[Build]:
 
 
 @pytest.mark.in_turns(of_ampere, label=attrgetter("label"))
-def test_a_build_is_the_machine_code_it_is_meant_to_be(choice: Build) -> None:
+def test_a_build_has_the_expected_machine_code(choice: Build) -> None:
     _whole(choice)
 
 
@@ -31,8 +31,8 @@ def of_hopper() -> list[Build]:
 
 
 @pytest.mark.in_turns(of_hopper, label=attrgetter("label"))
-def test_so_is_hoppers_by_the_whole_command(choice: Build, request: pytest.FixtureRequest) -> None:
-    """A minute's work. Its machine code is looked at in test_ptx_cutlass.py each day."""
+def test_hoppers_build_compiles_by_the_whole_command(choice: Build, request: pytest.FixtureRequest) -> None:
+    """Compile for a minute; test_ptx_cutlass.py checks its machine code each day."""
     if not request.config.getoption("--every-target"):
         pytest.skip("with --every-target")
     _whole(choice)

@@ -1,6 +1,6 @@
-"""The fingerprint's probes for every target: whole loads, nothing spilled, no work optimised away.
+"""Test the machine code of the fingerprint's probes: wide loads, no spills, no work optimised away.
 
-By default an older target and a newer one, others each day; --every-target takes all.
+By default an older and a newer target run, which change each day; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.compile.targets import CUDA
 OLDER, NEWER = CUDA[:3], CUDA[3:]
 LOADS = {"probe_read": 8, "probe_copy": 4, "probe_chunks": 4, "probe_read_one": 1}  # 16-byte loads, at least
 
-# Eight chains of an instruction, on those that have it: elsewhere it is put together of others, and not asked for.
+# Eight chains of an instruction, on targets that have it; others emulate it, and are not measured.
 ARITHMETIC = (
     ("probe_exp2", "MUFU", CUDA),
     ("probe_fma", "FFMA", CUDA),
@@ -43,4 +43,4 @@ def test_probes_load_16_bytes_and_spill_nothing(choice: tuple[int, int]) -> None
 @pytest.mark.in_turns({"older": lambda: OLDER, "newer": lambda: NEWER}, label=lambda cc: f"sm_{cc[0]}{cc[1]}")
 def test_the_toolkits_barrier_of_a_grid_compiles(choice: tuple[int, int]) -> None:
     (found,) = functions("grid_sync", choice)
-    assert found.spill_bytes == 0 and found.instructions["BAR"] >= 2  # around what one thread waits for
+    assert found.spill_bytes == 0 and found.instructions["BAR"] >= 2  # around the wait of one thread

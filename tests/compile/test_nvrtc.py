@@ -12,7 +12,7 @@ from tests.compile.triton_kernels import TARGETS
 from tests.engines import ENGINES, missing
 
 NAME = b"probes.cu"
-FLAGS = (b"-std=c++17", b"-ftz=true")  # ours, and what cupy adds to them
+FLAGS = (b"-std=c++17", b"-ftz=true")  # our options, and cupy's
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_errors_of_nvrtc_are_reported(nvrtc: ctypes.CDLL) -> None:
 
 
 def compiled(nvrtc: ctypes.CDLL, source: bytes, cc: tuple[int, int]) -> bytes:
-    """A cubin. Fails with the compiler's log."""
+    """Return a cubin; fail with the compiler's log."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, NAME, 0, None, None) == 0
     options = (*FLAGS, f"-arch=sm_{cc[0]}{cc[1]}".encode())

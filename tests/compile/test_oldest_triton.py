@@ -20,7 +20,7 @@ from tests.engines import ROOT, missing, paths, version
 SCRIPT = Path(__file__).with_name("compiled_by.py")
 
 
-def test_the_oldest_is_the_one_that_the_extras_name() -> None:
+def test_the_oldest_triton_is_the_lower_bound_of_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in ("cuda12", "cuda13-system", "cross"):
         (lowest,) = [w for w in extras[extra] if w.startswith("triton")]
@@ -29,10 +29,10 @@ def test_the_oldest_is_the_one_that_the_extras_name() -> None:
 
 @pytest.mark.skipif(missing("triton") != "", reason=missing("triton"))
 def test_every_triton_kernel_compiles_with_the_oldest_triton_too() -> None:
-    """For one target a day."""
+    """Compile for one target per day."""
     major, minor = todays(sorted(TARGETS))
     command = [sys.executable, "-P", str(SCRIPT), f"{major}.{minor}"]
     environment = {**os.environ, "PYTHONPATH": paths("triton")}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split() == [version("triton")]  # its version, and no complaint
+    assert ran.stdout.split() == [version("triton")]  # its version, and no faults

@@ -1,6 +1,6 @@
-"""Hopper's product as nvcc compiles it: its PTX run on this CPU, with TMA, mbarriers, clusters and wgmma.
+"""Run the PTX of Hopper's product, as compiled by nvcc, on this CPU, with TMA, mbarriers, clusters and wgmma.
 
-By default of one build, another one each day, and half of the cases; --every-target takes all that the formulas give.
+By default half of the cases of one build run, which change each day; --every-target runs all builds of the formulas.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def product(build: Build) -> Built:
 
 
 def plans(build: Build) -> tuple[tuple[int, int, int], ...]:
-    """split_k, sms, pdl: more tiles than CTAs, and CTAs without a tile."""
+    """Return split_k, sms, pdl: with more tiles than CTAs, and with CTAs without a tile."""
     wide = build.knobs["cluster"]
     splits = ((3, 6, 0), (1, 5 * wide, 0), (2, 4, 0)) if build.knobs["stream_k"] else ((1, 2 * wide, 1),)
     return ((1, 4 * wide, 0), *splits, (1, wide, 0))
 
 
 @in_turns
-def test_its_machine_code_is_what_it_is_meant_to_be(choice: Build) -> None:
+def test_the_product_has_the_expected_machine_code(choice: Build) -> None:
     wrong = faults(choice, assembled(product(choice).text(), HOPPER))
     assert not wrong, "\n".join([choice.label, *wrong])
 
@@ -110,7 +110,7 @@ def test_logits_are_the_bits_of_the_projection(choice: Build) -> None:
 
 @in_turns
 def test_the_product_has_no_races(choice: Build) -> None:
-    """More tiles than CTAs, so that a ring's slots are filled again."""
+    """Run more tiles than CTAs, so that a ring's slots are reused."""
     k, wide = choice.knobs, choice.knobs["cluster"]
     sides = (k["tile_m"] * wide, k["tile_n"])
     rows, columns = reversed(sides) if k["swap"] else sides

@@ -1,5 +1,5 @@
-"""The device that tests/rehearsal gives to a whole process: what CUDA says of streams, events, captures, memory and
-faults holds of it, so that host code that breaks a rule of CUDA's fails there as on a GPU."""
+"""Test the device that tests/rehearsal provides: it follows CUDA's rules for streams, events, captures, memory and
+faults, so that host code that breaks a rule fails there as on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INVALID_VALUE, OUT_OF_MEMORY, NOT_READY, ILLEGAL_ADDRESS = 1, 2, 600, 700
 UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED = 900, 901, 904, 905, 906, 907
 
-# What each test's process begins with. Each has one, for a fault is the end of a device.
+# The start of each test's process. Each test has its own, because a device is unusable after a fault.
 BEGIN = """
 import ctypes
 cuda = ctypes.CDLL("libcudart.so.13")
@@ -85,7 +85,7 @@ def _toolkit() -> None:
         pytest.skip("the device is CUDA 13's")
 
 
-def test_work_is_done_when_somebody_waits_for_it() -> None:
+def test_work_is_done_when_a_caller_waits_for_it() -> None:
     run("""
         at, s = word(), stream()
         assert add(at, 3, s) == 0 and value(at) == 0
@@ -93,7 +93,7 @@ def test_work_is_done_when_somebody_waits_for_it() -> None:
     """)
 
 
-def test_work_is_done_at_once_where_that_is_asked() -> None:
+def test_work_is_done_at_once_if_requested() -> None:
     run("at, s = word(), stream(); add(at, 3, s); assert value(at) == 3", late=False)
 
 
@@ -116,7 +116,7 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
     """)
 
 
-def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
+def test_the_default_stream_waits_only_for_blocking_streams() -> None:
     run("""
         at, blocking, free = word(), stream(0), stream(1)
         add(at, 1, blocking), add(at, 10, free), add(at, 100, None)
@@ -125,7 +125,7 @@ def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
     """)
 
 
-def test_an_event_is_not_ready_before_its_stream_came_there() -> None:
+def test_an_event_is_not_ready_before_its_stream_reaches_it() -> None:
     run(f"""
         at, s, e = word(), stream(), event()
         add(at, 1, s), add(at, 1, s), cuda.cudaEventRecord(e, s)
@@ -250,7 +250,7 @@ def test_a_copy_beyond_an_allocation_is_refused() -> None:
 
 
 def test_a_function_of_a_runtime_that_was_linked_in_jumps_to_the_devices(tmp_path: Path) -> None:
-    """Like cupy's."""
+    """Redirect a statically linked function, like cupy's."""
     nvcc = find_nvcc()
     assert nvcc is not None
     source, made = tmp_path / "own.cu", tmp_path / "own.so"
@@ -280,7 +280,7 @@ def test_nvml_describes_the_same_device() -> None:
     assert said == f"PTX on a CPU {16 << 20}\n"
 
 
-def test_the_driver_is_asked_as_autosel_asks_it() -> None:
+def test_the_driver_answers_autosels_calls() -> None:
     said = run(f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})

@@ -1,7 +1,7 @@
-"""The CUDA kernels as nvcc compiles them, their PTX run on this CPU: the hostile cases of test_emulated_*.
+"""Run the PTX of the CUDA kernels, as compiled by nvcc, on this CPU, with the hostile cases of test_emulated_*.
 
-One kernel a day in one dtype, for one compute capability and a share of the cases; --every-target takes all.
-`pytest --ptx 9.0 tests/compile/test_emulated_*.py` runs everything of those files so.
+One kernel per day runs in one dtype, for one compute capability and a share of the cases; --every-target runs all.
+`pytest --ptx 9.0 tests/compile/test_emulated_*.py` runs all tests of those files on PTX.
 """
 
 from __future__ import annotations

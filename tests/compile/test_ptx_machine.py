@@ -11,7 +11,7 @@ from tests.compile.ptx_machine import HEAD, ORDERS, Order, bare, launch
 
 
 def kernel(body: str, parameters: int = 2) -> str:
-    """`body` with %a0, %a1, ... as the parameters, %t the thread and %tw its place among 4-byte elements."""
+    """Return a kernel with this `body`: %a0, %a1, ... are parameters, %t the thread, %tw its offset in words."""
     declared = ", ".join(f".param .u64 p{i}" for i in range(parameters))
     loads = "".join(f"ld.param.u64 %a{i}, [p{i}];\n" for i in range(parameters))
     registers = ".reg .b64 %a<9>, %q<9>; .reg .b32 %r<9>; .reg .f32 %f<9>; .reg .b16 %h<9>; .reg .pred %p<9>;"
@@ -20,11 +20,11 @@ def kernel(body: str, parameters: int = 2) -> str:
     return f"{head}{{\n{registers}\n{thread}{loads}{body}\nret;\n}}\n"
 
 
-# --- what it computes -----------------------------------------------------------------------------------------------
+# --- computations ---------------------------------------------------------------------------------------------------
 
 
 def of_words(operation: str, *operands: torch.Tensor) -> torch.Tensor:
-    """One instruction on %r1, %r2, ... into %r0, for 32 threads."""
+    """Run one instruction on %r1, %r2, ... into %r0, for 32 threads."""
     loads = "".join(f"add.u64 %q{i}, %a{i}, %tw; ld.global.u32 %r{i}, [%q{i}];\n" for i in range(1, len(operands) + 1))
     body = f"{loads}{operation};\nadd.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r0;"
     out = torch.zeros(32, dtype=torch.int32)
@@ -65,7 +65,7 @@ def words(seed: int) -> torch.Tensor:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_whole_numbers_are_those_of_python(operation: str, want: object) -> None:
+def test_integers_are_computed_as_in_python(operation: str, want: object) -> None:
     assert callable(want)
     a, b = words(1), words(2).roll(3)
     expected = [(want(x, y) + 2**31) % 2**32 - 2**31 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
@@ -98,7 +98,7 @@ def test_conversions_round_as_torch_does(operation: str, kind: torch.dtype) -> N
     assert torch.equal(found.view(kind).view(32, 2), x.to(kind)[:, None].expand(32, 2).contiguous())
 
 
-def test_fp8_is_that_of_torch_and_saturates() -> None:
+def test_fp8_is_converted_as_in_torch_and_saturates() -> None:
     x = floats(5).clamp(-440, 440)
     found = of_words(
         "mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h0, %f1, %f1; mov.b32 %r0, {%h0, %h0}", x.view(torch.int32)
@@ -113,7 +113,7 @@ def test_fp8_is_that_of_torch_and_saturates() -> None:
     assert torch.equal(back.view(torch.float16).view(256, 2)[:, 0].nan_to_num(9.0), want.nan_to_num(9.0))
 
 
-def test_a_rounding_that_is_named_is_taken() -> None:
+def test_the_rounding_of_an_instruction_is_used() -> None:
     third = torch.full((32,), 1.0).view(torch.int32)
     down, up = (
         of_words(f"mov.b32 %f1, %r1; div.{way}.f32 %f2, %f1, 0f40400000; mov.b32 %r0, %f2", third).view(torch.float32)
@@ -137,7 +137,7 @@ def test_a_function_is_called_with_its_parameters_and_gives_its_result() -> None
     assert out.tolist() == [2 * i for i in range(32)]
 
 
-# --- what it finds --------------------------------------------------------------------------------------------------
+# --- detected errors ------------------------------------------------------------------------------------------------
 
 COPY = """
 add.u64 %q1, %a1, %tw; mov.u32 %r1, room; shl.b32 %r2, %t, 2; add.u32 %r1, %r1, %r2;
@@ -147,7 +147,7 @@ ld.shared.u32 %r3, [%r1]; add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r3;
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_copy_that_is_waited_for_has_come(order: Order) -> None:
+def test_a_copy_is_complete_after_a_wait(order: Order) -> None:
     x, y = words(1), torch.zeros(32, dtype=torch.int32)
     launch(kernel(COPY.format(wait="cp.async.wait_group 0;")), "k", y, x, shared_bytes=128, order=order)
     assert torch.equal(x, y)
@@ -226,14 +226,14 @@ def test_a_phase_ends_with_its_last_arrival() -> None:
         ("frobnicate.b32 %r0, %r1;", "does not know"),
     ],
 )  # fmt: skip
-def test_an_error_is_found_and_says_where(text: str, words: str) -> None:
+def test_an_error_is_found_with_its_place(text: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=words) as raised:
         launch(kernel(text, 1), "k", torch.zeros(32, dtype=torch.int32), shared_bytes=16)
     assert "k" in str(raised.value)
 
 
 def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
-    """Each of four writes its rank into the next one's."""
+    """Let each of four blocks write its rank into the next one's memory."""
     body = """
     mov.u32 %r1, %cluster_ctarank; add.u32 %r2, %r1, 1; and.b32 %r2, %r2, 3; mov.u32 %r3, room;
     mapa.shared::cluster.u32 %r4, %r3, %r2; st.shared::cluster.u32 [%r4], %r1;
@@ -274,10 +274,10 @@ add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r4;
         ("", "bar.sync 0;", "race: thread .* and nothing puts one before the other"),
         ("bar.sync 0;", "", "race: thread .* writes at .* what thread .* read"),
         ("bar.warp.sync -1;", "bar.sync 0;", "race"),  # of two warps
-        ("shfl.sync.idx.b32 %r5, %t, 0, 31, -1;", "bar.sync 0;", "race"),  # orders nothing
+        ("shfl.sync.idx.b32 %r5, %t, 0, 31, -1;", "bar.sync 0;", "race"),  # gives no order
     ],
 )
-def test_accesses_in_shared_memory_that_nothing_orders_are_an_error(first: str, second: str, words: str) -> None:
+def test_unordered_accesses_in_shared_memory_are_an_error(first: str, second: str, words: str) -> None:
     text, y = kernel(NEIGHBOURS.format(first=first, second=second), 1), torch.zeros(64, dtype=torch.int32)
     with bare().races(), pytest.raises(RuntimeError, match=words) if words else nullcontext():
         launch(text, "k", y, threads=64, shared_bytes=256)
@@ -312,7 +312,7 @@ def test_data_between_blocks_needs_a_release_and_an_acquire(release: str, how: s
 
 
 @pytest.mark.parametrize("wait", ["cp.async.wait_group 0; bar.sync 0;", "bar.sync 0; cp.async.wait_group 0;"])
-def test_a_copy_is_seen_by_others_only_behind_its_own_threads_wait(wait: str) -> None:
+def test_other_threads_see_a_copy_only_after_its_own_threads_wait(wait: str) -> None:
     body = """
     add.u64 %q1, %a1, %tw; mov.u32 %r1, room; shl.b32 %r2, %t, 2; add.u32 %r2, %r1, %r2;
     cp.async.ca.shared.global [%r2], [%q1], 4; cp.async.commit_group; {wait}

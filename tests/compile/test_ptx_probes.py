@@ -1,4 +1,4 @@
-"""The probes of a GPU's rates, their PTX run on this CPU: a whole fingerprint, but for its times."""
+"""Run the PTX of the probes of a GPU's rates on this CPU: a whole fingerprint without meaningful times."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.compile.test_emulated_probes import (  # noqa: F401  (fixtures)
 )
 
 SOURCES = ("probes", "grid_sync")
-NOT_BY_CUPY = {"probe_tiny_dependent", "probe_mma_fp8"}  # but by the driver, and where a warp multiplies fp8: not here
+NOT_BY_CUPY = {"probe_tiny_dependent", "probe_mma_fp8"}  # except rates by the driver, and fp8 products by a warp
 
 
 @cache
 def text_of(source: str) -> str:
-    """PTX of kernels/cuda/<source>.cu."""
+    """Return the PTX of kernels/cuda/<source>.cu."""
     nvcc = find_nvcc()
     assert nvcc is not None
     file = resources.kernels() / "cuda" / f"{source}.cu"
@@ -63,11 +63,11 @@ ran: set[str] = set()
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Before a test takes another home, and plays with what ctypes loads."""
+    """Compile before a test changes the home and the libraries that ctypes loads."""
     ptx_machine.bare()
 
 
-def test_every_rate_of_a_gpu_is_taken_by_the_compiled_probes(
+def test_the_compiled_probes_measure_every_rate_of_a_gpu(
     played: Played,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,18 +81,18 @@ def test_every_rate_of_a_gpu_is_taken_by_the_compiled_probes(
     assert there - ran == NOT_BY_CUPY
 
 
-def test_blocks_that_meet_all_wait_for_each_other() -> None:
+def test_all_blocks_wait_for_each_other_at_the_barrier() -> None:
     ptx_machine.launch(
         text_of("grid_sync"), "probe_grid_sync", ctypes.c_uint32(5), grid=(4, 1, 1), threads=64, together=True
     )
     with pytest.raises(RuntimeError, match="5 blocks"):
         ptx_machine.launch(text_of("grid_sync"), "probe_grid_sync", ctypes.c_uint32(1), grid=(5, 1, 1), together=True)
-    with pytest.raises(RuntimeError, match="trap"):  # launched as any other kernel, it has nowhere to meet
+    with pytest.raises(RuntimeError, match="trap"):  # a normal launch has no barrier for the grid
         ptx_machine.launch(text_of("grid_sync"), "probe_grid_sync", ctypes.c_uint32(1), grid=(4, 1, 1))
 
 
-def test_products_of_fp8_take_their_ticks() -> None:
-    """Ticks are read from the interpreted clock."""
+def test_products_of_fp8_are_timed_in_ticks() -> None:
+    """Read ticks from the interpreted clock."""
     ticks, sink = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     ptx_machine.launch(
         text_of("probes"), "probe_mma_fp8", ctypes.c_uint32(3), ctypes.c_float(0), ticks, sink, threads=128

@@ -1,7 +1,7 @@
-"""Races in the compiled kernels: their PTX run on this CPU, two accesses being an error that no barrier, wait, release
-with its acquire, or fence puts one before the other. Hopper's product is in test_ptx_cutlass.py, with its build.
+"""Find races in the compiled kernels: their PTX runs on this CPU, and two accesses are an error if no barrier, wait,
+release and acquire, or fence orders them. Hopper's product is in test_ptx_cutlass.py, with its build.
 
-Small shapes, but with several blocks, splits that meet in a workspace, rings that go round, warps that hand over.
+Shapes are small, but with several blocks, splits merged in a workspace, reused ring slots, and handovers of warps.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_a_compiled_triton_kernel_has_no_races(choice: Plan) -> None:
     assert list(failures(choice, "bf16", 12, drawn.turn(), races=True)) == []
 
 
-def test_each_barrier_and_fence_that_is_left_out_is_missed() -> None:
+def test_each_missing_barrier_and_fence_is_detected() -> None:
     """Test a kernel whose blocks meet in a workspace. Its results reveal only half of the omissions."""
     kernel = Kernel("lm_head", (9, 0))
     assert kernel.failures() == []
@@ -89,7 +89,7 @@ class Kernel:
         self.operands = {"gemv_fp8": SCALED_ROWS, "attn_decode_fp8": SCALED_HEADS}.get(name, ())
 
     def failures(self) -> list[str]:
-        """Return the failures over all knobs, three times each, for as many orders as there are."""
+        """Return the failures over all knobs, three times each, once for each order."""
         calls = [(chosen, self.failure(chosen)) for chosen in self.knobs for _ in range(3)]
         return [f"{chosen}: {found}" for chosen, found in calls if found]
 

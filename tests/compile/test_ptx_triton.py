@@ -1,6 +1,6 @@
-"""Triton's kernels as compiled for Hopper, their PTX run on this CPU: hostile cases of every plan (triton_kernels.py).
+"""Run the PTX of Triton's kernels, compiled for Hopper, on this CPU: hostile cases of every plan (triton_kernels.py).
 
-A quarter of the cases of two plans a day, each in one dtype; --every-target takes all, in all dtypes.
+A quarter of the cases of two plans run per day, each in one dtype; --every-target runs all, in all dtypes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The Triton kernels without a GPU: compiled for every target, and proven in Triton's interpreter.
+"""Test the Triton kernels without a GPU: compiled for every target, and proven in Triton's interpreter.
 
-Both take long: each day does another part, tests/soak/test_triton.py everything, and counts spilled registers as wrong.
+Both take long, so each day runs another part. tests/soak/test_triton.py runs everything, and counts spills as faults.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.drawn import todays
 from tests.operands import kind_of
 
 HERE = Path(__file__).parent
-SHARE = 23  # of the hostile cases, a day; no multiple of the dtypes, or each case would meet one alone
+SHARE = 23  # share of the hostile cases per day; not a multiple of the dtypes, so that each case runs in every dtype
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
 @pytest.mark.parametrize("number", range(len(KERNELS)), ids=list(KERNELS))
 def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(number: int) -> None:
-    """Two targets and two shapes of it a day."""
+    """Compile for two targets and two shapes per day."""
     kernel = list(KERNELS.values())[number]
     shapes, devices = SHAPES[kind_of(kernel)], list(TARGETS.values())
     found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)
@@ -62,7 +62,7 @@ def _first_of_row(x, stride_x, WIDE: tl.constexpr):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_stride_multiplied_in_32_bits_is_seen(wide: bool) -> None:
+def test_a_stride_multiplied_in_32_bits_is_found(wide: bool) -> None:
     with captured((9, 0)) as launched:
         _first_of_row[(2,)](torch.empty(2, 7, device="meta"), 7, WIDE=wide)
     assert narrow(launched[0].ttir) == ([] if wide else ["stride_x"])
@@ -94,14 +94,14 @@ def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_q
     assert "4 plans" in ran.stderr
 
 
-def test_each_part_of_the_hostile_cases_meets_each_dtype() -> None:
+def test_each_part_of_the_hostile_cases_runs_in_each_dtype() -> None:
     days = range(SHARE * len(DTYPES))
     assert len({(day % SHARE, DTYPES[day % len(DTYPES)]) for day in days}) == len(days)  # as some_cases.py takes them
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_triton_kernel_passes_the_whole_proof_in_a_worker(turn: int) -> None:
-    """Two of the short plans a day, in a dtype each."""
+    """Run two of the short plans per day, each in one dtype."""
     choices = list(itertools.product(SHORT_PLANS, DTYPES))
     plan, dtype = todays(choices, turn * len(choices) // 2)
     found = plan.prove(dtype)

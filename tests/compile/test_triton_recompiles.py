@@ -24,12 +24,12 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def slice_of(count: int, dtype: torch.dtype, first: int) -> torch.Tensor:
-    """`count` values that begin at the `first` of a tensor: only from the 0th are they aligned to 16 bytes."""
+    """Return `count` values of a tensor from the `first` on, aligned to 16 bytes only for 0."""
     return torch.zeros(count + first, dtype=dtype)[first:]
 
 
 def sampled(step: int) -> None:
-    """The history grows by a token a step, and a step's draws are a row of all of them."""
+    """Sample with a history that grows by a token per step, and a row of all draws per step."""
     settings = [
         slice_of(2, dtype, step)
         for dtype in (torch.float32, torch.int32, torch.float32, torch.float32, torch.float32, torch.int64)
@@ -57,7 +57,7 @@ def turned(step: int) -> None:
 
 
 def named(step: int) -> None:
-    """Tokens are written where the answer grows."""
+    """Write tokens at the end of the growing answer."""
     lm_head(bf16(2, 512), bf16(300, 512), True, slice_of(2, torch.int64, step))
 
 

@@ -1,4 +1,4 @@
-"""An operand that a Triton kernel would misread is refused by name, before anything is launched."""
+"""Test that an operand that a Triton kernel would misread is refused by name, before a launch."""
 
 from __future__ import annotations
 
@@ -189,14 +189,14 @@ def spoilt() -> list[tuple[str, str, str]]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[JITFunction[Any]]:
-    """Kernels that would have been launched."""
+    """Return the list of kernels that would have been launched."""
     kernels: list[JITFunction[Any]] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **__: kernels.append(self))
     return kernels
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operands_as_they_should_be_are_taken(name: str, launched: list[JITFunction[Any]]) -> None:
+def test_valid_operands_are_accepted(name: str, launched: list[JITFunction[Any]]) -> None:
     function, arguments = CALLS[name]
     function(**arguments)
     assert launched
@@ -222,7 +222,7 @@ def test_a_refusal_names_the_operand_and_what_it_should_be() -> None:
 
 @pytest.mark.parametrize("call", ["attn_decode", "rope"])
 def test_one_row_has_no_stride(call: str, launched: list[JITFunction[Any]]) -> None:
-    """A value sliced from every n-th element of a tensor has a stride that is never used."""
+    """Accept any stride of a single row, such as that of every n-th element of a tensor, because it is not used."""
     function, arguments = CALLS[call]
     name = "lengths" if call == "attn_decode" else "positions"
     one = {n: v[:1] if isinstance(v, Tensor) and n != "inv_freq" else v for n, v in arguments.items()}

@@ -65,7 +65,7 @@ def test_graphs_captured_on_one_stream_share_no_counters_with_each_other_or_with
     assert len({t.data_ptr() for t in (eager, one, two)}) == 3
 
 
-def test_zeros_that_only_a_graph_has_made_are_not_counted_with_outside_it(place: Place) -> None:
+def test_zeros_made_only_by_a_graph_are_not_used_outside_it(place: Place) -> None:
     place.capture = 7
     captured = counters()
     place.capture = 0
@@ -79,8 +79,8 @@ def test_partial_sums_of_a_capture_are_the_graphs_own(place: Place) -> None:
     assert captured.dtype == kept.dtype == torch.float32
 
 
-def test_many_query_rows_take_no_more_splits_than_they_need_programs() -> None:
-    """A chunk of a prompt fills the chip by its rows; a split more keeps an output of each of them in fp32."""
+def test_many_query_rows_are_split_only_as_needed_to_fill_the_chip() -> None:
+    """Split less for a chunk of a prompt: its rows fill the chip, and each split keeps an fp32 output of each row."""
     q, cache = torch.empty(1, 8, 512, 64, dtype=torch.bfloat16), torch.empty(1, 2, 8192, 64, dtype=torch.bfloat16)
     with captured((9, 0)) as launches:
         attn_decode(q, cache, cache, None, 8192, 0.0, 0, 0.0, chunk=512)

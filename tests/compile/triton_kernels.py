@@ -50,7 +50,7 @@ Shape = tuple[dict[str, int], dict[str, Scalar]]
 _HEADS = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128}
 _GEMMA = {"B": 1, "Hq": 4, "Hkv": 1, "S": 1, "D": 256}
 
-# op -> shapes of models people serve, and some to reach each branch of the kernels. The first is compiled in CI.
+# op -> shapes of common models, and some that reach each branch of the kernels. CI compiles the first.
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "linear": (
         ({"M": 1, "N": 4096, "K": 4096}, {}),
@@ -157,7 +157,7 @@ class Interpreted(TritonKernel):
         self.formats, self.cache_formats, self.operands = kernel.formats, kernel.cache_formats, kernel.operands
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
-        """Without programmatic dependent launch, whose instructions the interpreter has not."""
+        """Return the knobs without programmatic dependent launch, which the interpreter does not support."""
         knobs = super().knobs(w, fp)
         return replaced(knobs, {"pdl": False} if "pdl" in knobs.values else {})
 
@@ -181,10 +181,10 @@ class Plan:
         return " ".join([self.kernel, *(f"{n}{v}" for n, v in self.dims.items()), *words])
 
     def prove(self, dtype: DTypeName, pairs: range = range(0)) -> Parity:
-        """The whole proof, in a worker, as for every candidate. `pairs`: rows of the op's array, some of which have
+        """Run the whole proof in a worker, as for every candidate. `pairs`: rows of the op's array, some of which have
         sizes at which the interpreter takes minutes; `failures` has them at a small one."""
         proof, fp = self.proof(dtype), known.load(self.device)
-        # The interpreter takes some 20 us an operation: a call a GPU does in microseconds takes a second.
+        # The interpreter takes some 20 us per operation, so a call of microseconds on a GPU takes a second.
         (found,) = check_all([proof], fp=fp, terms=Terms(call_deadline_s=120.0, proof_deadline_s=1800.0, pairs=pairs))
         return found
 
@@ -199,7 +199,7 @@ class Plan:
         return Proof(candidate=candidate, recipe=candidate.recipe(w, fp, knobs), digest="", knobs=knobs, workload=w)
 
     def failures(self, dtype: DTypeName, share: int, turn: int) -> Iterator[str]:
-        """Every `share`-th hostile case and row of the array from the `turn`-th, in this process: only where
+        """Return faults in every `share`-th hostile case and row of the array from the `turn`-th, here, where
         `interpreted` was imported."""
         return failures_of(self.label, self.proof(dtype), known.load(self.device), share, turn, rows=True)
 

@@ -1,5 +1,5 @@
-"""A simulated CUDA device for a whole process: PyTorch's CUDA build, cupy, Triton and autosel as they are on a
-GPU's machine, over a runtime, a driver and an NVML whose kernels are PTX that a CPU runs (tests/compile/ptx/).
+"""Simulate a CUDA device for a whole process: PyTorch's CUDA build, cupy, Triton and autosel run unchanged on a
+runtime, a driver and an NVML that execute PTX on a CPU (tests/compile/ptx/).
 
     python -m tests.rehearsal ./run gpu --device cuda --stage parity --unit rmsnorm
 
