@@ -27,6 +27,7 @@ from autosel.cli.options import (
     verb,
 )
 from autosel.cli.output import emit_json, error_json, leave, noted
+from autosel.cli.untuned import show_untuned
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.values import Accepted, DTypeName, to_json
 
@@ -354,8 +355,11 @@ def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Cert
         objectives=objectives,
         price_per_hour=asked["price_per_hour"],
     )
-    with ledger_or_none() as ledger, progress() as listener:
-        return certify(request, ledger, listener)
+    with ledger_or_none() as ledger:
+        if ledger is not None:
+            show_untuned(asked.ctx, plan)
+        with progress() as listener:
+            return certify(request, ledger, listener)
 
 
 @contextlib.contextmanager
