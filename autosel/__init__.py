@@ -14,6 +14,7 @@ from autosel.version import __version__
 
 if TYPE_CHECKING:
     from autosel.candidates.user import candidate
+    from autosel.cli.explain import explain
     from autosel.dispatch import agree, best, coverage, epoch, use, uses
     from autosel.integrations.sdpa import activate, deactivate
     from autosel.integrations.transformers.patch import patch, unpatch
@@ -27,6 +28,7 @@ _HOME = {
     "use": "autosel.dispatch",
     "uses": "autosel.dispatch",
     "candidate": "autosel.candidates.user",
+    "explain": "autosel.cli.explain",
     "activate": "autosel.integrations.sdpa",
     "deactivate": "autosel.integrations.sdpa",
     "patch": "autosel.integrations.transformers.patch",
@@ -36,8 +38,8 @@ _HOME = {
 }
 
 __all__ = [
-    "Weight", "__version__", "activate", "agree", "best", "candidate", "coverage", "deactivate", "epoch", "patch",
-    "quantise", "unpatch", "use", "uses",
+    "Weight", "__version__", "activate", "agree", "best", "candidate", "coverage", "deactivate", "epoch",
+    "explain", "patch", "quantise", "unpatch", "use", "uses",
 ]  # fmt: skip
 
 namespace.offer()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +13,7 @@ import click
 from autosel import settings
 from autosel.cli.best import Now, decided_elsewhere, measured_by, serving
 from autosel.cli.dataset import elsewhere, elsewhere_lines
-from autosel.cli.device import device_option
+from autosel.cli.device import default_device, device_option
 from autosel.cli.failed import held_json, show_failed
 from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
@@ -43,14 +45,47 @@ def explain_command(op: str | None, decision_id: int | None, failed: bool, devic
         if failed:
             show_failed(ledger, op, device, as_json)
             return
-        stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
-        evidence = [ledger.evidence(number) for number in stale]
-        held = [list(ledger.quarantined(e.decision.hw_id, e.decision.op).values()) for e in evidence]
-    found = [(e, stale[e.decision.id], beside) for e, beside in zip(evidence, held, strict=True)]
+        found = _found(ledger, op, decision_id, device)
     if as_json:
         emit_json([{**_evidence_json(e), "stale": why, "quarantined": held_json(beside)} for e, why, beside in found])
         return
     click.echo("\n\n".join(explain_text(e, why, beside) for e, why, beside in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """The text of an explanation; a shell and a notebook show it as it is."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text)}</pre>"
+
+
+def explain(op: str, device: str = "") -> Explained:
+    """Return why a kernel serves `op` on a device (default: the GPU, if there is one), as the command `explain` does.
+
+    Reads the ledger. Raises LedgerError if nothing is decided, UnknownName for an unknown op.
+    """
+    from autosel.ledger.store import open_ledger
+
+    with open_ledger() as ledger:
+        return Explained(
+            "\n\n".join(explain_text(*one) for one in _found(ledger, op, None, device or default_device()))
+        )
+
+
+def _found(
+    ledger: Ledger, op: str | None, decision_id: int | None, device: str
+) -> list[tuple[Evidence, str, list[Quarantine]]]:
+    """Return for each decision its evidence, why it does not serve, and the quarantines of its op."""
+    stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
+    evidence = [ledger.evidence(number) for number in stale]
+    held = [list(ledger.quarantined(e.decision.hw_id, e.decision.op).values()) for e in evidence]
+    return [(e, stale[e.decision.id], beside) for e, beside in zip(evidence, held, strict=True)]
 
 
 def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str) -> list[Now]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from autosel.candidates.layouts import Reader
 from autosel.candidates.load import reader_of
 from autosel.dispatch.resolve import Resolution
+from autosel.dispatch.shown import bound_name, html_table
 from autosel.dispatch.signature import generate, signature
 from autosel.guard import NEVER, Watch
 from autosel.ops.contract import Op
@@ -34,6 +35,8 @@ class Bound(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def explain(self) -> str: ...
+
+    def _repr_html_(self) -> str: ...
 
     def beyond_baseline(self, length: int | None = None) -> bool:
         """Return True if another arm than the baseline runs now; in a bucket split by lengths, at this length. A
@@ -104,7 +107,12 @@ def put(bound: Bound, cell: Cell, resolution: Resolution, watch: Watch | None) -
     def explain() -> str:
         return f"{explained(resolution, watch)}\n  calls     {cell.calls()}"
 
+    def as_html() -> str:
+        return html_table([(resolution, cell.calls())])
+
     bound.explain = explain  # type: ignore[method-assign]  # a function's attribute
+    bound._repr_html_ = as_html  # type: ignore[method-assign]
+    bound.__qualname__ = bound_name(resolution)  # type: ignore[attr-defined]
 
 
 def explained(resolution: Resolution, watch: Watch | None) -> str:

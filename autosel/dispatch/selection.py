@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from autosel.dispatch.bound import explained
 from autosel.dispatch.resolve import Resolution
+from autosel.dispatch.shown import html_table, selection_name
 from autosel.dispatch.signature import generate, signature
 from autosel.ops.contract import Op
 
@@ -37,6 +38,8 @@ class Selection(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def explain(self) -> str: ...
+
+    def _repr_html_(self) -> str: ...
 
     def uses(self) -> list[tuple[Resolution, int]]:
         """Return the kernels that ran in the present table, with counts."""
@@ -73,8 +76,18 @@ def make_selection(
         "    except Exception as error:",
         f"        return failed(entry, error, {s.names})",
     ]
-    scope = {"table": table, "resolve": resolve, "checked": checked, "failed": failed}
+    shown: set[str] = set()
+
+    def resolved(inputs: dict[str, Any]) -> Entry:
+        entry = resolve(inputs)
+        if entry[2].candidate not in shown:
+            shown.add(entry[2].candidate)
+            function.__qualname__ = selection_name(op.name, sorted(shown))
+        return entry
+
+    scope = {"table": table, "resolve": resolved, "checked": checked, "failed": failed}
     function = generate(lines, scope, s.name)
+    function.__qualname__ = selection_name(op.name, ())
 
     def uses() -> list[tuple[Resolution, int]]:
         return [(entry[2], calls(entry)) for entry in list(table.values())]
@@ -88,7 +101,7 @@ def make_selection(
             return f"{op.name}: not called yet"
         return "\n".join(f"{text}\n  calls     {count}" for text, count in found.items())
 
-    function.uses, function.explain = uses, explain
+    function.uses, function.explain, function._repr_html_ = uses, explain, lambda: html_table(uses())
     selection: Selection = function
     return selection
 

@@ -153,6 +153,22 @@ def test_a_decision_serves_by_shape_and_bound(home: Path, user: Callable[[str], 
         assert "2.00x (1.90 .. 2.10) over torch:rmsnorm" in text
 
 
+def test_a_shell_and_a_notebook_show_which_kernel_runs(home: Path, user: Callable[[str], Arm]) -> None:
+    publish(home, [decision(W, user("sevens"))])
+    with dispatch.use(home):
+        best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X, WEIGHT))
+        assert "autosel.best('rmsnorm'): not called yet" in repr(best)
+        assert best._repr_html_() == "<p>not called yet</p>"
+        best(X, WEIGHT), best(X[:1], WEIGHT)
+        assert "autosel.best('rmsnorm'): torch:rmsnorm, user:sevens" in repr(best)
+        assert "autosel.best('rmsnorm', like=...): user:sevens, decision 41, 2.0x ≥1.90" in repr(bound)
+        for shown in (best._repr_html_(), bound._repr_html_()):
+            assert "<td>user:sevens</td><td>41</td><td>2.0x ≥1.90</td>" in shown
+        publish(home, [])
+        dispatch.refresh()
+        assert "autosel.best('rmsnorm', like=...): torch:rmsnorm, baseline" in repr(bound)
+
+
 def test_out_is_written_and_returned(home: Path, user: Callable[[str], Arm]) -> None:
     publish(home, [decision(W, user("sevens")), decision(W.at(M=1), user("eights"))])
     with dispatch.use(home):

@@ -115,6 +115,14 @@ def test_explain_names_quarantined_candidates_of_the_op(held: list[int], said: S
     assert told == [(n, c, f"autosel db release {n}") for n, c in zip(held, ("cpp:one", "cpp:two"), strict=True)]
 
 
+def test_python_explains_an_op_as_the_command_does(held: list[int], said: Said) -> None:
+    import autosel
+
+    found = autosel.explain("rmsnorm")
+    assert repr(found) == said("explain", "rmsnorm")[1].rstrip("\n")
+    assert found._repr_html_() == f"<pre>{html.escape(repr(found))}</pre>"
+
+
 def test_explain_failed_lists_quarantines_with_their_commands(held: list[int], said: Said) -> None:
     found = [f for f in json.loads(said("explain", "--failed", "--json")[1]) if f["stage"] == "quarantine"]
     assert [(f["candidate"], f["check"], f["reason"]) for f in found] == [
