@@ -42,6 +42,7 @@ from autosel.guard import Held
 from autosel.ledger import Ledger, faults, intake, open_ledger, snapshot
 from autosel.ledger.engine import Database
 from autosel.ledger.key import current_mode, serving_key
+from autosel.models.gguf import read_gguf
 from autosel.parity.session import Called
 from autosel.race.worker import Probed, Taken, Warmed
 from autosel.values import (
@@ -61,6 +62,7 @@ from autosel.values import (
 )
 from autosel.workers import protocol
 from autosel.workers.process import Exit, RaisedError, Worker
+from tests import ggufs
 
 MOST_TEXT = 3 * MOST_CHARACTERS + 2
 
@@ -259,6 +261,13 @@ def config(data: bytes, folder: Path) -> None:
     if shape is not None:
         assert models.step(shape)
         assert shape.weight_bytes() > 0
+
+
+def gguf_file(data: bytes, folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(data)
+    found = refused_in_words(lambda: read_gguf(folder / "model.gguf"))
+    if found is not None:
+        assert all(t.start + t.size <= len(data) for t in found.tensors.values())
 
 
 def settings_of(drawn: tuple[dict[str, str], bytes], folder: Path) -> None:
@@ -524,6 +533,29 @@ SOURCES = st.binary(max_size=60) | st.sampled_from(
     ]
 )
 
+GGUF = ggufs.gguf(
+    {"general.architecture": "llama", "llama.block_count": 1, "x": ["a", ""], "y": [1, 2], "z": True, "w": 0.5},
+    [
+        ggufs.Stored("token_embd.weight", (2, 32), "Q8_0", bytes(68)),
+        ggufs.Stored("output_norm.weight", (32,), "F32", bytes(128)),
+    ],
+)
+
+
+@st.composite
+def ggufs_changed(draw: Any) -> bytes:
+    """Draw a GGUF file with up to three places overwritten, possibly cut or lengthened."""
+    data = bytearray(GGUF)
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(data)))
+        width = draw(st.sampled_from([1, 4, 8]))
+        number = draw(st.integers(0, 255) | st.sampled_from([1 << 31, 1 << 60, (1 << 64) - 1]))
+        data[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
+    return bytes(data[: draw(st.sampled_from([None, None, 24, 200, -1, -33]))]) + bytes(
+        draw(st.sampled_from([0, 0, 64]))
+    )
+
+
 URLS = st.sampled_from(["sqlite:///", "sqlite:////x?y=z", "postgresql://h:x/y", "postgresql://h:99999999/y", "a+b://"])
 REPLIES = (lambda: {"id": 1, "ok": {"ns": {"a": [1.0]}}}), (lambda: {"id": 1, "error": {"type": "x", "message": "y"}})
 TARGETS = st.sampled_from(["mykernels:fast", "mykernels:fast.x", "a.b:c", "sys:x", "os.path:join", "mykernels:"])
@@ -533,6 +565,7 @@ PARSERS: Mapping[str, Parser] = {
     "json": Parser(BYTES | PLAIN.map(as_json), json_text),
     "value": Parser(changed(lambda: to_json(decision())), value),
     "config.json": Parser(BYTES | changed(lambda: CONFIG).map(as_json), config),
+    "gguf": Parser(BYTES | BYTES.map(b"GGUF".__add__) | ggufs_changed(), gguf_file),
     "settings": Parser(st.tuples(ENVIRONMENTS, TOML), settings_of),
     "database url": Parser(TEXTS | URLS | st.text(max_size=8).map("postgresql://{}".format), url),
     "frame": Parser(BYTES | BYTES.map(lambda body: struct.pack("<I", len(body)) + body), frames),
