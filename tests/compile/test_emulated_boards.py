@@ -43,7 +43,7 @@ def test_each_of_two_boards_is_identified_under_any_cuda_number(played: Played, 
     assert nvml.identity_of(nvml.read(l4))["memory_bus_bits"] == 192
 
 
-def test_the_one_board_that_is_shown_is_device_0_whichever_it_is(played: Played) -> None:
+def test_the_only_visible_board_is_device_0(played: Played) -> None:
     for board, name in zip(BOARDS, ("NVIDIA H200", "NVIDIA L4"), strict=True):
         played(boards=(board,))
         assert nvml.counted() == 1 and nvml.read(0).name == name

@@ -42,7 +42,7 @@ def test_a_deadlock_of_threads_is_an_error(which: int, words: str) -> None:
         run(which, barriers=True)
 
 
-def test_a_write_beyond_the_shared_memory_asked_for_ends_the_process() -> None:
+def test_a_write_beyond_the_requested_shared_memory_ends_the_process() -> None:
     code = (
         "import torch\nfrom tests.compile.emulate import emulated\n"
         f"x = torch.arange(64.0)\nemulated({FAULTS!r}, 'run')(x, torch.empty(64), 4, 1)\n"

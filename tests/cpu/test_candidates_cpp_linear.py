@@ -456,7 +456,7 @@ def test_disturbed_rates_do_not_cost_threads() -> None:
     assert knobs.gemv(linear(1, 8192, 8192), facts(dataclasses.replace(fp, rates=slower)))["threads"] == 16
 
 
-def test_blocks_fit_the_caches_they_are_meant_for() -> None:
+def test_blocks_fit_their_cache_level() -> None:
     for isa in ISA_NEEDS:
         for dtype in DTYPES:
             f = facts(device(ISA_NEEDS[isa]))

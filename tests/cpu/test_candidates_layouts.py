@@ -270,7 +270,7 @@ def test_a_prepared_weight_is_freed_with_its_weight(function: Callable[..., Any]
 # --- before races, proofs and steps ----------------------------------------------------------------------------------
 
 
-def test_prepare_tells_bytes_seconds_and_version(reader: Reader) -> None:
+def test_prepare_returns_bytes_seconds_and_version(reader: Reader) -> None:
     w = weight()
     took = reader.prepare((vector(), w, None, None))
     assert took is not None and took.layout == "lossless-12" and took.version == reader.layout.version

@@ -75,7 +75,7 @@ def test_no_task_of_a_right_step_is_suspected(oracle: Oracle, fp: Fingerprint, d
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])
-def test_a_step_on_weights_in_a_format_has_checks_of_what_is_plain(fp: Fingerprint, scale: float) -> None:
+def test_a_step_on_weights_in_a_format_has_checks_of_its_plain_operands(fp: Fingerprint, scale: float) -> None:
     found = weights("int8-row", embedding_scale=scale)
     cache = make_cache(found.shape, "bf16", rows=2, room=16)
     prefill(Decoder(found), cache, [[1, 2, 3], [4, 5, 6]])
@@ -136,10 +136,12 @@ def test_a_planted_fault_of_a_task_is_found_and_the_step_is_served_op_by_op(
         number += 1
     assert number <= 200 / len(tasks), "each checked step finds it with a chance of at least a fourth"
     assert "wrong in 3 of 3 replays" in step.watch.fault
-    assert torch.equal(step.logits, right.logits), "the step in which it was found"
+    assert torch.equal(step.logits, right.logits), "the step with the found fault must have right logits"
     checks = step.watch.checks
     step.run()
-    assert torch.equal(step.logits, right.logits) and step.watch.checks == checks, "those after it"
+    assert torch.equal(step.logits, right.logits) and step.watch.checks == checks, (
+        "later steps must be right and unchecked"
+    )
 
 
 @one_family

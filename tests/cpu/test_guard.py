@@ -185,14 +185,14 @@ def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
     before, now, reason, right, epoch = serve(home)
     assert (before, now, right, epoch) == ("cpp:rmsnorm", "torch:rmsnorm", True, 1)
     assert "wrong in 3 of 3 replays: the kernel" in reason
-    assert serve(home)[:2] == ["torch:rmsnorm"] * 2, "a restart before any ledger was opened"
+    assert serve(home)[:2] == ["torch:rmsnorm"] * 2, "after a restart, before a ledger was opened"
 
     latest, first = history(capsys)
     assert (latest["state"], latest["candidate"]) == ("quarantined", "torch:rmsnorm")
     assert "wrong in service: elements" in latest["reason"]
     assert first["decision_id"] == made.id
     assert not list((home / "faults").iterdir()), "taken in"
-    assert serve(home)[:2] == ["torch:rmsnorm"] * 2, "a restart after it"
+    assert serve(home)[:2] == ["torch:rmsnorm"] * 2, "after a restart, after a ledger was opened"
 
 
 def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
@@ -210,7 +210,7 @@ def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
     assert bound.candidate == other.candidate == "cpp:rmsnorm"
     x = X.clone()
     x[1] *= 3
-    assert is_right(bound(x, WEIGHT), x), "the call that showed it has the baseline's result"
+    assert is_right(bound(x, WEIGHT), x), "the checked call must return the baseline's result"
     assert bound.candidate == other.candidate == "torch:rmsnorm"
     assert board.epoch == 1
     board.close()
@@ -227,10 +227,10 @@ def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
         ledger.release(held.id, "looked at")
         made = promote(ledger, arm, idempotency_key="once more")
     with dispatch.use(home):
-        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).decision == made, "by an operator's word"
+        assert dispatch.best("rmsnorm", like=(X, WEIGHT)).decision == made, "a promotion by hand must serve"
 
 
-def test_a_users_kernel_that_turns_wrong_after_a_while_is_demoted_and_history_says_why(
+def test_a_users_kernel_that_becomes_wrong_later_is_demoted_and_history_has_the_reason(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm = python_arm(tmp_path, "turns_wrong", """
@@ -250,7 +250,7 @@ def kernel(x, weight, eps, offset):
     while board.epoch == 0:  # past 200 calls the chance is 2^-140
         results.append(is_right(bound(X, WEIGHT)))
     assert len(results) < 200
-    assert results[-1], "the call that was checked has the baseline's result"
+    assert results[-1], "the checked call must return a right result"
     assert is_right(bound(X, WEIGHT))
     board.close()
     latest, first = history(capsys)
@@ -352,4 +352,6 @@ def test_a_fault_of_a_decision_unknown_to_the_ledger_quarantines_its_build(home:
     foreign = replace(made, id=987, bucket="rmsnorm/M9.d256/fp32")
     faults.write(home, fault("kernel", foreign))
     with open_ledger() as ledger:
-        assert [s.decision.state for s in ledger.serving()] == ["quarantined"], "the same build, wherever it serves"
+        assert [s.decision.state for s in ledger.serving()] == ["quarantined"], (
+            "the build must be quarantined for every bucket"
+        )

@@ -83,7 +83,7 @@ def test_a_row_that_is_not_written_is_suspected_when_it_is_drawn() -> None:
     y = x @ w.T
     y[0, 5] = 9.0
     found = sum(check((x, w, None, None), (y,), seed) > 1.0 for seed in range(2000))
-    assert 150 < found < 350, "4 of 32 elements a check"
+    assert 150 < found < 350, "each check covers 4 of 32 elements"
 
 
 def test_nan_where_a_number_is_expected_is_suspected_and_an_expected_nan_is_not() -> None:
@@ -212,9 +212,9 @@ def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_setting
         positions.fill_(16 + calls % 16)
         bound(*op.arguments(inputs))
         calls += 1
-        assert calls < 1000, "a chance of 10^-17"
+        assert calls < 1000, "the probability of this is 10^-17"
     k, (b, at) = inputs["k"], (0, int(positions[0]))
-    assert torch.equal(inputs["k_cache"][b, :, at], k[b, :, 0]), "the call that showed it has the baseline's result"
+    assert torch.equal(inputs["k_cache"][b, :, at], k[b, :, 0]), "the checked call must have the baseline's result"
     assert bound.candidate == "torch:kv_append"
 
 

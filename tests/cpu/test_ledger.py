@@ -150,7 +150,7 @@ def test_a_decision_comes_back_whole_with_its_evidence(ledger: Ledger, home: Pat
     assert (cpp, passed, packed) == (CPP, PASSED, PACKED)
     assert isinstance(failed, Failed)
     assert failed.reason == FAILED.reason
-    assert failed.evidence["got"] != failed.evidence["got"], "the NaN that was seen is kept"
+    assert failed.evidence["got"] != failed.evidence["got"], "the NaN of the evidence was not stored"
 
 
 def test_a_float_trait_or_knob_stays_a_float(ledger: Ledger, home: Path) -> None:
@@ -216,9 +216,9 @@ def test_a_bucket_is_settled_until_its_winner_or_candidates_change(ledger: Ledge
         return ledger.known(FP.hw_id, ATTN.bucket, MODE, digests)
 
     assert known(now) == made
-    assert known(now[::2]) == made, "a candidate that is gone changes nothing unless it won"
-    assert known([*now, "e" * 64]) is None, "a new candidate is raced"
-    assert known(["e" * 64, *now[1:]]) is None, "the winner was edited"
+    assert known(now[::2]) == made, "only a removed winner makes a bucket unsettled"
+    assert known([*now, "e" * 64]) is None, "a new candidate must make the bucket unsettled"
+    assert known(["e" * 64, *now[1:]]) is None, "an edited winner must make the bucket unsettled"
     assert known([*now[:2], "e" * 64]) is None, "another torch"
     assert ledger.known("other", ATTN.bucket, MODE, now) is None
     assert ledger.known(FP.hw_id, ATTN.bucket, "eager.t1.highest", now) is None
@@ -238,7 +238,7 @@ def test_parity_is_known_by_arm_and_bucket_across_a_restart(ledger: Ledger, home
     assert again.parity_known(FP.hw_id, PACKED.digest, near) is None
     assert again.parity_known("other", CPP.digest, near) is None
     again.save_parity(FP.hw_id, ATTN, CPP, FAILED)
-    assert isinstance(again.parity_known(FP.hw_id, CPP.digest, near), Failed), "the latest proof counts"
+    assert isinstance(again.parity_known(FP.hw_id, CPP.digest, near), Failed), "the latest proof must count"
 
 
 def test_a_split_bucket_serves_two_rows_and_a_whole_one_replaces_both(ledger: Ledger) -> None:
@@ -292,7 +292,7 @@ def test_promote_by_hand_requires_a_passed_proof(ledger: Ledger) -> None:
     assert ledger.evidence(promoted.id).previous == made
 
 
-def test_a_pin_holds_against_races_and_unpin_brings_back_what_it_displaced(ledger: Ledger, home: Path) -> None:
+def test_a_pin_holds_against_races_and_unpin_restores_the_displaced_decision(ledger: Ledger, home: Path) -> None:
     made = record(ledger, "a")
     pinned = ledger.pin(made.id, "frozen for the demo", candidate="torch:sdpa")
     later = record(ledger, "b")
@@ -433,7 +433,7 @@ def test_the_lifetime_budget_refuses_what_no_longer_fits_and_ignores_versions(le
     assert budget_key(newer.hw_id, ATTN.at(L=5000)) == key
     assert [ledger.spend(key, 0.004) for _ in range(3)] == [True, True, False]
     assert open_ledger(home=home).spent(key) == pytest.approx(0.008)
-    assert ledger.spend(key, 0.002), "exactly .01 fits"
+    assert ledger.spend(key, 0.002), "exactly .01 must fit the budget"
     assert ledger.spent("another") == 0.0
 
 
@@ -466,7 +466,7 @@ def test_an_imported_decision_serves_once_this_host_has_proven_its_arm(ledger: L
     assert [s.decision for s in other.serving()] == [waiting]
     assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [waiting]
     assert other.offered(FP.hw_id, MODE) == ()
-    assert other.import_(content, FP.hw_id).served == (waiting,), "importing twice is importing once"
+    assert other.import_(content, FP.hw_id).served == (waiting,), "a second import must change nothing"
 
 
 def test_an_imported_demotion_serves_at_once(ledger: Ledger, tmp_path: Path) -> None:

@@ -646,13 +646,15 @@ def test_a_wrong_way_is_refused_by_some_case(number: int) -> None:
 
 @pytest.mark.parametrize("op", ["linear", "swiglu", "rmsnorm", "rope", "attn", "gate_up"])
 @pytest.mark.parametrize("edit", [lambda y: y * 1.004, truncated], ids=["scaled by 1.004", "truncated"])
-def test_a_bias_within_two_roundings_is_refused_beside_the_baseline(op: str, edit: Callable[[Tensor], Tensor]) -> None:
+def test_a_bias_within_two_roundings_is_refused_by_comparison_with_the_baseline(
+    op: str, edit: Callable[[Tensor], Tensor]
+) -> None:
     for w in [w for w in WORKLOADS if w.op == op and w.dtype == "bf16"]:
         assert refused_by(w, then(op, edit), with_baseline=True), f"accepted at {w.key}"
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_has_a_case_whose_rows_may_lie_beyond_2_31_elements(op: str) -> None:
+def test_every_op_has_a_case_whose_rows_may_be_2_31_elements_apart(op: str) -> None:
     w = next(w for w in WORKLOADS if w.op == op)
     case = far_case(OPS[op].cases(w))
     assert case is not None

@@ -186,7 +186,7 @@ def test_best_takes_a_weight_or_a_tensor_each_with_its_own_decision(tmp_path: Pa
         assert "user:by_parts" in best.explain() and "torch:linear" in best.explain()
 
 
-def test_codes_alone_are_refused_by_best_too(tmp_path: Path) -> None:
+def test_best_refuses_codes_without_scales(tmp_path: Path) -> None:
     x, w = arguments()
     with dispatch.use(tmp_path), pytest.raises(BadArguments, match="codes without their scales"):
         dispatch.best("linear")(x, w.codes, None, None)

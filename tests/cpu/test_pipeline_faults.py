@@ -138,7 +138,7 @@ def test_a_candidate_that_fails_in_a_race_is_found_and_quarantined(tuned: Tuned,
     assert any(cause in f"{quarantine.cause} {quarantine.reason}" for cause in (*fault.causes, "wrong")), quarantine
 
 
-def test_the_good_candidate_is_promoted_beside_them_all(tuned: Tuned) -> None:
+def test_the_good_candidate_is_promoted_despite_the_faulty_ones(tuned: Tuned) -> None:
     (decision,) = tuned.report.decisions
     assert (decision.state, decision.arm.candidate) == ("promoted", "cpp:rmsnorm"), decision.reason
     (served,) = tuned.ledger.serving_rows(tuned.report.fingerprint.hw_id, WORKLOAD.bucket, decision.mode)

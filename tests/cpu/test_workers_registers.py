@@ -49,7 +49,7 @@ def test_a_thread_with_another_rounding_mode_is_found() -> None:
     assert any("mxcsr 3f80" in w for w in words)
 
 
-def test_a_process_goes_on_after_its_threads_were_read() -> None:
+def test_a_process_continues_after_its_threads_were_read() -> None:
     with process(0) as read:
         threads_of(read.pid)
         assert read.communicate("\n", timeout=30)[0] == "works\n"

@@ -52,7 +52,7 @@ def test_a_proven_kernel_serves_until_the_better_one_is_proven_too(ledger: Ledge
     assert published(ledger) == [second.id]
     assert published(other) == [first.id]
     other.quarantine(PACKED, hw_id=FP.hw_id, op="attn", cause="kernel", reason="wrong after all")
-    assert published(other) == [], "but not quarantined builds"
+    assert published(other) == [], "quarantined builds must not serve"
     assert other.adopt(second.id, PASSED)
     assert published(other) == [second.id]
 

@@ -43,7 +43,7 @@ def test_all_linear_and_norm_calls_of_common_classes_are_served(sweep: Any, name
     assert row.open_tokens < row.tokens == sweep.PROMPT + sweep.STEPS
 
 
-def test_a_result_that_is_wrong_for_prompts_alone_is_found(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_is_wrong_only_for_prompts_is_found(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check prompts too, because the proof of a layer has one row, so `patch` accepts such a layer."""
     original = sweep.Moving.selection
 

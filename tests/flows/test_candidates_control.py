@@ -203,7 +203,9 @@ def test_a_compiler_that_never_worked_here_is_treated_as_missing(compiler: Calla
     native.require_compiler("cpu/rmsnorm.cpp", caught.value)
 
 
-def test_a_kernel_that_alone_does_not_compile_has_failed(compiler: Callable[[str, str], None], ledger: Ledger) -> None:
+def test_a_kernel_that_is_the_only_one_not_to_compile_has_failed(
+    compiler: Callable[[str, str], None], ledger: Ledger
+) -> None:
     compiler("/rmsnorm.cpp", "error: expected ;")
     listener = Watching()
     tuned(ledger, listener)
@@ -242,7 +244,7 @@ def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released
         assert skipped == [("cpp:rmsnorm", held)]
     ledger.release(held, "the environment was broken")
     assert_the_next_tune_decides(ledger)
-    assert tuned(ledger, Watching()).measured == 0, "it is settled again"
+    assert tuned(ledger, Watching()).measured == 0, "the bucket must be settled again"
 
 
 @pytest.mark.parametrize(

@@ -32,5 +32,5 @@ def test_a_stored_certificate_is_run_again(line: int, tmp_path: Path, monkeypatc
     again, left = told["rerun"], [one["line"] for one in told["not_checkable"]]
     assert left == [number for number in UNCHECKED if number != line]
     code = told["error"]["exit_code"] if told["error"] else 0
-    assert code == (OUTCOMES[again["outcome"]] or 5), "other lines stay not checkable"
+    assert code == (OUTCOMES[again["outcome"]] or 5), "other lines are still not checkable"
     assert again["speedup"]["measured"] > 0 and again["speedup"]["certified"] > 0

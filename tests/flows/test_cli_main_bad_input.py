@@ -270,7 +270,7 @@ def test_a_registered_candidate_is_raced_by_its_name_in_either_case(home: Path, 
     assert code == (5 if found["races"][0]["verdict"]["outcome"] == "undecided" else 0), err
 
 
-def test_one_case_can_be_seen_alone_and_a_misspelt_one_lists_the_cases(home: Path, said: Said) -> None:
+def test_one_case_can_be_run_and_a_wrong_name_lists_the_cases(home: Path, said: Said) -> None:
     code, _, err = said(*race("mykernels:good", "--case", "random M2 d513"))
     assert code == 2
     assert "did you mean random M2 d512" in err

@@ -62,7 +62,7 @@ def test_calls_of_all_processes_are_added_up_and_the_exit_code_is_the_programs(
     (tmp_path / "traffic.json.99999").write_text("left by a killed recording")
     assert run(["record", "-o", str(file), "--", sys.executable, str(tmp_path / "program.py")]) == 7
     out, err = capfd.readouterr()
-    assert out == "out\n", "the program's own"
+    assert out == "out\n", "stdout must be the program's"
     assert f"tune --recorded {file}" in err
     found = recorded.read(file)
     assert found.device == this_device().hw_id

@@ -109,7 +109,7 @@ def _baseline_of(op: Op) -> str:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-def test_an_exported_kernel_compiles_alone_and_is_right(tmp_path: Path) -> None:
+def test_an_exported_kernel_compiles_without_the_checkout_and_is_right(tmp_path: Path) -> None:
     """Compile with the solution's files only; the wrapper sets the arguments that the definition omits."""
     op = ops.find("linear")
     w = op.workload("fp32", {"M": 1, "N": 24, "K": 16}, bias=True)

@@ -78,7 +78,7 @@ def test_a_model_loaded_with_eager_attention_computes_the_same(
     assert patched.replaced["attention"] == (patched.found["attention"] if served else 0)
     assert ("attn" in asked(board)) == served
     if family is llama:
-        assert "prefill_attn" in asked(board), "a prompt's mask is seen to be causal"
+        assert "prefill_attn" in asked(board), "a prompt's mask must be recognised as causal"
 
 
 def test_attention_with_sinks_is_not_replaced_and_the_reason_is_given(board: dispatch.Board) -> None:
@@ -86,7 +86,7 @@ def test_attention_with_sinks_is_not_replaced_and_the_reason_is_given(board: dis
     patched = autosel.patch(model)
     assert patched.found["attention"] == DEPTH and patched.replaced["attention"] == 0
     assert "GptOssAttention computes something else than attention" in str(patched)
-    assert patched.replaced["linear"] == 4 * DEPTH + 1, "the rest is served"
+    assert patched.replaced["linear"] == 4 * DEPTH + 1, "other modules must be served"
 
 
 def test_an_argument_that_the_op_does_not_have_sends_the_call_to_the_models_own(board: dispatch.Board) -> None:
@@ -207,7 +207,7 @@ def test_flash_attention_calls_with_arguments_that_no_op_has_run_the_models_code
         wanted, _ = sdpa_attention_forward(module, q, k, v, None, scaling=HEAD**-0.5)
     torch.testing.assert_close(got, wanted)
     assert ("attn" in asked(board)) == (named in SERVED)
-    assert called == ([] if named in SERVED else [given]), "with the message"
+    assert called == ([] if named in SERVED else [given]), "the arguments must reach FlashAttention"
 
 
 def test_compiled_the_operators_are_in_the_graph(board: dispatch.Board) -> None:

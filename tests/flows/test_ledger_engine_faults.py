@@ -79,7 +79,7 @@ def test_a_kill_at_any_step_of_a_record_loses_no_acknowledged_decision_and_leave
             assert published.rows[0].decision.id == stored
             break
         again = record(ledger, key)
-        assert stored in (None, again.id), "the retry is the same decision"
+        assert stored in (None, again.id), "the retry must be the same decision"
         assert read_snapshot(home).rows[0].decision == again
         steps += 1
     assert steps > 40, "not every statement was interrupted"
@@ -141,7 +141,7 @@ def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_
         raw.close()
         assert ("boot" in columns) == (revision == t.HEAD)
         with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id) as struck:
-            assert [(s.arm, s.strikes) for s in struck] == [(CPP, 1)], "its contents are there"
+            assert [(s.arm, s.strikes) for s in struck] == [(CPP, 1)], "the contents were lost"
         assert (home / f"ledger.db.before-{t.HEAD}").exists()
         shutil.rmtree(home)
         if finished:
@@ -198,7 +198,7 @@ print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
     done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True, check=True)
     acks, trouble, seen = json.loads(done.stdout)
     assert len(acks) > 3
-    assert len(trouble) == 3, "the limit was reached"
+    assert len(trouble) == 3, "the limit was not reached"
     assert all("could not be written" in text and "free some space" in text for text in trouble)
     assert set(acks) <= set(seen), "reading must continue"
     again = open_ledger(home=home)
@@ -226,7 +226,7 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
             os._exit(7 if "decisions.json" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert read_snapshot(home) == before, "the old one is whole"
+    assert read_snapshot(home) == before, "the old snapshot must be complete"
     assert list(home.glob(".decisions*")) == []
     open_ledger(home=home)
     assert len(read_snapshot(home).rows) == 23

@@ -110,7 +110,7 @@ def test_the_careless_kernel_is_refused_and_its_failure_reproduced(home: Path, f
     assert element in repeated.stderr  # the same failure
 
 
-def test_a_kernel_that_narrows_what_it_accepts_gives_its_reason(home: Path, folder: Path) -> None:
+def test_a_kernel_that_restricts_its_workloads_gives_its_reason(home: Path, folder: Path) -> None:
     ask = """
 import narrowed
 from autosel import ops

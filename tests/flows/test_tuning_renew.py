@@ -117,7 +117,7 @@ def test_a_winner_under_another_torch_serves_again_once_proven_and_is_to_be_race
 ) -> None:
     old = promote(ledger, native_arm())
     another_torch(monkeypatch)
-    assert served(home).candidate == "torch:rmsnorm", "nothing stale is served unproven"
+    assert served(home).candidate == "torch:rmsnorm", "a stale decision must not serve without a proof"
     (done,) = renewals(ledger)
     new = done.decision
     assert new is not None and done.reason == "" and done.stale.id == old.id
@@ -125,9 +125,9 @@ def test_a_winner_under_another_torch_serves_again_once_proven_and_is_to_be_race
     assert OTHER_TORCH in new.stale and "decision" not in new.stale
     assert served(home).candidate == "cpp:rmsnorm"
     proof = [p for arm, p in ledger.evidence(new.id).parities if arm.digest == new.arm.digest and p != PASSED]
-    assert isinstance(proof[0], Passed) and proof[0].cases > 10, "the proof is in the ledger"
+    assert isinstance(proof[0], Passed) and proof[0].cases > 10, "the proof is not in the ledger"
     settled = ledger.known_rows(this_device().hw_id, W.bucket, current_mode(), [old.arm.digest, baseline().digest])
-    assert settled == (), "and the next tune races it"
+    assert settled == (), "the next tune must race it"
     assert renewals(ledger) == [], "once"
     assert cli(["best", "rmsnorm", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -205,7 +205,7 @@ def test_a_renewed_decision_keeps_its_state_race_and_figures(ledger: Ledger) -> 
     assert (new.state, new.verdict, new.arm) == ("pinned", old.verdict, ARM)
     assert (new.stale, new.reason.endswith("raced again: torch is another")) == ("torch is another", True)
     assert ledger.evidence(new.id).previous == old
-    assert again(ledger, old) == new, "once, however often it is called"
+    assert again(ledger, old) == new, "repeated calls must give one decision"
     assert [s.decision for s in ledger.serving()] == [new]
     back = ledger.unpin(new.id, "enough")
     assert (back.state, back.arm.candidate) == ("kept", "torch:rmsnorm")
@@ -295,4 +295,4 @@ def test_the_daemon_proves_stale_winners_again_and_reports_it(home: Path, ledger
         assert (row["state"], row["candidate"]) == ("promoted", "cpp:rmsnorm") and OTHER_TORCH in row["stale"]
         until(lambda: ask.get("/v1/health"), lambda health: health["stale"] == 1)
         queued = until(lambda: ask.get("/v1/jobs")["jobs"], bool)
-        assert any(j["source"] == "stale" for j in queued), "and a race is queued"
+        assert any(j["source"] == "stale" for j in queued), "no race was queued"

@@ -83,14 +83,14 @@ def test_everything_is_replaced_and_greedy_tokens_are_the_same(board: dispatch.B
     assert patched.replaced == patched.found and not patched.left
     assert tokens(model) == before
     calls = natively(board)
-    assert set(calls) == {"linear", "attn", "rmsnorm", "rope", "swiglu"}, "the decisions were asked"
+    assert set(calls) == {"linear", "attn", "rmsnorm", "rope", "swiglu"}, "not all decisions were used"
     twin = copy.deepcopy(model)
     assert tokens(twin) == before
-    assert natively(board)["attn"] > calls["attn"], "a copy is served too"
+    assert natively(board)["attn"] > calls["attn"], "a copy must be served too"
     autosel.unpatch(model)
     calls = natively(board)
     assert tokens(model) == before
-    assert natively(board) == calls, "and no longer are"
+    assert natively(board) == calls, "decisions are still used"
 
 
 def test_a_model_moved_off_its_gpu_runs_its_own_code(board: dispatch.Board) -> None:

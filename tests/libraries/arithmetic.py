@@ -13,7 +13,7 @@ def straight(*operands: Tensor) -> None:
         assert t.stride(-1) == 1 or t.shape[-1] == 1, "the last dimension has gaps"
         assert t.data_ptr() % 16 == 0, "misaligned address"
         steps = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
-        assert all(s * t.element_size() % vector == 0 for s in steps), "a row begins between two vectors"
+        assert all(s * t.element_size() % vector == 0 for s in steps), "a row is not aligned to vectors"
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

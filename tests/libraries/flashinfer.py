@@ -182,7 +182,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         made = []
         for i, last in enumerate(self.last):
             pages = self.indices[self.starts[i] : self.starts[i + 1]].long()
-            assert bool((pages >= 0).all() and (pages < len(k)).all()), "a page that is not there"
+            assert bool((pages >= 0).all() and (pages < len(k)).all()), "a page does not exist"
             keys, values = (t[pages].flatten(0, 1)[: (len(pages) - 1) * k.shape[1] + last] for t in (k, v))
             made.append(attention(q[i], keys, values, self.scale, self.window, self.cap))
         return torch.stack(made)

@@ -373,7 +373,7 @@ def served(data: bytes, folder: Path) -> None:
         refused_in_words(lambda row=row: row.decision)
     op = ops.find("rmsnorm")
     what = resolve.resolve(op, decision().workload, serving)
-    assert what.candidate == "torch:rmsnorm", "unknown build here: the baseline"
+    assert what.candidate == "torch:rmsnorm", "for an unknown build the baseline must serve"
     assert what.explain()
 
 
@@ -388,15 +388,15 @@ def imported(data: bytes, folder: Path) -> None:
     before = len(ledger.history())
     found = refused_in_words(lambda: ledger.import_(data, this_device().hw_id))
     if found is None:
-        assert len(ledger.history()) == before, "all or nothing"
+        assert len(ledger.history()) == before, "a refused import changed the ledger"
         return
     for made in (*found.served, *(d for d, _ in found.kept)):
         if isinstance(made.arm.recipe, NativeRecipe):
-            assert validity.staleness(made), "there is no such build here"
+            assert validity.staleness(made), "the build does not exist here"
         evidence = ledger.evidence(made.id)
         refused_in_words(lambda evidence=evidence: explain_text(evidence))
         written = refused_in_words(lambda evidence=evidence: script(evidence))
-        assert written is None, "no code from data"
+        assert written is None, "an import must not serve code from data"
 
 
 def journal(data: bytes, folder: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_machine_that_is_never_quiet_gives_no_figure() -> None:
     assert final(machine, ["closed", "s0"], "closed", ["closed", "s0"], seconds=2.0, rng=Random(1))["closed"] == []
 
 
-def test_a_value_that_no_setting_changes_alone_stays_in_the_sweep() -> None:
+def test_a_setting_that_only_changes_together_with_others_stays_in_the_sweep() -> None:
     truth = {"closed": 30_000.0, "a1": 90_000.0, **{f"b{i}c1": 29_000.0 for i in range(100)}}
     rivals = {"a1": {"a": 1, "b": 0, "c": 0}, **{f"b{i}c1": {"a": 0, "b": i, "c": 1} for i in range(100)}}
     rivals["b0c1"] = {"a": 0, "b": 200, "c": 1}

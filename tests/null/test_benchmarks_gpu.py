@@ -219,7 +219,7 @@ def test_only_sources_that_never_ran_on_a_device_state_it() -> None:
         path for path in (ROOT / "autosel").rglob("*.py") if re.search(r"not\s+yet run on silicon", path.read_text())
     ]
     claim = "**No GPU kernel has run on a GPU.**" in (ROOT / "README.md").read_text()
-    assert (bool(modules), claim) == (not ran, not ran), "mend the status of these modules, and README's first gap"
+    assert (bool(modules), claim) == (not ran, not ran), "correct the status of these modules, and README's first gap"
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def stage(tmp_path: Path, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> Stag
     return Stage(tmp_path, scope, monkeypatch)
 
 
-def test_a_stage_that_cannot_begin_says_why(stage: Stage) -> None:
+def test_a_stage_that_cannot_start_reports_the_reason(stage: Stage) -> None:
     with pytest.raises(AutoselError) as error:
         stage.run("a", key="refuses")
     assert "no such device" in error.value.why

@@ -140,7 +140,7 @@ def test_the_former_preference_comes_back_from_a_product_that_fails(preferred: l
     assert preferred[-1] == "default"
 
 
-def test_regret_tells_pytorchs_own_product_from_cublaslts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regret_distinguishes_pytorchs_own_product_from_cublaslts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
     cell = next(c for c in cells("cuda") if c.name.startswith("gemm triton:gemm") and c.workload["M"] == 64)
     arms, _ = bench_regret._arms(cell, H200)

@@ -55,7 +55,7 @@ def document(**changes: Any) -> dict[str, Any]:
     return made | changes
 
 
-def test_a_flip_is_a_process_that_chose_what_most_did_not() -> None:
+def test_a_flip_is_a_process_that_differs_from_the_most_common_choice() -> None:
     assert tables.flips(["a", "a", "b", "a"]) == 0.25
     assert tables.flips(["a"]) == 0.0
 

@@ -126,7 +126,7 @@ def test_a_kernel_takes_the_knobs_its_formula_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
+def test_a_kernel_has_a_source_with_its_entry_and_a_complete_header(name: str) -> None:
     kernel = KERNELS[name]
     text = (resources.kernels() / "cuda" / f"{kernel.source}.cu").read_text()
     assert f"AUTOSEL_EXPORT({kernel.source}," in text

@@ -139,7 +139,7 @@ def test_a_bucket_of_rows_shares_one_build() -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_product_has_a_source_with_its_entry_and_a_header_that_tells_all(name: str) -> None:
+def test_a_product_has_a_source_with_its_entry_and_a_complete_header(name: str) -> None:
     kernel = BY_NAME[name]
     text = (resources.kernels() / "cutlass" / f"{kernel.source}.cu").read_text()
     for entry in (kernel.entry, HEADS[name].entry):

@@ -152,7 +152,7 @@ def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
     assert made.tokens_per_step == 2.5 and made.baseline_tokens_per_sec == pytest.approx(1000 / made.baseline_ms)
     assert made.speedup == pytest.approx(1.25) == made.tokens_per_sec / made.baseline_tokens_per_sec
     assert made.speedup_interval.lo < 1.25 < made.speedup_interval.hi, "the number of kept tokens varies"
-    assert made.latency_ms.med == pytest.approx(130.0), "a step is a step"
+    assert made.latency_ms.med == pytest.approx(130.0), "the latency of a step must not depend on its tokens"
     earlier = dataclasses.replace(made, version=5, samples=dataclasses.replace(made.samples, kept=()))
     earlier = dataclasses.replace(earlier, **c.values(derive(earlier)))
     assert earlier.speedup == pytest.approx(0.5), "an earlier version states another speedup"
@@ -171,7 +171,9 @@ def test_the_hosts_time_is_stated_with_a_gpus_time() -> None:
     assert (SMALL.timed_by, SMALL.host_ms, SMALL.samples.optimised_host_ns) == ("host", None, ())
     assert made.tokens_per_sec == certificate(run).tokens_per_sec
     seconds = made.ttft_ms / 1e3 + sum(host["optimised_host_ns"]) / 1e9 if made.ttft_ms else 0
-    assert suite.end_to_end(made, 40) == pytest.approx(40 / seconds), "a user waits for the tokens"
+    assert suite.end_to_end(made, 40) == pytest.approx(40 / seconds), (
+        "the host's time must count, because a user waits for the tokens"
+    )
     stated = document(made)
     for lie, why in (
         ({"timed_by": "host"}, "timed_by, samples: by 'host', with [40] times of the host"),
@@ -215,7 +217,7 @@ def test_wrong_logits_or_an_unproven_kernel_leave_a_run_unverified() -> None:
     assert any("not in this ledger" in note for note in unknown.notes)
 
 
-def test_a_part_of_a_model_is_never_spelt_like_the_whole() -> None:
+def test_the_name_of_a_part_of_a_model_differs_from_the_whole_models() -> None:
     part = certificate(decode_run(layers=4))
     assert part.model == "llama-1b[4/16 layers]" and (part.layers.run, part.layers.of) == (4, 16)
     assert certificate(decode_run(layers=16)).model == "llama-1b"
@@ -434,7 +436,7 @@ def test_an_advancing_stream_may_have_fewer_calls_in_its_last_bucket() -> None:
     assert wrong(decode(resealed(stated))) == ""
     stated = document()
     stated["per_op"]["attn"]["served"], stated["mode"] = {"cpp:attn": 16}, "team.t2.highest"
-    assert wrong(decode(resealed(stated))) == "", "whose calls are not counted separately"
+    assert wrong(decode(resealed(stated))) == "", "calls in the last bucket are not counted separately"
 
 
 @pytest.mark.parametrize(
@@ -632,7 +634,7 @@ def test_a_signature_holds_and_cannot_be_taken_off_moved_or_replaced(key: Any, t
         assert sign.trouble(dataclasses.replace(made, signature=broken))
 
 
-def test_a_file_is_held_to_the_key_that_is_asked_for(key: Any, tmp_path: Path) -> None:
+def test_a_file_is_verified_with_the_given_key(key: Any, tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     add(path, key=key)
     assert verify(path, signer=sign.public_hex(key)).signed == 1
@@ -782,7 +784,7 @@ def test_an_objective_that_the_run_has_no_figure_of_is_refused() -> None:
 # --- audit and trace ----------------------------------------------------------------------------------------------
 
 
-def test_the_audit_accounts_for_the_whole_step_and_says_what_limits_each_op() -> None:
+def test_the_audit_accounts_for_the_whole_step_and_names_each_ops_limit() -> None:
     found = audit.audit(certificate(decode_run(noise=0.0)))
     assert sum(r.share for r in found.rows) + found.rest_share == pytest.approx(1)
     assert [r.label for r in found.rows][:2] == ["gate_up", "gemv down+res"]

@@ -127,7 +127,7 @@ def test_a_winner_that_changes_with_the_batch_is_one_op_on_either_side() -> None
     assert (found.below, found.above, found.decided) == ("cpp:gemv", "torch:linear", True)
 
 
-def test_batches_between_are_tried_only_where_a_bucket_lies_between() -> None:
+def test_batches_in_between_are_tuned_only_if_there_is_a_bucket_in_between() -> None:
     def of(*batches: int) -> list[int]:
         points = [point(b, 64, attn="a" if b < batches[-1] else "b") for b in batches]
         return middles(changes_of(points))
@@ -194,7 +194,7 @@ def test_every_token_after_the_first_is_counted_once(lengths: list[tuple[int, in
     assert all(min(p for p, _ in lengths) + 2 <= c <= max(p + o for p, o in lengths) for c in counts)
 
 
-def test_step_times_are_linear_between_what_was_measured() -> None:
+def test_step_times_are_interpolated_between_measured_contexts() -> None:
     row = [cell(1, 100, 10.0), cell(1, 200, 20.0), cell(1, 400, 30.0)]
     assert [sweep.step_ms(row, c, "p50_ms") for c in (50, 100, 150, 200, 300, 400)] == [10, 10, 15, 20, 25, 30]
 

@@ -238,7 +238,7 @@ def test_a_checkpoints_figures_follow_from_the_architecture_it_states() -> None:
     made = certificate(decode_run(model=MINE, iters=3, layers=4))
     assert wrong(rewritten(made)) == ""
     assert wrong(rewritten(made, bytes_per_step=made.bytes_per_step // 2)).startswith("bytes_per_step: ")
-    assert wrong(rewritten(**SILENT)) == "", "a preset's is known"
+    assert wrong(rewritten(**SILENT)) == "", "a preset's architecture is known"
     assert wrong(rewritten(**SILENT, bytes_per_step=1000)).startswith("bytes_per_step: ")
 
 

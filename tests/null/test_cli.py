@@ -472,7 +472,7 @@ def test_a_promotion_shows_the_lower_bound_it_rests_on() -> None:
 def test_a_tie_is_reported() -> None:
     even = Effect(median=1.0, lo=1.0, hi=1.0)
     assert " tie " in row(decision("tie", TORCH, "kept", effect=even, next_best=("cpp:gemv", 1.01))) + " "
-    assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie with an incumbent that is not the baseline keeps it"
+    assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie must keep the incumbent"
 
 
 def test_undecided_pinned_demoted_and_stale_decisions_are_labelled() -> None:
@@ -621,7 +621,7 @@ def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeyp
     assert screen.getvalue().count("3 pairs  attn") == 1
 
 
-def test_a_reader_of_the_progress_who_goes_away_does_not_end_the_tune(
+def test_a_tune_continues_if_the_reader_of_its_progress_closes_the_pipe(
     clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with progress(Screen(broken=True), clock, monkeypatch) as shown:
@@ -725,7 +725,7 @@ def test_a_race_ends_with_the_exit_code_of_its_result(found: Tried, code: int | 
     assert (error.exit_code if error else None) == code
     assert told in str(error or "")
     if isinstance(found.parity, Failed) and found.parity.case == "load":
-        assert "--case" not in str(error), "loading is no case that can be repeated alone"
+        assert "--case" not in str(error), "a failure to load is not a case that --case can repeat"
 
 
 def test_errors_carry_their_exit_codes() -> None:

@@ -105,7 +105,7 @@ def test_verify_names_the_line_and_the_field_that_was_changed(file: Path, said: 
     assert code == 1 and f"{file}:1" in trouble and "field shape was changed" in trouble
 
 
-def test_verify_never_calls_proven_what_is_not_checkable(file: Path, said: Any) -> None:
+def test_verify_never_reports_uncheckable_certificates_as_proven(file: Path, said: Any) -> None:
     store.append(file, lambda head: chained(of_mine(), head.lines + 1, head.checksum))
     code, text, trouble = said("verify", str(file))
     assert code == 5 and "2 of 3 certificates hold, 1 not checkable, none signed" in text

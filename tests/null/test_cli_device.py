@@ -154,7 +154,7 @@ def test_every_verb_that_measures_or_derives_has_the_same_default_device(verb: s
     assert command.make_context(verb, needed.get(verb, [])).params["device"] == "cuda"
 
 
-def test_first_contact_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(tune, "report_on", lambda request, *_, **__: asked.append(request.device))
     code, _, err = said("start", "--model", "llama-1b")

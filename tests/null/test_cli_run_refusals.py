@@ -120,7 +120,7 @@ def test_a_rope_that_cannot_be_decoded_is_refused_first(
     assert f"rope type '{kind}' cannot be decoded yet" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_prompts_activations_are_part_of_what_a_run_takes_and_a_synthetic_one_has_none() -> None:
+def test_a_prompts_activations_count_as_memory_of_a_run_unless_it_is_synthetic() -> None:
     from autosel import models
     from autosel.decode.run import Plan
     from autosel.decode.weights import memory_need, reference_bytes

@@ -231,7 +231,7 @@ def breakable(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Breakable:
 GIVEN = (OnGpu.of(guards.X), OnGpu.of(guards.WEIGHT), 1e-6, 0.0)
 
 
-def test_a_kernel_that_breaks_the_device_is_blamed_whichever_arm_ran_first(breakable: Breakable) -> None:
+def test_a_kernel_that_breaks_the_device_is_blamed_in_either_order_of_arms(breakable: Breakable) -> None:
     """Blame it, because otherwise the server would restart with the same kernel forever."""
     first = set()
     for seed in range(6):
@@ -363,7 +363,7 @@ def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypa
     assert seat.probe() == 2e12
 
 
-def test_a_token_is_sampled_while_a_graph_is_captured_without_asking_the_device(
+def test_a_token_is_sampled_during_a_capture_without_querying_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Skip unneeded work only if the device may be queried; the result is the same."""

@@ -91,7 +91,7 @@ def test_a_request_for_a_queued_miss_moves_it_forward(queue: Jobs) -> None:
     assert (first.id, first.source, first.calls) == (missed.id, "asked", 9)
 
 
-def test_the_queue_outlives_the_daemon_and_what_ran_waits_again(tmp_path: Path) -> None:
+def test_the_queue_outlives_the_daemon_and_running_jobs_are_queued_again(tmp_path: Path) -> None:
     queue = _queue(tmp_path)
     made = queue.add(ATTN, "asked", "why not")
     assert made is not None
@@ -132,7 +132,9 @@ def test_a_device_in_use_keeps_the_job_waiting(queue: Jobs) -> None:
     assert (queue._jobs[made.id].state, queue._jobs[made.id].note) == ("failed", "no such op")
 
 
-def test_a_broken_environment_keeps_the_job_waiting_and_says_why(queue: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_environment_keeps_the_job_waiting_with_the_reason(
+    queue: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(jobs.time, "monotonic", lambda: now)
     monkeypatch.setattr(queue.meter, "why", lambda _: "")
@@ -144,7 +146,7 @@ def test_a_broken_environment_keeps_the_job_waiting_and_says_why(queue: Jobs, mo
     assert (waits.state, waits.note) == ("queued", "the environment is broken: X: ImportError")
     assert queue._why_held("cpu") == "the environment is broken: X"
     now += jobs.BROKEN_AGAIN_S
-    assert queue._why_held("cpu") == "", "it is tried again"
+    assert queue._why_held("cpu") == "", "the job must be tried again"
 
 
 # --- idleness ---------------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def test_decisions_with_other_knobs_after_drift_are_raced_again_and_keep_serving
     assert asked == [True]
     assert queued == [(made[0].bucket, "its source was edited"), (made[1].bucket, "it drifted")]
     assert set(hub.view.stale) == {str(made[0].id)}
-    assert hub.jobs.lost == {made[0].id: "cpu"}, "a stale winner is first proven again"
+    assert hub.jobs.lost == {made[0].id: "cpu"}, "a stale winner must first be proven again"
 
 
 # --- writer -----------------------------------------------------------------------------------------------------------
@@ -337,10 +339,10 @@ def test_a_lone_write_does_not_wait() -> None:
     assert it.groups == [1, 1, 1]
 
 
-def test_writers_who_come_back_are_one_group() -> None:
+def test_writers_that_write_repeatedly_form_one_group() -> None:
     it = Gathered()
     it.come(8)
-    assert it.groups == [1], "the first does not wait"
+    assert it.groups == [1], "the first write must not wait"
     it.settle()
     it.loop.pass_(1.0)
     assert it.groups == [1, 7]
@@ -446,7 +448,7 @@ def test_a_command_comes_back_as_it_was_sent() -> None:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_who_comes_back_gets_what_it_missed() -> None:
+def test_a_reader_that_reconnects_gets_the_missed_events() -> None:
     async def story() -> list[bytes]:
         events = Events()
         for number in range(3):
@@ -524,7 +526,7 @@ def test_a_crossover_is_between_served_arms_and_shows_its_known_place(ledger: Le
     ("change", "words"),
     [(2.0, "2.00x faster"), (0.05, "20.00x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
 )
-def test_a_comparison_says_faster_or_slower_and_never_faster_by_less_than_one(change: float | None, words: str) -> None:
+def test_a_ratio_is_shown_as_faster_or_slower_by_a_factor_above_one(change: float | None, words: str) -> None:
     assert shown.Line(what="", a="", b="", change=change).words == words
 
 
@@ -541,7 +543,7 @@ def _passed() -> Any:
     return PASSED
 
 
-def test_a_speedup_is_of_what_serves_now_not_of_what_is_stale_or_demoted(ledger: Ledger) -> None:
+def test_a_speedup_is_shown_only_for_serving_decisions(ledger: Ledger) -> None:
     made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
     view = View(hw_id=FP.hw_id, served=ledger.serving())
     assert view.speedups() == {"attn": 2.0}
@@ -612,7 +614,7 @@ def test_the_unit_starts_the_daemon_and_lets_it_write_its_home(tmp_path: Path) -
     assert "Type=notify" in text and "NoNewPrivileges=yes" in text
 
 
-def test_a_job_as_json_says_workload_and_bucket() -> None:
+def test_a_job_as_json_has_workload_and_bucket() -> None:
     job = Job(id=1, workload=ATTN, source="miss", reason="", created_at="2026-01-01T00:00:00+00:00")
     found = jobs.document(job)
     assert (found["workload"], found["bucket"]) == (ATTN.key, ATTN.bucket)

@@ -319,7 +319,9 @@ def test_a_repeated_report_of_uses_counts_once_and_callers_names_are_not_labels(
         return status
 
     assert told("a", 1, use("cpp:rmsnorm", 5, number=7), use("/etc/my secret", 2)) == 202
-    assert told("a", 1, use("cpp:rmsnorm", 5, number=7), use("/etc/my secret", 2)) == 202, "its answer was lost"
+    assert told("a", 1, use("cpp:rmsnorm", 5, number=7), use("/etc/my secret", 2)) == 202, (
+        "a report whose answer was lost must count once"
+    )
     assert told("b", 1, use("cpp:rmsnorm", 3, number=7)) == told("a", 2, use("cpp:rmsnorm", 1, number=7)) == 202
     found = local.get("/v1/uses").json()
     assert (found["processes"], found["calls"]) == (2, 11)
@@ -391,7 +393,7 @@ def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
     assert first.status_code == again.status_code == 200
     assert first.json()["id"] == again.json()["id"]
     found = local.get("/v1/best/attn", params={"workload": w.key}).json()
-    assert found["reason"] == "by command", "an acknowledged decision is visible"
+    assert found["reason"] == "by command", "an acknowledged decision must be visible"
 
 
 @pytest.mark.parametrize(

@@ -189,11 +189,11 @@ def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
     rest(queue, "cpu", "cuda:0")
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert [t["device"] for t in tasks] == ["cuda:0", "cpu"], "no jobs for a missing device"
+    assert [t["device"] for t in tasks] == ["cuda:0", "cpu"], "a missing device must get no jobs"
     assert "cuda:1 is not here" in queue.held
 
 
-def test_stale_winners_and_what_others_decided_are_proven_on_their_own_device(queue: Jobs) -> None:
+def test_stale_winners_and_decisions_of_others_are_proven_on_their_own_device(queue: Jobs) -> None:
     tasks: list[tuple[str, str]] = []
     code = [0]
 
@@ -349,4 +349,4 @@ def test_a_process_reports_its_misses_by_device(tmp_path: Path, monkeypatch: pyt
 
 def test_without_a_driver_there_is_only_the_cpu() -> None:
     if fingerprint.present() == ("cpu",):
-        assert dispatch.devices.device_at("cuda:0")[1], "and no decision serves tensors that are elsewhere"
+        assert dispatch.devices.device_at("cuda:0")[1], "tensors of a missing device must get a reason"

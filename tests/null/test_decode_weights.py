@@ -213,7 +213,7 @@ def lying(change: Callable[[dict[str, Any]], object]) -> bytes:
         (lying(lambda h: None) + b"x", "the tensors end at byte"),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
+def test_a_malformed_header_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(BadConfig, match=match):

@@ -178,7 +178,7 @@ def test_out_is_written_and_returned(home: Path, user: Callable[[str], Arm]) -> 
         assert out.eq(7).all()
         small = torch.zeros(1, 64)
         best(X[:1], WEIGHT, out=small)
-        assert small.eq(8).all(), "also if the candidate allocates its result"
+        assert small.eq(8).all(), "out must also be written if the candidate allocates its result"
 
 
 def test_other_buckets_than_the_decided_one_get_the_baseline(home: Path, user: Callable[[str], Arm]) -> None:
@@ -189,7 +189,7 @@ def test_other_buckets_than_the_decided_one_get_the_baseline(home: Path, user: C
             weight = WEIGHT.to(x.dtype)
             assert not best(x, weight).eq(7).any()
         assert best(X, WEIGHT, 1e-6, 1.0).eq(7).sum() == 0, "a trait changes the computation"
-        assert best(X, WEIGHT, eps=1e-5).eq(7).all(), "eps does not"
+        assert best(X, WEIGHT, eps=1e-5).eq(7).all(), "eps must not change the decision"
 
 
 Change = Callable[[Decision], Decision]
@@ -340,7 +340,7 @@ def test_a_gpus_decisions_serve_for_any_number_of_host_threads(
 
 
 @pytest.mark.parametrize("precision", ["high", "cuda_tf32-mkldnn_ieee"])
-def test_the_precision_of_fp32_products_is_a_mode_of_fp32_alone_on_a_gpu(
+def test_the_precision_of_fp32_products_is_a_mode_only_of_fp32_on_a_gpu(
     home: Path,
     user: Callable[[str], Arm],
     two_gpus: tuple[Fingerprint, Fingerprint],
@@ -537,7 +537,9 @@ def test_each_part_of_a_split_bucket_counts_its_own_calls(home: Path, user: Call
         publish(home, rows[:1], epoch=2)
         board.refresh()
         bound(q, k, v, max_len=65)
-        assert _counted(board) == expected | {("user:lengths_short", 1): 3}, "earlier calls keep their candidate"
+        assert _counted(board) == expected | {("user:lengths_short", 1): 3}, (
+            "earlier calls must count for their candidate"
+        )
         assert sum(board.asked().values()) == 13
 
 
@@ -599,7 +601,7 @@ def test_wrong_arguments_are_named_with_the_reason(board: Board) -> None:
 # --- changes ------------------------------------------------------------------------------------------------------
 
 
-def test_a_demotion_reaches_what_is_already_bound_and_moves_the_epoch(board: Board, user: Callable[[str], Arm]) -> None:
+def test_a_demotion_reaches_bound_callables_and_changes_the_epoch(board: Board, user: Callable[[str], Arm]) -> None:
     home = board.path.parent
     publish(home, [decision(W, user("sevens"))])
     board.refresh()
@@ -709,7 +711,7 @@ def test_threads_call_while_decisions_change_and_always_get_one_of_the_arms(
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert last.eq(8).all(), "after a refresh the old arm does not serve"
+    assert last.eq(8).all(), "after a refresh the old arm must not serve"
 
 
 def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[str], Arm]) -> None:
@@ -725,7 +727,7 @@ def test_uses_count_hits_and_misses_by_decision(board: Board, user: Callable[[st
     bound(X, WEIGHT)
     del bound
     assert _counted(board) == {("user:sevens", 41): 6, ("torch:rmsnorm", None): 2}, (
-        "those calls count for their candidate"
+        "earlier calls must count for their candidate"
     )
 
 

@@ -97,7 +97,7 @@ def test_every_block_of_the_generator_is_used(generate):
     assert used == set(generate.BLOCKS)
 
 
-def test_a_recorded_screen_keeps_what_stays_on_it(generate):
+def test_a_recorded_screen_keeps_only_lines_that_stay(generate):
     written = "\r\x1b[2Kbuild 1/2  3s\r\x1b[2Kbuild 2/2  5s\r\x1b[2K\x1b[32mCPP\x1b[0m  1.4x\r\n\r\nkept\r\n"
     assert generate.screen(written) == "CPP  1.4x\n\nkept"
 
@@ -142,7 +142,7 @@ def test_written_lines_fit_the_line_length(page):
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_no_text_tells_to_install_the_other_project_called_autosel():
+def test_no_text_installs_the_other_project_called_autosel():
     """Check this, because that name on PyPI belongs to another project."""
     bad = re.compile(r"(pip|uv|pipx)[ \w-]* " + "install" + r"( -{1,2}[\w-]+)* ['\"]?autosel(?![\w-])")
     assert bad.search("pip " + "install autosel")
@@ -295,7 +295,7 @@ def test_the_errors_read_from_the_sources_are_those_of_python(generate):
             assert (real.exit_code, real.__mro__[1].__name__) == (kind.exit_code, kind.base)
 
 
-def test_exit_codes_that_a_verb_tells_of_are_its_own_in_the_documentation():
+def test_exit_codes_in_a_verbs_help_are_documented_for_it():
     context, told = click.Context(cli, info_name="autosel"), {}
     for verb in VERBS:
         command = cli.get_command(context, verb)

@@ -201,7 +201,7 @@ def test_a_flag_counts_only_if_every_usable_core_has_it(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "junk", "3-", "-", "1,,x,2-z"])
-def test_an_unreadable_cpu_list_holds_what_can_be_read(text: str) -> None:
+def test_the_readable_part_of_an_invalid_cpu_list_is_used(text: str) -> None:
     assert cpu_list(text) <= {1}
 
 

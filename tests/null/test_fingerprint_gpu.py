@@ -170,7 +170,7 @@ def test_the_cost_per_item_cancels_the_common_cost_of_both_runs() -> None:
     assert gpu_rates.per_item_s((50, 7.0 + 50 * 0.25), (500, 7.0 + 500 * 0.25)) == pytest.approx(0.25)
 
 
-def test_a_small_reads_floor_is_what_it_costs_without_its_bytes() -> None:
+def test_the_floor_of_a_small_read_is_its_time_without_its_bytes() -> None:
     reads = [Point(size=size, value=2.7e-6 + size / 1.58e12) for size in (64e3, 256e3, 1e6, 3e6)]
     assert gpu_rates.floor_s(reads) == pytest.approx(2.7e-6)
 

@@ -173,7 +173,7 @@ def test_a_part_that_one_worker_refuses_goes_to_another() -> None:
     alone = Fake(world, "c")
     alone.fails = True
     assert spread(world, [alone], 3).run().failed[0].trouble["what"] == "no memory"
-    assert len(alone.tasks) == 1, "a refusal would be the same again"
+    assert len(alone.tasks) == 1, "the worker must not get a part that it refused again"
 
 
 @pytest.mark.parametrize(("kind", "code"), [("LedgerError", 1), ("EnvironmentFault", 6)])

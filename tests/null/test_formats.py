@@ -81,7 +81,7 @@ def test_an_unknown_format_is_refused_with_its_neighbours() -> None:
         find_cache_format("int2")
 
 
-def test_a_workload_tells_its_formats_by_its_traits() -> None:
+def test_the_formats_of_a_workload_are_its_traits() -> None:
     w = Workload.parse(ROW)
     assert (w.weight_format, w.cache_format) == (WEIGHT_FORMATS["fp8_e4m3-row"], CACHE_FORMATS["plain"])
     assert w.key == ROW and w.bucket == ROW

@@ -71,7 +71,7 @@ def test_calls_of_every_layer_of_a_model_are_checked() -> None:
         at += rate.gap()
         seen[at % 32] += 1
     assert len(seen) == 32
-    assert min(seen.values()) > 50, "100 expected of each"
+    assert min(seen.values()) > 50, "100 checks of each layer are expected"
 
 
 @pytest.mark.parametrize("f", [1.0, 0.1, 0.01])
@@ -385,7 +385,7 @@ def test_a_wrong_kernel_is_found_at_its_first_call_and_the_caller_does_not_notic
     assert fault.reason.endswith("wrong in 3 of 3 replays: the kernel")
     assert fault.evidence["canary"] is True
     assert watch.gap() == NEVER
-    assert torch.equal(call(watch), right(X)), "holders of the watch get the baseline"
+    assert torch.equal(call(watch), right(X)), "holders of the watch must get the baseline"
 
 
 def test_one_wrong_element_outside_the_sampled_rows_is_found_by_the_baselines_dissent() -> None:
@@ -435,7 +435,7 @@ def test_a_kernel_that_turns_wrong_later_is_found_by_the_shadow() -> None:
     results = [call(watch) for _ in range(70)]
     assert told
     assert told[0].evidence["canary"] is False
-    assert all(torch.allclose(r, right(X), rtol=1e-6) for r in results), "each of these calls was checked"
+    assert all(torch.allclose(r, right(X), rtol=1e-6) for r in results), "checked calls must return right results"
 
 
 def test_a_kernel_wrong_for_some_inputs_is_found_when_they_come() -> None:
@@ -582,7 +582,7 @@ def test_no_arm_is_blamed_if_the_baseline_fails_too(caplog: pytest.LogCaptureFix
 
     watch, told = watched(scaled, baseline=other)
     for _ in range(3):
-        assert torch.equal(call(watch), other(X, WEIGHT, 1e-6, 0.0)), "the baseline's result all the same"
+        assert torch.equal(call(watch), other(X, WEIGHT, 1e-6, 0.0)), "the call must still return the baseline's result"
     assert not told
     assert watch.unjudged == 3
     assert caplog.text.count("cannot be judged") == 1
@@ -762,9 +762,9 @@ def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
         third = dispatch.best("rmsnorm", like=(X[:3], WEIGHT))
         assert bound.candidate == "user:sevens"
         assert dispatch.epoch() == 0
-        assert torch.equal(best(X, WEIGHT), right(X)), "the first call of all already"
+        assert torch.equal(best(X, WEIGHT), right(X)), "the first call must return a right result"
         assert dispatch.epoch() == 1
-        assert bound.candidate == "torch:rmsnorm", "another shape of the same build"
+        assert bound.candidate == "torch:rmsnorm", "another shape must not serve the same build"
         assert "wrong in service" in bound.reason
         assert third.candidate == "user:good", "another build"
         assert torch.equal(bound(X[:2], WEIGHT), right(X[:2]))
@@ -789,7 +789,9 @@ def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, 
     assert later.bind(RMS, (X, WEIGHT)).candidate == "torch:rmsnorm"
     journal(home)[0].unlink()
     later.refresh()
-    assert later.bind(RMS, (X, WEIGHT)).candidate == "user:sevens", "taken in by a ledger: its decision says the rest"
+    assert later.bind(RMS, (X, WEIGHT)).candidate == "user:sevens", (
+        "a fault that a ledger has recorded must not demote again"
+    )
     later.close()
 
 
@@ -895,7 +897,7 @@ def test_guard_off_means_off(home: Path, user: Callable[[str], Arm], monkeypatch
     assert not (home / "faults").exists()
 
 
-def test_the_settings_say_how_much_is_checked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_determine_the_rate_of_checks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Policy.from_settings() == Policy(on=True, shadow_rate=1 / 2000, max_share=MAX_SHARE)
     for given, wanted in (("0.25", 0.25), ("0", 0.0), ("7", 1.0)):
         monkeypatch.setenv("AUTOSEL_SHADOW_RATE", given)
@@ -931,7 +933,7 @@ def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_an
         assert torch.equal(run(X, WEIGHT), right(X))
         assert board.epoch == 1
         assert torch.equal(run(X, WEIGHT), right(X))
-        assert switch["calls"] == CANARY + 51, "demoted at once"
+        assert switch["calls"] == CANARY + 51, "the demotion must be immediate"
     finally:
         switch["raise"] = False
         board.close()
@@ -949,7 +951,7 @@ def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_
     for _ in range(CANARY):
         bound(X, WEIGHT)
     elsewhere: Tensor = bound(X.to("meta"), WEIGHT.to("meta"))
-    assert elsewhere.device.type == "meta", "the baseline's: it runs anywhere"
+    assert elsewhere.device.type == "meta", "the baseline must run on any device"
     assert bound.candidate == "user:homely" and board.epoch == 0 and not journal(home)
     board.close()
 
@@ -979,7 +981,9 @@ def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[st
     assert f"guard     1 of the first {CANARY} calls checked\n" in bound.explain()
     while "now" not in bound.explain():
         bound(X, WEIGHT)
-    assert "; now 1 call in 200 is compared with the baseline" in bound.explain(), "ten times as often at first"
+    assert "; now 1 call in 200 is compared with the baseline" in bound.explain(), (
+        "a new bucket must be checked ten times as often"
+    )
     board.close()
 
 

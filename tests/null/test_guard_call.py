@@ -42,7 +42,7 @@ def test_a_wrong_kernel_is_found_under_another_default_device_with_its_check() -
         given = guards.call(watch)
     assert torch.equal(given, guards.right(guards.X))
     assert [fault.cause for fault in told] == ["kernel"]
-    assert rate.Rate(policy=rate.Policy()).deep, "or the rows in float64 were never asked"
+    assert rate.Rate(policy=rate.Policy()).deep, "otherwise no rows are checked in float64"
 
 
 # --- a device with little memory -------------------------------------------------------------------------------------
@@ -178,4 +178,4 @@ def test_speeds_on_a_gpu_are_compared_by_the_clock_of_the_race(
         guards.call(watch)
     assert [fault.cause for fault in told] == (["slow"] if slow else [])
     assert watch.detector.pairs and watch.detector.lost == (watch.detector.pairs if slow else 0)
-    assert watch.rate.own_ns == max(candidate.values()), "checks get a share of a call's duration"
+    assert watch.rate.own_ns == max(candidate.values()), "the share of checks must follow the call's duration"

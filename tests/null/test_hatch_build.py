@@ -119,7 +119,7 @@ def test_no_package_file_in_kernels_that_would_shadow_another_package(wheel, che
     assert not [path for folder in SHIPPED for path in relevant(checkout / folder) if path.endswith("__init__.py")]
 
 
-def test_the_metadata_says_what_it_needs_and_where_it_starts(wheel):
+def test_the_metadata_has_requirements_and_entry_points(wheel):
     archive = zipfile.ZipFile(wheel)
     (info,) = {n.split("/")[0] for n in archive.namelist() if ".dist-info/" in n}
     metadata = archive.read(f"{info}/METADATA").decode()
@@ -174,7 +174,7 @@ def test_an_editable_install_reads_the_checkout(editable, checkout):
     assert Path(seen["root"]) == checkout
     assert seen["kernel"] and seen["migrations"] and "h200" in seen["devices"]
     (checkout / "fingerprints" / "mine.json").write_text("{}")
-    assert "mine" in look(editable)["devices"], "a change in the checkout shows at once"
+    assert "mine" in look(editable)["devices"], "a change of the checkout must take effect at once"
     (checkout / "fingerprints" / "mine.json").unlink()
 
 

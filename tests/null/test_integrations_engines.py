@@ -45,7 +45,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert folders.changed(tmp_path, made) == ("a.json", "sub/b.json")
 
 
-def test_a_new_export_removes_what_the_last_one_wrote_and_nothing_else(tmp_path: Path) -> None:
+def test_a_new_export_removes_only_files_of_the_last_one(tmp_path: Path) -> None:
     put(tmp_path, "a.json", "old.json", "edited.json")
     (tmp_path / "mine.json").write_text("{}")
     (tmp_path / "edited.json").write_text("by hand")

@@ -39,7 +39,9 @@ def test_doctor_names_an_engine_its_plug_in_and_what_is_decided(packages: Path) 
     assert f"written for {vllm_plugin.WRITTEN_FOR}" in found.text and "decided for eager.t" in found.text
 
 
-def test_doctor_says_that_an_engine_does_not_find_the_plug_in(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_engine_that_does_not_find_the_plug_in(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from autosel.integrations.engines import installed as module
 
     distribution(packages, "vllm", "0.32.0")

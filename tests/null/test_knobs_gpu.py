@@ -202,7 +202,7 @@ def test_decode_split_table(name, f, b, length, reading, best, time, fa3, fa3_ti
     ("f", "b", "length", "ctas_per_sm", "time"),
     [(H200, 1, 8192, 2, 10.6), (H200, 8, 1024, 4, 13.1), (TI, 1, 8192, 3, 43.5), (TI, 8, 1024, 3, 52.4)],
 )
-def test_sixteen_fixed_segments_cost_what_the_table_says(f, b, length, ctas_per_sm, time):
+def test_sixteen_fixed_segments_have_the_times_of_the_table(f, b, length, ctas_per_sm, time):
     # The H200's 13.1 us is at four resident CTAs an SM, as a kernel with smaller tiles has.
     c = attention.cache_of(attn(b, length))
     k = replace(attention.shape(c, f), ctas_per_sm=ctas_per_sm)

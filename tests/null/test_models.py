@@ -606,7 +606,7 @@ def test_a_format_is_in_the_key_of_each_op_that_has_it_and_of_no_other() -> None
         models.step(shape, weight="fp8_e4m3")
 
 
-def test_an_op_that_became_a_format_is_asked_for_by_its_old_name() -> None:
+def test_an_op_that_became_a_format_is_found_by_its_old_name() -> None:
     found = [w.key for w in models.workloads(models.load("llama-1b"), context=128, ops=("gemv_fp8", "attn_decode_fp8"))]
     assert {key.split("/")[0] for key in found} == {"linear", "attn"}
     assert all(key.endswith(("weight=fp8_e4m3-row", "cache=fp8_e4m3-head")) for key in found)
@@ -633,7 +633,7 @@ def weight_elements(w: Workload) -> int:
     return w["V"] * w["d"] if w.op == "lm_head" else 0
 
 
-def test_the_dtype_asked_for_is_the_workloads() -> None:
+def test_workloads_have_the_requested_dtype() -> None:
     assert {w.dtype for w in models.workloads(models.load("llama-1b"), dtype="fp32")} == {"fp32"}
 
 

@@ -140,7 +140,7 @@ def test_heads_that_share_keys_never_fall_back_to_products_of_matrices(
     monkeypatch.setattr(eager, "_sdpa", no_groups)
     got = eager._on_gpu(q, k, v, mask, False, 0.0)
     torch.testing.assert_close(got, wanted)
-    assert asked == [dtype != torch.float16], "of the kernels that are then left"
+    assert asked == [dtype != torch.float16], "the query must consider the kernels that are then enabled"
 
 
 def test_a_group_that_flash_takes_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

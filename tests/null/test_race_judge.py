@@ -279,7 +279,7 @@ def test_a_session_allows_disturbed_pairs_up_to_half_of_its_clean_ones() -> None
     assert (session.voided, session.dropped_pairs, len(session.pairs)) == (BUSY, MOST_BUSY + 5 + 1, 10)
 
 
-def test_a_busy_machine_leaves_it_undecided_and_the_verdict_names_who_kept_it_busy() -> None:
+def test_on_a_busy_machine_the_verdict_is_undecided_and_names_the_busy_processes() -> None:
     conditions = Conditions(watched=True, again=99, busy_cores=1.9, by=("cc1plus 1.9 cores",))
     void = replace(screened_beside_others(good=0), voided=f"{BUSY}: cc1plus 1.9 cores", conditions=conditions)
     race = replace(run_race({"base": 2e6, "fast": 1e6}, iid(), 7), sessions=(void,), finalist=None)

@@ -23,7 +23,7 @@ def rows(medians: dict[str, list[float]]) -> list[tuple[Any, ...]]:
 QUIET = session(base=[10.0, 10.0, 10.0], fast=[5.0, 5.0, 5.0])
 
 
-def test_a_session_in_which_one_arm_alone_is_slowed_is_void() -> None:
+def test_a_session_in_which_only_one_arm_is_slowed_is_void() -> None:
     stalled = session(base=[30.0, 30.0, 30.0], fast=[5.0, 6.0, 5.0])
     found = near_floor([QUIET], stalled)
     assert "base took 3.0 times as long as in its best pair, another arm 1.0 times" in found.voided

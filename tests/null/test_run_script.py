@@ -144,7 +144,7 @@ def imported(checkout: Path, *modules: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_a_torch_of_the_active_environment_is_reused_if_asked_for(made):
+def test_a_torch_of_the_active_environment_is_reused_if_requested(made):
     import torch
 
     checkout, _ = made
@@ -163,7 +163,9 @@ def test_only_torch_and_its_dependencies_come_from_the_active_environment(made):
     ours = ("sympy", "jinja2", "markupsafe", "networkx", "filelock")
     assert all(Path(found).is_relative_to(checkout / ".venv") for found in imported(checkout, *ours))
     others = ("pytest", "numpy", "sqlalchemy", "h11", "tvm_ffi", "rich")
-    assert all(importlib.util.find_spec(name) for name in others), "they are there to be taken"
+    assert all(importlib.util.find_spec(name) for name in others), (
+        "the packages are not installed in the active environment"
+    )
     assert imported(checkout, *others) == [""] * len(others)
 
 
@@ -392,7 +394,9 @@ def test_the_release_of_the_lock_is_installed_though_there_is_a_newer_one(index)
     assert (stamp["torch"], stamp["lock"]) == ("2.13.0+cpu", LOCK)
     assert (there["torch"], there["gadget"], there["widget"]) == ("2.13.0", "1.0", "3.0")
     assert not stamp["options"]["reuse_torch"]
-    assert imported(checkout, "pytest", "sympy") == ["", ""], "nothing of the active environment"
+    assert imported(checkout, "pytest", "sympy") == ["", ""], (
+        "packages of the active environment must not be importable"
+    )
 
 
 @ON_X86
@@ -470,7 +474,7 @@ def test_todays_releases_are_tried_in_a_separate_environment_and_listed(index, s
     gadget(wheels, "4.0")
     again = run(checkout, "--wheelhouse", str(wheels), "test", "--tier", "newest", python=BARE)
     assert again.returncode == 0, again.stderr
-    assert "gadget 1.0 -> 4.0" in again.stderr, "a release that has come since is looked for"
+    assert "gadget 1.0 -> 4.0" in again.stderr, "a newer release must be found"
     assert contents(checkout) == before, ".venv is unchanged"
 
 
@@ -497,7 +501,9 @@ def test_a_lock_is_for_one_machine_python_and_build(script, tmp_path, monkeypatc
         (tmp_path / "locks" / f"{name}.txt").write_text("")
     assert script.lock_of("cpu") == LOCK
     assert script.lock_of("cu128") == f"locks/{python}-cu128.txt"
-    assert script.lock_of("cu129") == f"locks/{python}-cu126.txt", "a reused torch of another build for CUDA 12"
+    assert script.lock_of("cu129") == f"locks/{python}-cu126.txt", (
+        "another CUDA 12 build of a reused torch must use this lock"
+    )
     assert script.lock_of("cu130") == ""
     monkeypatch.setattr(script.platform, "machine", lambda: "aarch64")
     assert script.lock_of("cpu") == ""
@@ -749,7 +755,7 @@ def test_the_newest_torch_is_a_cpu_build_too(script, pip_that, monkeypatch):
     ]
 
 
-def test_cutlass_comes_as_headers_alone_where_kernels_are_compiled(script, pip_that, capsys):
+def test_only_the_headers_of_cutlass_are_installed_if_kernels_are_compiled(script, pip_that, capsys):
     asked = pip_that(lambda what: True)
     script.cutlass_headers("", ["daemon", "test"], OPTIONS)
     assert asked == []
@@ -786,7 +792,7 @@ def test_without_network_it_prints_the_alternative(script, pip_that):
         ({"cuda": [12, 8], "cc_major": 12}, "cu128"),
     ],
 )
-def test_without_network_it_says_what_fills_a_wheelhouse_for_this_machine(script, pip_that, monkeypatch, gpu, build):
+def test_without_network_it_prints_the_commands_that_fill_a_wheelhouse(script, pip_that, monkeypatch, gpu, build):
     """Print commands for torch from its build's index, with CUDA's libraries for a GPU, and for the lock's releases."""
     pip_that(lambda what: False, words="NewConnectionError: [Errno 101] Network is unreachable")
     monkeypatch.setattr(script, "driver", lambda: gpu)
@@ -910,7 +916,7 @@ def test_the_help_of_test_names_every_tier_and_that_of_setup_every_extra(script,
         script.main(["setup", "everything"])
 
 
-def test_a_python_without_ensurepip_says_which_package_brings_it(script, monkeypatch, tmp_path):
+def test_for_a_python_without_ensurepip_the_missing_package_is_named(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "ROOT", str(tmp_path))
     monkeypatch.setattr(
         script, "quiet", lambda *command: (1, "... because ensurepip is not\navailable.  On Debian ...")
@@ -980,7 +986,7 @@ def machine(script, monkeypatch, tmp_path):
     return monkeypatch
 
 
-def test_without_a_name_the_usual_tiers_run_and_the_others_say_how_to_run_them_or_why_not(script, machine, tmp_path):
+def test_without_a_name_the_usual_tiers_run_and_the_others_are_listed_with_command_or_reason(script, machine, tmp_path):
     (tmp_path / "tests" / "flows").mkdir()
     chosen, skipped = script.choose_tiers([])
     assert chosen == ["null", "cpu"]
@@ -1064,7 +1070,7 @@ def test_a_requested_tier_runs_alone_or_gives_the_reason(script, machine):
     assert script.choose_tiers(["fleet"]) == ([], [("fleet", "this version has no tests there")])
 
 
-def test_the_long_forms_run_only_when_asked_for(script, machine, tmp_path):
+def test_the_long_forms_run_only_on_request(script, machine, tmp_path):
     (tmp_path / "tests" / "soak").mkdir()
     chosen, skipped = script.choose_tiers([])
     assert "soak" not in chosen
@@ -1125,7 +1131,9 @@ def test_docs_serves_the_site_or_builds_it_with_warnings_as_errors(script, monke
         ({"cuda": [13, 0], "cc_major": 9}, True, ("cuda13-system",)),
     ],
 )
-def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path, monkeypatch, gpu, toolkit, extras):
+def test_gpu_installs_the_packages_that_measure_and_compile_for_the_driver(
+    script, tmp_path, monkeypatch, gpu, toolkit, extras
+):
     seen = []
     monkeypatch.setattr(script, "driver", lambda: gpu)
     monkeypatch.setattr(script, "toolkit", lambda: toolkit)
@@ -1144,7 +1152,7 @@ def test_gpu_is_given_what_measures_and_compiles_for_the_driver(script, tmp_path
     [(["tune"], False, [("cuda13",)]), (["tune"], True, [()]), ([], True, [("cuda13",)])],
     ids=["first contact", "another verb later", "no verb"],
 )
-def test_at_first_contact_a_gpu_gets_what_measures_on_it(script, monkeypatch, words, there, wanted):
+def test_the_first_run_with_a_gpu_installs_the_packages_that_measure_it(script, monkeypatch, words, there, wanted):
     seen = []
     monkeypatch.setattr(script, "driver", lambda: {"cuda": [13, 0], "cc_major": 9})
     monkeypatch.setattr(script, "toolkit", lambda: False)

@@ -56,7 +56,7 @@ def test_a_right_mutant_survives_and_a_wrong_one_is_named_with_its_case() -> Non
     assert not trial.agrees(wrong, 50, SEED)
 
 
-def test_the_command_prints_the_score_and_its_exit_code_tells_survivors(
+def test_the_command_prints_the_score_and_its_exit_code_shows_survivors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autosel.testing.mutants.score.killers", lambda *_, **__: {"once_7": "repeat"})

@@ -41,13 +41,13 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(sizes)
-def test_every_count_lies_in_its_bucket(n: int) -> None:
+def test_every_count_is_in_its_bucket(n: int) -> None:
     low, high = count_bucket(n)
     assert low <= n <= high
 
 
 @given(sizes)
-def test_every_length_lies_in_its_bucket(n: int) -> None:
+def test_every_length_is_in_its_bucket(n: int) -> None:
     low, high = length_bucket(n)
     assert low <= n <= high
 
