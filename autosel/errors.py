@@ -1,4 +1,4 @@
-"""All errors, in one class tree. Each says what happened, the values, and what to do.
+"""All errors, in one class tree. Each states what happened, the values, and what to do.
 
 An error knows its exit code (1 failure, 2 usage, 3 a comparison came out worse, 4 parity, 5 too noisy, 6 environment),
 so that the CLI never guesses. Raise these for the caller's mistakes; `assert` is for autosel's own.
@@ -20,7 +20,7 @@ def clear(text: str) -> str:
 
 
 class AutoselError(Exception):
-    """What happened, then why (the values), then what to do: each on its own line."""
+    """The base class. Its message has separate lines for what happened, why (the values), and what to do."""
 
     exit_code = 1
 
@@ -115,7 +115,7 @@ class ParityError(AutoselError):
 
 
 class TooNoisy(AutoselError):
-    """Nothing was decided: the machine is too noisy, or the budget ended. Earlier decisions are kept."""
+    """An undecided result: the machine is too noisy, or the budget ended. Earlier decisions are kept."""
 
     exit_code = 5
 

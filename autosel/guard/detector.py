@@ -4,8 +4,8 @@ clock.
     M <- (M + 1) (1 + 0.4 s),   s = +1 if the served arm lost the pair, else -1;   demote at M >= 10^4
 
 While it loses at most half of the pairs, M minus the number of pairs is a supermartingale: the mean run length to a
-false alarm is at least 10^4 pairs, whatever the noise (e-detectors: Shin, Ramdas and Rinaldo, arXiv 2203.03532). A coin
-flip orders each pair, so position and drift favour neither arm.
+false alarm is at least 10^4 pairs, for any noise (e-detectors: Shin, Ramdas and Rinaldo, arXiv 2203.03532). A coin flip
+orders each pair, so position and drift favour neither arm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which calls are checked: the distribution of gaps between checks. No torch, no clock.
+"""Select the calls to check, by the distribution of gaps between checks. No torch, no clock.
 
 The first CANARY calls of a bucket in a process are all checked; for long calls (a prompt's products take seconds) as
 many as FIRST_NS pays for, but at least LEAST. After them each call is checked with probability p, independently. The

@@ -1,7 +1,7 @@
-"""One served arm: which of its calls are checked, the results, and its demotion.
+"""Check calls of one served arm, and demote it if a check fails.
 
-A caller gets the candidate's result; the baseline's for a call that was checked and found wrong, and for all of the
-first calls. An error in the guard itself demotes the candidate, but never fails the caller's call.
+A caller gets the candidate's result, but the baseline's for the first calls, and for a checked call with a wrong
+result. An error in the guard itself demotes the candidate, but never fails the caller's call.
 """
 
 from __future__ import annotations
