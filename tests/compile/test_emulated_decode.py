@@ -168,7 +168,7 @@ def test_no_launch_if_no_cta_can_be_resident(fp: Fingerprint, monkeypatch: pytes
 
     with torch.inference_mode():
         step = write_step(decoder, cache, Place.at(torch.tensor([3]), [4]))
-        for resident, why in ((none, "not one CTA"), (unable, "no kernels whose CTAs wait")):
+        for resident, why in ((none, "no CTA of"), (unable, "no kernels whose CTAs wait")):
             made = Entries(step=_never, check=_never, resident=resident)
             monkeypatch.setattr(kernel, "compiled", lambda build, made=made: made)
             with pytest.raises(UsageError, match="no whole-step launch") as caught:

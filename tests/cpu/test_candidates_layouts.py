@@ -122,7 +122,7 @@ def test_weights_whose_exponents_have_no_codes_are_read_plain(
     for _ in range(3):
         assert right(function, x, w)
     assert store.bytes == 0
-    assert "1 read plain: lossless-12 would take" in reader.told() and "at most 90%" in reader.told()
+    assert "1 read plain: lossless-12 needs" in reader.told() and "at most 90%" in reader.told()
 
 
 def test_the_memory_limit_is_kept_and_no_weight_is_evicted(
@@ -337,7 +337,7 @@ def test_a_python_function_gets_the_result_of_its_own_prepare(store: Store) -> N
 
 
 def test_a_layout_of_an_argument_that_is_no_weight_is_refused() -> None:
-    with pytest.raises(BuildError, match="layout wide is for x"):
+    with pytest.raises(BuildError, match="layout wide is for the weights x"):
         load(OP, replace(RECIPE, layout=replace(WIDE, weights=("x",))), "", {})
 
 

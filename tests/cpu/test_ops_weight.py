@@ -101,7 +101,7 @@ def test_a_candidate_is_offered_only_the_formats_that_it_names() -> None:
     asked.supports = lambda w, fp: pytest.fail("asked")  # type: ignore[method-assign,assignment,misc]
     answer = support_of(asked, W, fp)
     assert isinstance(answer, Rejected)
-    assert answer.reason == f"takes weights in plain; the workload's format is {FP8}"
+    assert answer.reason == f"supports weights in plain; the workload's format is {FP8}"
     eligible = {c.name: s for c, s in registry.eligible(W, fp, "full")}
     taken = [name for name, support in eligible.items() if isinstance(support, Accepted)]
     assert taken == ["torch:linear"]

@@ -193,5 +193,5 @@ def test_a_stopped_tune_reports_what_was_kept_and_how_to_continue(
     child.stderr.close()
     assert child.returncode == 130, "".join(said) + rest
     assert "stopped; 0 of 1 decided and stored" in rest
-    assert "continues" in rest
+    assert "continue with `" in rest
     assert time.monotonic() - started < 60
