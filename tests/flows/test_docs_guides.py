@@ -173,6 +173,7 @@ def test_every_command_of_a_guide_parses_and_every_short_one_exists() -> None:
         _, words = split(command.replace("e5m2-row", "int8-row"))  # an op that its guide adds to a copy
         if words[:2] == ["pip", "install"]:
             continue
+        words = words[2:] if words[1:3] == ["-m", "autosel"] else words  # in another environment's Python
         assert words[0] == "autosel" and words[1] in VERBS, command
         verb = cli.get_command(click.Context(cli), words[1])
         assert verb is not None
