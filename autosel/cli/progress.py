@@ -39,6 +39,7 @@ class Progress:
         self.now = ("", "", 0, 0)  # stage, detail, done, total
         self.of = ""  # the name of the run, if there are several
         self.eta: Eta | None = None
+        self.estimate: tuple[float, float] | None = None  # seconds left, and when that was estimated
         self.decided_now = self.settled = 0
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -64,7 +65,10 @@ class Progress:
     def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None:
         """Start or update a stage. `of` names the run if there are several."""
         fresh = of != self.of if of else name != self.now[0]
+        moved = fresh or (done, total) != self.now[2:]
         self.now, self.of = (name, detail, done, total), of
+        if moved:
+            self.estimate = self._estimated()
         if self.eta is not None:
             self.eta.enter((of, name))
         if fresh and not self.live:
@@ -130,24 +134,33 @@ class Progress:
                 self._over.set()
 
     def _left(self) -> str:
-        """Return the time left, from the expected times, else from the stages' usual shares; a budget limits it."""
-        name, _, done, total = self.now
+        """Return the time left, from the expected times, else from the stages' usual shares; a budget limits it.
+
+        It falls while nothing finishes, and never below a quarter of the last estimate.
+        """
+        _, _, done, total = self.now
         if self.eta is not None:
             return f", about {_clock(self.eta.left_s(done, total))} left"
+        if self.estimate is None:
+            return ""
+        seconds, since = self.estimate
+        left = max(seconds - (self.clock() - since), seconds / 4)
+        if self.budget_s:
+            left = min(left, max(0.0, self.budget_s - (self.clock() - self.started)))
+        return f", about {_clock(left)} left"
+
+    def _estimated(self) -> tuple[float, float] | None:
+        """Return the seconds left by the finished share of the work, and now; None if too little is finished."""
+        name, _, done, total = self.now
         known = next((k for k in WEIGHTS if name.startswith(k)), "")
         if not known:
-            return ""
+            return None
         before = sum(WEIGHTS[k] for k in list(WEIGHTS)[: list(WEIGHTS).index(known)])
         within = done / total if total else 0.0
         if known == "confirming":  # three sessions, each with every race
             within = (int(name.split()[-1]) - 1 + within) / SESSIONS
-        share, elapsed = before + WEIGHTS[known] * within, self.clock() - self.started
-        if share < KNOWN_FROM:
-            return ""
-        left = elapsed * (1 - share) / share
-        if self.budget_s:
-            left = min(left, max(0.0, self.budget_s - elapsed))
-        return f", about {_clock(left)} left"
+        share, now = before + WEIGHTS[known] * within, self.clock()
+        return ((now - self.started) * (1 - share) / share, now) if share >= KNOWN_FROM else None
 
     def _elapsed(self) -> str:
         of = f" of {_clock(self.budget_s)}" if self.budget_s else ""

@@ -112,6 +112,8 @@ class Tick:
     stage: str  # "screening", "confirming 1" ...
     candidate: str
     session: Session  # so far
+    done: int  # contests that this stage has finished
+    total: int  # contests of this stage
 
     @property
     def pairs(self) -> int:
@@ -187,6 +189,7 @@ class _Attempt:
     voids: int = 0
     attempts: int = 0
     done: bool = False
+    place: tuple[int, int] = (0, 1)  # contests before this one in the present stage, contests of the stage
 
     @property
     def confirming(self) -> list[Session]:
@@ -255,9 +258,10 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
     """Screen every contest in one room; those without a nominee are finished."""
     room = venue.room()
     try:
-        for attempt in attempts:
+        for before, attempt in enumerate(attempts):
             if terms.over:
                 return
+            attempt.place = before, len(attempts)
             while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
                 seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
                 held = _held(attempt, seat, _screen, terms)
@@ -275,9 +279,10 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
     """Hold one confirming session of every pending contest, in one fresh room."""
     room = venue.room()
     try:
-        for attempt in pending:
+        for before, attempt in enumerate(pending):
             if terms.over:
                 return
+            attempt.place = before, len(pending)
             assert attempt.finalist is not None
             seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
             held = _held(attempt, seat, _confirm, terms)
@@ -307,7 +312,11 @@ def _confirm(attempt: _Attempt, seat: Seat, terms: Terms) -> Session:
 
 def _trial(attempt: _Attempt, seat: Seat, terms: Terms, stage: str) -> Trial:
     def watch(session: Session) -> None:
-        terms.progress(Tick(contest=attempt.contest, stage=stage, candidate=attempt.finalist or "", session=session))
+        done, total = attempt.place
+        name = attempt.finalist or ""
+        terms.progress(
+            Tick(contest=attempt.contest, stage=stage, candidate=name, session=session, done=done, total=total)
+        )
 
     assert seat.plan is not None
     return Trial(plan=seat.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)

@@ -29,7 +29,6 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     yield from (job for job in jobs if not job.ways)
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
-    tuning.tally.races += len(found_contests)
     request = tuning.request
     workers = Workers(threads=tuning.threads, rng=tuning.rng, device=request.device, realtime=request.realtime)
     for found in run(found_contests, _terms(tuning, contested), workers):

@@ -155,18 +155,23 @@ class Tally:
         self.rejections: list[Rejection] = []
         self.undecided: list[Named] = []
         self.measured = 0
-        self.races = 0
+        self._counted = ("", 0, 0)  # the last stage with a count: name, done, total
         self._one = Lock()  # builds and proofs report from several threads
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        """Report a stage; with total 0, a new detail of a stage, which keeps its count."""
         with self._one:
+            if total:
+                self._counted = (name, done, total)
+            elif name == self._counted[0]:
+                _, done, total = self._counted
             self.listener.stage(name, detail, done, total)
 
     def tick(self, tick: Tick) -> None:
         """Report a new pair."""
         w = tick.contest.workload
         detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {w.shape_text}") if x)
-        self.listener.stage(tick.stage, detail, self.measured, self.races)
+        self.listener.stage(tick.stage, detail, tick.done, tick.total)
         if isinstance(self.listener, Spectator):
             self.listener.pair(tick)
 

@@ -33,6 +33,8 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     EnvironmentFault, and records no failure, if the compiler, the workers or the control of a failure do not work.
     """
     groups = _groups(jobs)
+    if groups:
+        tuning.tally.stage("parity", "", 0, len(groups))
     recipes = (members[0][1].recipe for members in groups)
     native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
     native += spot.builds((job.workload for job in jobs), tuning.fp)  # last, because no proof waits for them

@@ -104,7 +104,7 @@ def _race(
     entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, rng: Random, device: str
 ) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
-        listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", 0, len(entered))
+        listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", tick.done, tick.total)
 
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}

@@ -585,8 +585,22 @@ def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(
     assert left[0] > left[2] > 0
 
 
+def test_the_eta_falls_while_one_contest_takes_its_time(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = progress(Screen(), clock, monkeypatch)
+    clock.now = 40.0
+    shown.stage("screening", "1 pairs  attn", 0, 4)
+    left = [seconds_left(shown)]
+    for pairs in range(2, 12):
+        clock.now += 5.0
+        shown.stage("screening", f"{pairs} pairs  attn", 0, 4)
+        left.append(seconds_left(shown))
+    assert left == sorted(left, reverse=True)
+    assert left[-1] > 0
+
+
 def seconds_left(shown: Progress) -> int:
-    return int(shown.line().partition("about ")[2].removesuffix("s left"))
+    minutes, _, seconds = shown.line().partition("about ")[2].removesuffix("s left").rpartition("m")
+    return 60 * int(minutes or 0) + int(seconds)
 
 
 def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(

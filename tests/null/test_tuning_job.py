@@ -1,0 +1,45 @@
+"""Test the tally of a tune: what it reports of a stage."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from autosel.race.contest import Contest
+from autosel.race.run import Tick
+from autosel.tuning.job import Tally
+from autosel.values import Session, Workload
+
+RMSNORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="bf16")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, str, int, int]] = []
+
+    def stage(self, *what: Any) -> None:
+        self.stages.append(cast(tuple[str, str, int, int], what))
+
+    def decided(self, *_: Any) -> None: ...
+
+    def rejected(self, *_: Any) -> None: ...
+
+
+def test_a_stage_keeps_its_count_while_its_detail_changes() -> None:
+    told = Told()
+    tally = Tally(told)
+    tally.stage("parity", "cpp:gemv", 3, 13)
+    tally.stage("parity", "compiling cpu/attn.cpp", 0, 0)
+    tally.stage("waiting", "for a quiet machine", 0, 0)
+    assert told.stages[1] == ("parity", "compiling cpu/attn.cpp", 3, 13)
+    assert told.stages[2] == ("waiting", "for a quiet machine", 0, 0)
+
+
+def test_a_race_reports_its_place_among_the_races_of_the_stage() -> None:
+    told = Told()
+    baseline = cast(Any, None)
+    contest = Contest(
+        workload=RMSNORM, baseline=baseline, incumbent=baseline, challengers=(), margins={}, llc_bytes=1 << 20
+    )
+    session = Session(kind="screening", seed=1, arms=("torch:rmsnorm",), pairs=(), calls_per_sample=(1,))
+    Tally(told).tick(Tick(contest=contest, stage="screening", candidate="", session=session, done=2, total=5))
+    assert told.stages == [("screening", "0 pairs  rmsnorm M1 d64", 2, 5)]
