@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next best", "roofline")
+HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next", "roofline")
 NO_STALE: Mapping[int, str] = {}
 MARK = "*"  # marks figures timed while other work ran
 
@@ -32,12 +32,25 @@ def decision_table(
     decisions: Sequence[Decision], labels: Mapping[str, str], stale: Mapping[int, str] = NO_STALE
 ) -> str:
     """Return the table of verdicts. `labels` names workloads by key; `stale` says by id why a decision does not run
-    here.
+    here. The lengths of one op come together, shortest first.
     """
-    rows = [_row(d, labels.get(d.workload.key, d.op), bool(stale.get(d.id))) for d in decisions]
+    rows = [_row(d, labels.get(d.workload.key, d.op), bool(stale.get(d.id))) for d in by_length(decisions)]
     return "\n".join(
         [table(HEADERS, rows, right=(3,), wrap=1), *_conditions(d for d in decisions if not stale.get(d.id))]
     )
+
+
+def by_length(decisions: Sequence[Decision]) -> list[Decision]:
+    """Return the decisions with those that differ only in their context length together, shortest first.
+
+    Tuning decides attention last, and a second tune lists settled decisions first.
+    """
+    groups: dict[tuple[object, ...], list[Decision]] = {}
+    for d in decisions:
+        w = d.workload
+        others = tuple(dim for dim in w.dims if dim[0] != "L")
+        groups.setdefault((d.mode, d.hw_id, w.op, others, w.dtype, w.traits), []).append(d)
+    return [d for group in groups.values() for d in sorted(group, key=lambda d: dict(d.workload.dims).get("L", 0))]
 
 
 def _conditions(decisions: Iterable[Decision]) -> list[str]:

@@ -123,9 +123,11 @@ def tune_command(
         refuse_ordinary()
     counts = parse_threads(threads, device, ray) if threads else (0,)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
+    told = ""
     if recorded is None:
         asked = list(ops) or None
         shape = replace(models.load(model), weight=weight_format)
+        told = f"decode step of {shape.name}" + (f", {', '.join(ops)} only" if ops else "")
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:
         named = recorded_workloads(ctx, recorded)
@@ -139,7 +141,7 @@ def tune_command(
         wait=wait,
         realtime=realtime,
     )
-    report_on(request, named, again_command(ctx), as_json, weighted=recorded is not None, ray=ray, counts=counts)
+    report_on(request, named, again_command(ctx), as_json, step=told, ray=ray, counts=counts)
 
 
 def refuse_ordinary() -> None:
@@ -181,11 +183,15 @@ def report_on(
     again: str,
     as_json: bool,
     *,
-    weighted: bool = False,
+    step: str = "",
     ray: str = "",
     counts: Sequence[int] = (0,),
 ) -> None:
-    """Tune, and print the results; if `weighted`, also their effect on the recorded calls."""
+    """Tune, and print the results: the headline of the step that `step` names, the table, the remarks.
+
+    Without `step`, for the calls of a recording, print their times instead of a headline.
+    """
+    from autosel.cli.headline import headline
     from autosel.tuning.ended import unfinished
 
     found = run_to_end(request, len(named), again, ray=ray, counts=counts)
@@ -197,8 +203,10 @@ def report_on(
         for mode, decided in by_mode(found.decisions).items():
             if len(counts) > 1:
                 click.echo(f"for processes with {threads_of(mode)} thread{'s' if threads_of(mode) > 1 else ''}")
+            if step and (told := headline(decided, named, step)):
+                click.echo(f"{told}\n")
             click.echo(decision_table(decided, labels))
-            if weighted:
+            if not step:
                 click.echo(weighted_line(decided, calls))
         show_remarks(found)
     if undecided is not None:
