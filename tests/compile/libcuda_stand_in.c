@@ -1,4 +1,4 @@
-// The driver's part of its interface that an identity asks, for two devices like the one cupy_stand_in.py plays.
+// The driver functions that an identity uses, for two devices like the one that cupy_stand_in.py simulates.
 #include <stdio.h>
 #include <string.h>
 

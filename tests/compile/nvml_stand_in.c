@@ -1,9 +1,9 @@
-// NVML's part of its interface that a fingerprint asks, for two boards: so that nvidia-ml-py's own calls are made. No
-// board has a number here. The second one is another product, whole, and of a driver that knows the reasons of
-// slow clocks by their older name alone.
-// Environment variables of the stand-in. INIT=code: what nvmlInit answers. SLICES=n: MIG cuts the first board into n
-// slices. SHARED=1: a chip whose memory is
-// its host's, of which NVML knows nothing, in a container that may not ask for ECC.
+// The functions of NVML that a fingerprint uses, for two boards, so that nvidia-ml-py makes its real calls. Boards have
+// no numbers here. The second board is another product without MIG, whose driver has only the older name of the reasons
+// for slow clocks.
+// Environment variables of the stand-in. INIT=code: the result of nvmlInit. SLICES=n: MIG divides the first board into
+// n slices. SHARED=1: a chip that shares its host's memory, which NVML does not describe, in a container that may not
+// query ECC.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@ typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct Device* Handle;
 
 unsigned neighbour = 0;  // a process that computes on every board, or 0
-int slow_looks = 0;  // so many times yet the board says that heat slows it; a power cap (0x4) it always has
+int slow_looks = 0;  // how many more times the board reports a slowdown by heat; it always reports a power cap (0x4)
 static char board, other, slices[7];
 static int is_other(Handle d) { return (char*)d == &other; }
 static int count(void) { const char* n = getenv("SLICES"); return n ? atoi(n) : 0; }
@@ -70,7 +70,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(Handle d, unsigned i, Handle* found) {
   *found = (Handle)&slices[i];
   return (int)i < count() ? OK : NOT_FOUND;
 }
-// Asked of a slice, as the driver has it: no such question.
+// For a slice, like the driver: not supported.
 int nvmlDeviceGetCurrentClocksEventReasons(Handle d, unsigned long long* bits) {
   if (is_other(d)) return FUNCTION_NOT_FOUND;
   *bits = slow_looks-- > 0 ? 0x20 | 0x4 : (slow_looks = 0, 0x4);
@@ -95,7 +95,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Handle d, unsigned* count, struct Pr
   *found = (struct Process){.pid = neighbour};
   return OK;
 }
-// As a board has it: the same answer for some readings, then the next.
+// Like a board: some readings give the same value, then the next.
 int nvmlDeviceGetTotalEnergyConsumption(Handle d, unsigned long long* mj) {
   static unsigned long long readings;
   *mj = 1000 + readings++ / 8 * 300;

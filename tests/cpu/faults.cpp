@@ -1,4 +1,4 @@
-// Ways in which native code goes wrong, for tests of what contains it.
+// Faults of native code, for tests of their containment.
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -43,7 +43,7 @@ int shared_hog(unsigned long bytes) {
 }
 
 void throw_across() { throw std::runtime_error("nobody catches this"); }
-// Leaves a grandchild in a session of its own, whose parent is gone, and dies.
+// Leaves a grandchild in a separate session, whose parent has ended, and dies.
 void escape_and_crash() {
   if (fork() == 0) {
     setsid();
@@ -78,7 +78,7 @@ void output_flood() {
     if (write(1, line, sizeof line) < 0 || write(2, line, sizeof line) < 0) return;
 }
 void descriptor_leak() { (void)!open("/dev/null", O_RDONLY); }
-// Half a frame on every stream socket the process has, then silence.
+// Sends half a frame on every stream socket of the process, then nothing.
 void half_reply() {
   const unsigned char begun[] = {100, 0, 0, 0, '{', '"'};
   for (int fd = 3; fd < 64; ++fd) (void)!write(fd, begun, sizeof begun);

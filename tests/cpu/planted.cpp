@@ -1,4 +1,4 @@
-// rmsnorm in bf16, right once and wrong in the ways native kernels go wrong; for parity workers only (planted.py).
+// rmsnorm in bf16: one right kernel, and typical mistakes of native kernels; for parity workers only (planted.py).
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -32,7 +32,7 @@ static bf16 narrow(float x) {
   return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// What a kernel is called on: strides in elements, the last dimension contiguous.
+// The operands of a call: strides in elements, the last dimension contiguous.
 struct Call {
   bf16* x;
   bf16* weight;
@@ -61,7 +61,7 @@ extern "C" {
 
 void native_right(const Call* c) { rows(*c, 0, c->m); }
 
-// --- what is written ---
+// --- wrong writes ---
 
 void native_zeros(const Call* c) {
   for (int64_t r = 0; r < c->m; ++r) memset(c->y + r * c->y_stride, 0, size_t(c->d) * 2);
@@ -77,9 +77,9 @@ void native_past_the_end(const Call* c) {
   for (int64_t i = c->d; i < whole; ++i) c->y[(c->m - 1) * c->y_stride + i] = 0x3f80;
 }
 
-// --- what is read ---
+// --- wrong reads ---
 
-// A mask by multiplication: what lies beyond the row is loaded, and NaN times zero is NaN.
+// Masks by multiplication: values past the row are loaded, and NaN times zero is NaN.
 void native_masked_by_product(const Call* c) {
   for (int64_t r = 0; r < c->m; ++r) {
     const bf16* x = c->x + r * c->x_stride;
@@ -132,7 +132,7 @@ void native_normalises_in_place(const Call* c) {
   }
 }
 
-// --- what is computed ---
+// --- wrong computations ---
 
 void native_sums_in_bf16(const Call* c) {
   for (int64_t r = 0; r < c->m; ++r) {
@@ -204,7 +204,7 @@ void native_two_threads(const Call* c) {
   half(0);
   other.join();
 }
-// Returns at once; a thread of its own does the work, on arguments that nobody promised to keep.
+// Returns at once; a new thread does the work, on arguments that may no longer exist.
 void native_works_later(const Call* c) {
   std::thread([k = *c] {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -221,7 +221,7 @@ void native_leaves_residue(const Call* c) {
   }).detach();
 }
 
-// --- wrong now and then ---
+// --- wrong in some calls ---
 
 void native_wrong_at_an_edge(const Call* c) {
   Call k = *c;
@@ -269,7 +269,7 @@ void native_set_up_on_one_thread(const Call* c) {
     for (int64_t i = 0; i < c->d; ++i) c->y[r * c->y_stride + i] = narrow(scaled(*c, x, i, rstd));
   }
 }
-// Sums into new memory, which is zero only in a process that has just started.
+// Sums into new memory, which is zero only in a new process.
 void native_sums_into_new_memory(const Call* c) {
   size_t room = size_t(std::max<int64_t>(c->m, 1 << 18)) * sizeof(float);
   auto* totals = static_cast<volatile float*>(malloc(room));
@@ -284,7 +284,7 @@ void native_sums_into_new_memory(const Call* c) {
 
 // --- right, in unusual ways ---
 
-// Scratch of each thread's own.
+// Scratch memory per thread.
 void native_scratch_a_thread(const Call* c) {
   thread_local std::vector<float> scratch;
   by_scratch(c, scratch);

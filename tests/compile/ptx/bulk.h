@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// --- mbarrier: arrivals that are left, arrivals of a phase, bytes that are under way, the phase's parity -------------
+// --- mbarrier: missing arrivals, arrivals of a phase, bytes in flight, the phase's parity ----------------------------
 
 struct Phases {
   uint64_t bits;
@@ -27,7 +27,7 @@ inline Races::Phase& clocks_at(Block& b, uint64_t address) {
   return machine().races.phase(uint64_t(machine().shared(b, address, 8, 8)));
 }
 
-// `arrivals` fewer are left, `bytes` more under way; `from`: the thread that arrives, if one does.
+// Subtracts `arrivals` from the missing ones, adds `bytes` in flight; `from`: the arriving thread, if any.
 inline void advance(Block& b, uint64_t address, unsigned arrivals, int64_t bytes, const Thread* from) {
   const Phases p = phases_at(b, address);
   if (arrivals > p.left())
@@ -80,7 +80,7 @@ inline void mbarrier_wait(Thread& t, const Instruction& i) {
   put<uint64_t>(t, i.operands[0], over);
   ++t.pc;
 }
-// cp.async.mbarrier.arrive[.noinc] [address]: when this thread's copies so far have come
+// cp.async.mbarrier.arrive[.noinc] [address]: arrives when this thread's earlier copies are complete
 inline void copies_arrive(Thread& t, const Instruction& i) {
   const uint64_t address = word(t, i.operands[0]);
   Block& b = *t.block;
@@ -97,7 +97,7 @@ inline void copies_arrive(Thread& t, const Instruction& i) {
 
 // --- tensors ---------------------------------------------------------------------------------------------------------
 
-// What our driver's cuTensorMapEncodeTiled leaves in the 128 bytes, in an order of its own.
+// The contents of the 128 bytes of our driver's cuTensorMapEncodeTiled, in our own order.
 struct TensorMap {
   uint64_t mark, base;
   uint64_t strides[4];  // bytes, from the second dimension on
@@ -259,7 +259,7 @@ inline void fence(Thread& t, const Instruction& i) {
   ++t.pc;
 }
 
-// barrier.cluster.arrive, barrier.cluster.wait: all threads of the cluster that are alive
+// barrier.cluster.arrive, barrier.cluster.wait: all threads of the cluster that have not ended
 inline void cluster_barrier(Thread& t, const Instruction& i) {
   Cluster& c = *t.block->cluster;
   if (i.words[2] == "arrive") {
@@ -269,7 +269,7 @@ inline void cluster_barrier(Thread& t, const Instruction& i) {
     if (c.arrived >= c.alive) pass_cluster(c);
     return;
   }
-  if (!t.phase) {  // all have come
+  if (!t.phase) {  // all have arrived
     machine().races.acquire(t.number, c.met);
     ++t.pc;
     return;

@@ -1,4 +1,4 @@
-// Which instruction does what.
+// The functions of instructions.
 #pragma once
 #include "bulk.h"
 
@@ -187,7 +187,7 @@ inline void decode(Instruction& i) {
       {"rzi", kTruncated}, {"rmi", kFloor},    {"rpi", kCeiling}};
   for (const auto& [name, flag] : flags)
     if (i.has(name)) i.detail |= flag;
-  if (i.words[0] == "cvt" && i.has("satfinite")) i.detail &= ~kSaturate;  // to the largest, not to one
+  if (i.words[0] == "cvt" && i.has("satfinite")) i.detail &= ~kSaturate;  // saturates to the largest value, not to one
   for (Execute (*part)(Instruction&) : {arithmetic, bitwise, moves, memory, control, matrices}) {
     i.execute = part(i);
     if (i.execute) break;

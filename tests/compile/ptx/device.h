@@ -1,7 +1,7 @@
-// What CUDA's runtime and driver keep of a device: memory, kernels, streams, events, graphs and errors.
+// The state of a device in CUDA's runtime and driver: memory, kernels, streams, events, graphs and errors.
 //
-// Work is done by the host's thread: at once, or, where the device is `late`, when somebody waits for it, as late as a
-// device may. A fault is then told by the next call, and by every call after it.
+// Work is done by the host's thread: at once, or, if the device is `late`, when a caller waits for it, as late as a
+// device may. The next call and all later ones then report a fault.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@ namespace ptx {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-// Allocations up to here hold NaN at first; of larger ones few pages may be touched.
+// Allocations up to this size are filled with NaN; larger ones are not, to leave their pages untouched.
 constexpr size_t kFilled = 64 << 20;
 
 enum class Kind : uint8_t { device, pinned, registered };
@@ -27,7 +27,7 @@ struct Allocation {
 
 // --- kernels ---------------------------------------------------------------------------------------------------------
 
-// A registered object of nvcc's, whose PTX is read when one of its kernels is first asked for.
+// A registered object of nvcc; its PTX is read at the first use of one of its kernels.
 struct Image {
   const char* data = nullptr;
   Module* module = nullptr;
@@ -61,13 +61,13 @@ struct Stream {
 struct Capture {
   std::shared_ptr<Graph> graph = std::make_shared<Graph>();
   std::weak_ptr<Stream> origin;
-  std::map<Stream*, std::pair<std::shared_ptr<Stream>, bool>> streams;  // and whether work of it was not joined yet
+  std::map<Stream*, std::pair<std::shared_ptr<Stream>, bool>> streams;  // and if some of its work was not joined yet
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   unsigned long long id = 0;
   bool invalid = false;
 };
 
-// Where in a stream an event stands.
+// The position of an event in a stream.
 struct Mark {
   std::weak_ptr<Stream> stream;
   uint64_t at = 0;
@@ -93,13 +93,13 @@ struct Device {
   std::shared_ptr<Stream> base = std::make_shared<Stream>();  // the default stream
   std::set<Event*> events;
   std::map<Graph*, std::shared_ptr<Graph>> graphs;
-  std::string failed;  // in words, what went wrong last
-  std::string tool;    // that watches: racecheck, ncu
+  std::string failed;  // text of the last error
+  std::string tool;    // the tool in use: racecheck, ncu
   bool profiled = false;
-  std::vector<std::pair<std::string, double>> launches;  // of what is profiled: kernels, and milliseconds
+  std::vector<std::pair<std::string, double>> launches;  // profiled kernels and their milliseconds
   cudaError_t fault = cudaSuccess;
   cudaError_t last = cudaSuccess;
-  bool late = false, tells = false;  // tells: writes what went wrong to stderr
+  bool late = false, tells = false;  // tells: write errors to stderr
   int major = 9, minor = 0;
   unsigned long long serial = 0;
   std::map<int, size_t> limits;
@@ -146,7 +146,7 @@ inline std::shared_ptr<Stream> stream_of(cudaStream_t s) {
   return at == device().streams.end() ? nullptr : at->second;
 }
 
-// Does the stream's work up to its `upto`-th; a fault ends all of it.
+// Do the stream's work up to its `upto`-th item; a fault ends all work.
 inline cudaError_t advance(Stream& s, uint64_t upto) {
   Device& d = device();
   while (s.done < upto && !s.queue.empty() && d.fault == cudaSuccess) {
@@ -210,7 +210,7 @@ inline cudaError_t submit(cudaStream_t stream, Work work) {
 
 thread_local inline cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
-// What no thread may call while a stream is captured, unless it said that it may.
+// Refuse a call that is forbidden to all threads during a capture, unless the capture is relaxed.
 inline cudaError_t allowed_now(const char* what) {
   if (device().fault != cudaSuccess) return device().fault;
   if (capture_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -257,7 +257,7 @@ inline cudaError_t release(void* p) {
   return cudaSuccess;
 }
 
-// Is what lies there a device's, wholly, or none of its?
+// Returns false if the bytes extend past the end of the allocation in which they start.
 inline bool reachable(const void* p, size_t bytes) {
   auto& all = device().allocations;
   auto at = all.upper_bound(static_cast<char*>(const_cast<void*>(p)));
@@ -286,7 +286,7 @@ inline cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t s
 
 // --- modules and launches --------------------------------------------------------------------------------------------
 
-// The text of the first PTX in a fat binary; "" where it holds machine code alone.
+// The text of the first PTX in a fat binary; "" if it has only machine code.
 inline std::string ptx_of(const char* data) {
   auto at = [data](size_t offset, auto* value) { memcpy(value, data + offset, sizeof *value); };
   uint16_t header;
@@ -323,7 +323,7 @@ inline Module* module_of(Image& image) {
   return image.module;
 }
 
-// What a launch asks for beside its kernel and its arguments.
+// Attributes of a launch in addition to its kernel and arguments.
 struct Shape {
   dim3 grid, block;
   size_t shared = 0;
@@ -331,7 +331,7 @@ struct Shape {
   dim3 cluster{1, 1, 1};
   bool dependent = false, together = false;
 
-  // The driver's attributes are these too, with other names.
+  // The driver has the same attributes, with other names.
   Shape& with(const cudaLaunchAttribute* attributes, unsigned count) {
     for (const cudaLaunchAttribute* a = attributes; a < attributes + count; ++a) {
       if (a->id == cudaLaunchAttributeClusterDimension)
@@ -393,12 +393,12 @@ inline cudaError_t start(Module* module, const std::string& name, size_t permitt
         return cudaSuccess;
       } catch (const std::exception& error) { return say(code_of(error.what()), error.what()); }
     });
-    if (!machine().strict) device().fault = cudaSuccess;  // a test goes on
+    if (!machine().strict) device().fault = cudaSuccess;  // the test continues
     return done;
   } catch (const std::exception& error) { return say(cudaErrorInvalidDeviceFunction, error.what()); }
 }
 
-// --- what the device says of itself ----------------------------------------------------------------------------------
+// --- properties of the device ----------------------------------------------------------------------------------------
 
 inline cudaError_t attribute(int* value, int which) {
   switch (cudaDeviceAttr(which)) {

@@ -1,5 +1,5 @@
-// `libcuda` on the same device: what cupy, Triton's launchers, torch and autosel ask of the driver. Linked into a library
-// that stands for a whole process's (tests/rehearsal); CUDA_REHEARSAL_DEVICE says of what device: `bytes late tells`.
+// `libcuda` on the same device: driver functions that cupy, Triton's launchers, torch and autosel use. It is part of
+// the library for a whole process (tests/rehearsal); CUDA_REHEARSAL_DEVICE describes the device: `bytes late tells`.
 #include "device.h"
 
 #include <dlfcn.h>
@@ -50,7 +50,7 @@ CUresult cuGetErrorString(CUresult e, const char** text) {
 CUresult cuGetErrorName(CUresult e, const char** text) {
   return *text = cudaGetErrorName(cudaError_t(int(e))), CUDA_SUCCESS;
 }
-// What the device says it says with `tells`: a log has nothing to add.
+// Logs are empty; with `tells`, the device writes its errors to stderr.
 CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* out) { return *out = {}, CUDA_SUCCESS; }
 CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 CUresult cuGetProcAddress_v2(const char* name, void** at, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
@@ -60,7 +60,7 @@ CUresult cuGetProcAddress_v2(const char* name, void** at, int, cuuint64_t, CUdri
   return *at ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-// Tables that are not documented begin with their size: NVRTC looks whether they are long enough for what it would ask.
+// Undocumented tables start with their size, from which NVRTC knows if they have the functions that it uses.
 CUresult cuGetExportTable(const void** table, const CUuuid*) {
   static const uint64_t empty[1] = {sizeof empty};
   return *table = empty, CUDA_SUCCESS;
@@ -244,7 +244,7 @@ CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus* status) {
   return answer(cudaStreamIsCapturing(same(s), reinterpret_cast<cudaStreamCaptureStatus*>(status)));
 }
 
-// --- what torch looks up, all at once, though it asks for none of it here ---------------------------------------------
+// --- functions that torch looks up, but does not call here -----------------------------------------------------------
 
 #define NOT_HERE(name) [[gnu::alias("ptx_not_here")]] int ptx_no_##name() asm(#name);
 int ptx_not_here() { return answer(say(cudaErrorNotSupported, "the driver's memory mapping is not to be had here")); }

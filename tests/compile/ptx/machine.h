@@ -1,8 +1,8 @@
 // A GPU's threads, blocks and clusters, run by one CPU thread, one instruction after the other.
 //
-// A thread runs until it must wait, or has had its turn. What is asynchronous (copies, products of warp groups) happens
-// as early or as late as a device may do it, by turns: at once, or when somebody has waited for it and nobody else can
-// go on. Whoever does not wait meets memory that is not written yet: NaN.
+// A thread runs until it must wait, or its turn ends. Asynchronous work (copies, products of warp groups) is done as
+// early or as late as a device may do it: at once, or when a thread waits for it and no other thread can continue. A
+// thread that does not wait reads memory that is not written yet: NaN.
 #pragma once
 #include <sys/mman.h>
 
@@ -19,14 +19,14 @@ namespace ptx {
 
 constexpr unsigned kWarp = 32, kGroup = 128;
 constexpr size_t kMostShared = 227 << 10;             // of a block on sm_90
-constexpr size_t kReserved = 1024;                    // besides, what the system keeps at its beginning
+constexpr size_t kReserved = 1024;                    // in addition, bytes at its start that the system reserves
 constexpr size_t kWindow = 1 << 24;                   // from one block of a cluster to the next, in shared addresses
 constexpr unsigned kMostCluster = 16, kResident = 8;  // blocks that run at once
-constexpr unsigned kProcessors = 2, kBlocksEach = 2;  // what the device says it has
+constexpr unsigned kProcessors = 2, kBlocksEach = 2;  // memory that the device reports
 constexpr uint64_t kTurn = 4096;                      // instructions
 
 enum class State : uint8_t { runs, at_barrier, at_lanes, at_group, at_phase, at_cluster, done };
-enum class Order : uint8_t { early, late, mixed };  // of what is asynchronous
+enum class Order : uint8_t { early, late, mixed };  // of asynchronous work
 
 struct Frame {
   const Function* function = nullptr;
@@ -39,12 +39,12 @@ struct Frame {
 struct Block;
 struct Cluster;
 
-// What a thread has begun and not yet waited for.
+// Work that a thread has started and not yet waited for.
 struct Begun {
   std::vector<std::vector<std::function<void()>>> groups;  // committed, oldest first
   std::vector<std::function<void()>> open;
   void commit() { groups.push_back(std::move(open)), open.clear(); }
-  // `ends`: what is true of it only when it has been waited for.
+  // `ends`: effects that are visible only after a wait.
   void add(bool later, std::function<void()> work, std::function<void()> ends) {
     if (later) return open.push_back([work, ends] { work(), ends(); });
     for (auto& group : groups) group = done(group);  // products of a warp group are made in order
@@ -67,8 +67,8 @@ struct Thread {
   uint64_t* slots = nullptr;
   uint32_t pc = 0;
   State state = State::runs;
-  bool stop = false;   // gives way though it could go on
-  bool looks = false;  // at what others are to write: it may not get on
+  bool stop = false;   // yields although it could continue
+  bool looks = false;  // polls memory that others must write: it may make no progress
   bool carry = false;
   unsigned tid[3] = {}, index = 0;
   uint32_t number = 0;  // of the launch
@@ -76,13 +76,13 @@ struct Thread {
   std::vector<Frame> frames;
   uint32_t lanes = 0;     // it waits for
   uint64_t phase_at = 0;  // mbarrier it waits for: shared address
-  bool phase = false;     // has come to its cluster's barrier, and not yet waited
-  uint64_t fenced = 0;    // when it last did, between plain and asynchronous accesses
+  bool phase = false;     // has arrived at its cluster's barrier, and not yet waited
+  uint64_t fenced = 0;    // time of its last fence between plain and asynchronous accesses
   Begun copies, bulk;     // cp.async, bulk stores
 };
 
 struct Barrier {
-  Clocks clocks;  // of who has come
+  Clocks clocks;  // of arrived threads
   unsigned arrived = 0, expected = 0;
   bool any = false, all = true;
   unsigned count = 0;
@@ -90,7 +90,7 @@ struct Barrier {
   unsigned said_count = 0;
 };
 
-// Who wrote 16 bytes of shared memory by plain stores, and when.
+// The last writer of 16 bytes of shared memory by plain stores, and the time.
 struct Written {
   uint32_t thread = kNone;
   uint64_t when = 0;
@@ -106,7 +106,7 @@ struct Block {
 };
 
 struct Cluster {
-  Clocks coming, met;  // clocks of who has come to its barrier, and of the last time all had
+  Clocks coming, met;  // clocks of threads at its barrier, and of the last complete barrier
   unsigned at[3] = {}, arrived = 0, alive = 0;
   char* arena = nullptr;  // of all its blocks' shared memory
   std::vector<std::unique_ptr<Block>> blocks;
@@ -125,16 +125,16 @@ class Machine {
  public:
   Order order = Order::early;
   bool backwards = false;
-  uint64_t clock_ns = 1000;  // a test's; the host's own where the device is a whole process's
+  uint64_t clock_ns = 1000;  // a test's; the host's own if the device belongs to a whole process
   std::vector<std::pair<char*, size_t>> allowed;  // global memory; empty: all
-  std::map<char*, size_t> own;                    // that the device gave itself
-  bool strict = false;                            // what is neither is an error, though nothing was allowed
-  std::deque<std::function<void()>> pending;      // asynchronous copies nobody's group holds
+  std::map<char*, size_t> own;                    // that the device allocated for itself
+  bool strict = false;                            // other memory is an error, even if no range was allowed
+  std::deque<std::function<void()>> pending;      // asynchronous copies in no group
   std::mt19937 random{12345};
-  bool waited = false;  // some thread of this launch, for the kernels ahead
+  bool waited = false;  // a thread of this launch has waited for the kernels ahead
   Races races;
   std::map<int, std::string> sites;  // lines that order accesses, and were executed
-  int omitted = 0;                   // one of them, as if it were not there
+  int omitted = 0;                   // one of them to skip
   alignas(64) char meeting[64] = {};
   const Launch* launch = nullptr;
   uint64_t executed = 0;
@@ -277,8 +277,8 @@ inline char* Machine::arena() {
   return static_cast<char*>(p);
 }
 
-// Plain stores are seen by the asynchronous proxy (bulk copies, products of warp groups) only through a fence, of who
-// wrote or of who reads, on the way from one to the other.
+// The asynchronous proxy (bulk copies, products of warp groups) sees plain stores only after a fence, by the writer or
+// by the reader, between the two accesses.
 inline void wrote(Thread& t, const char* p, size_t bytes) {
   Cluster& c = *t.block->cluster;
   if (p < c.arena || p >= c.arena + kMostCluster * kWindow) return;
@@ -375,7 +375,7 @@ inline void enter(Thread& t, const Function& f, const std::vector<char>& paramet
       v = uint32_t(~((2ull << lane) - 1));
     else if (special == Special::lanemask_ge)
       v = uint32_t(~((1ull << lane) - 1));
-    else if (special == Special::envreg1 || special == Special::envreg2)  // where blocks of a cooperative launch meet
+    else if (special == Special::envreg1 || special == Special::envreg2)  // the barrier of a cooperative launch
       v = !l.together ? 0 : uint64_t(machine().meeting) >> (special == Special::envreg1 ? 32 : 0) & 0xffffffff;
     frame.slots[slot] = v;
   }
@@ -422,7 +422,7 @@ inline std::unique_ptr<Cluster> Machine::make(uint64_t index) {
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
-// Threads of a block that a barrier waits for, where it names no number.
+// Threads of a block for which a barrier without a number waits.
 inline unsigned alive(const Block& b) { return unsigned(b.threads.size()) - b.done; }
 
 inline void pass(Block& b, unsigned id) {
@@ -438,7 +438,7 @@ inline void pass(Block& b, unsigned id) {
     }
 }
 
-// The thread has come to barrier `id`; `expected` threads, or 0: all. Its program counter moves when all have come.
+// The thread arrives at barrier `id` of `expected` threads (0: all). It continues when all have arrived.
 inline void arrive(Thread& t, unsigned id, unsigned expected, bool waits) {
   Block& b = *t.block;
   if (id > 15) throw Error("barrier " + std::to_string(id));
@@ -466,7 +466,7 @@ inline void pass_cluster(Cluster& c) {
 }
 
 inline void end(Thread& t) {
-  for (Begun* begun : {&t.copies, &t.bulk}) {  // what it has not waited for may still come
+  for (Begun* begun : {&t.copies, &t.bulk}) {  // work without a wait may still complete later
     begun->commit();
     for (auto& group : begun->groups)
       for (auto& one : group) machine().pending.push_back(std::move(one));
@@ -484,8 +484,8 @@ inline Thread* lane(Thread& t, unsigned k) {
   return first + k < t.block->threads.size() ? &t.block->threads[first + k] : nullptr;
 }
 
-// Has the whole mask come to this instruction? If so all of it is free to go on, and the caller does the work for all;
-// else the thread waits.
+// Returns true if the whole mask has arrived at this instruction: then all may continue, and the caller does the work
+// for all. Otherwise the thread waits.
 inline bool together(Thread& t, uint32_t mask) {
   if (!(mask >> t.index % kWarp & 1)) throw Error("the thread is not in its own mask " + hex(mask));
   t.lanes = mask, t.state = State::at_lanes;
@@ -541,7 +541,7 @@ inline void Machine::step(Thread& t) {
   }
 }
 
-// A turn of every thread of the cluster that can run; whether one could.
+// Run a turn of every thread of the cluster that can run; return false if none could.
 inline bool Machine::turn(Cluster& c) {
   bool any = false;
   for (size_t k = 0; k < c.blocks.size(); ++k) {
@@ -586,7 +586,7 @@ inline void Machine::run(const Launch& l) {
       idle = 0;
       continue;
     }
-    if (!pending.empty()) {  // the latest moment: nobody can go on without it
+    if (!pending.empty()) {  // the latest moment: no thread can continue without it
       const size_t k = order == Order::mixed ? random() % pending.size() : 0;
       auto work = std::move(pending[k]);
       pending.erase(pending.begin() + long(k));

@@ -120,7 +120,7 @@ void move_matrices(Thread& t, const Instruction& i) {
 
 // --- products of warp groups -----------------------------------------------------------------------------------------
 
-// Where an operand lies in shared memory. Canonical layouts: PTX ISA 9.0, 9.7.15.5.1; in 16-byte units, n the index of
+// An operand's place in shared memory. Canonical layouts: PTX ISA 9.0, 9.7.15.5.1; in 16-byte units, n the index of
 // eight rows (K-major) or of 8 to 64 elements along M or N:
 //   K-major   none ((8,n),2):((1,SBO),LBO)   32 B ((8,n),2):((2,SBO),1)   64 B ((4 a row,SBO),1)   128 B ((8 a
 // row,SBO),1)
@@ -182,7 +182,7 @@ inline void reads(Block& b, const Matrix& m, unsigned rows, unsigned depth, uint
 
 // wgmma.mma_async.sync.aligned.m64nNkK.f32.ta.tb {d}, a, b, scale-d, imm-a, imm-b[, turned-a, turned-b]: a is a
 // descriptor
-// or four registers. Reads and writes happen when it is begun, or when it is waited for.
+// or four registers. Reads and writes happen when it is started, or when it is waited for.
 inline void group_product(Thread& t, const Instruction& i) {
   if (!group_together(t)) return;
   Block& b = *t.block;
@@ -193,7 +193,7 @@ inline void group_product(Thread& t, const Instruction& i) {
   if (i.words[types] != "f32") throw Error("a product of warp groups into " + i.words[types]);
   const Element ea = element_named(i.words[types + 1]), eb = element_named(i.words[types + 2]);
   const bool in_registers = !i.operands[1].many.empty();
-  // Descriptors and flags are taken when it is begun, memory and registers some time until it is waited for.
+  // Descriptors and flags are read when it is started, memory and registers at some time until the wait.
   auto value = [&](size_t k) { return t.slots[i.operands[k].slot]; };
   auto flag = [&](size_t k) { return i.operands.size() > k && as<uint32_t>(value(k)) == 1; };
   const bool adds = value(3) & 1, turned_b = flag(in_registers ? 6 : 7), turned_a = !in_registers && flag(6);
@@ -238,7 +238,7 @@ inline void group_product(Thread& t, const Instruction& i) {
     reads(b, b_at, unsigned(n), unsigned(depth), b.threads[first].number, i.line);
     if (!in_registers) reads(b, a_at, 64, unsigned(depth), b.threads[first].number, i.line);
   };
-  ends();  // what it reads must have been written before it is begun, and may not be until it has ended
+  ends();  // its operands must be written before it starts, and must not change until it has ended
   b.products[first / kGroup].add(machine().delays(), work, ends);
 }
 inline void group_commit(Thread& t, const Instruction&) {
@@ -250,7 +250,7 @@ inline void group_wait(Thread& t, const Instruction& i) {
   Block& b = *t.block;
   const unsigned first = t.index / kGroup * kGroup;
   b.products[first / kGroup].leave(size_t(count));
-  Clocks met;  // they have all read, whoever of them says so
+  Clocks met;  // all have read, even if only one of them waits
   for (unsigned k = first; k < first + kGroup; ++k) machine().races.release(b.threads[k].number, met);
   for (unsigned k = first; k < first + kGroup; ++k) machine().races.acquire(b.threads[k].number, met);
 }

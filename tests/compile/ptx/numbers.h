@@ -1,4 +1,4 @@
-// Numbers of two bytes and less, and rounding as an instruction names it.
+// Numbers of two bytes and less, and the roundings of instructions.
 #pragma once
 #include <cfenv>
 #include <cmath>
@@ -65,7 +65,7 @@ uint8_t to_fp8(float v, From from, uint8_t largest) {
   return sign | (down < up || (down == up && low % 2 == 0) ? low : high);
 }
 
-// What cannot be told from text: half types as C++ numbers of their own.
+// Half types as separate C++ types, because the bits alone do not identify them.
 struct F16 {
   uint16_t b;
   operator float() const { return f16_to(b); }

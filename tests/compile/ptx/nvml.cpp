@@ -1,4 +1,4 @@
-// `libnvidia-ml` for the same device: an idle board that is whole, with nobody else on it.
+// `libnvidia-ml` for the same device: an idle board without MIG and without other processes.
 #include <cstdio>
 #include <cstring>
 

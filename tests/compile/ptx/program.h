@@ -1,7 +1,7 @@
 // PTX as text, and a function of it as instructions whose every scalar operand is a slot of a thread's registers.
 //
-// Constants, special registers and addresses of variables have slots of their own, filled when a thread begins, so that
-// an instruction need not ask what kind of operand it has.
+// Constants, special registers and addresses of variables have separate slots, filled when a thread starts, so that an
+// instruction need not check the kind of its operands.
 #pragma once
 #include <cctype>
 #include <cstdint>
@@ -80,14 +80,14 @@ struct Instruction {
   bool guard_negated = false;
   Type type = Type::none, from = Type::none;  // the first and last type among the modifiers
   uint32_t target = 0;                        // of a branch
-  int64_t detail = 0;                         // what the instruction's own decoder keeps
+  int64_t detail = 0;                         // data of the instruction's decoder
   std::vector<Operand> operands;
   std::vector<uint32_t> targets;  // of an indexed branch
   const struct Function* callee = nullptr;
   std::string opcode;              // as written, with modifiers
   std::vector<std::string> words;  // its parts
   int line = 0;
-  bool orders = false;  // a barrier, a fence or a wait, by which accesses follow each other
+  bool orders = false;  // a barrier, a fence or a wait, which orders accesses
 
   bool has(std::string_view word) const {
     for (const std::string& w : words)
@@ -145,7 +145,7 @@ struct Function {
   unsigned cluster[3] = {0, 0, 0};  // required
 };
 
-// A module: variables laid out, functions found, and parsed when they are first asked for.
+// A module: its variables are placed; its functions are found, and parsed at their first use.
 class Module {
  public:
   explicit Module(std::string text);
@@ -170,13 +170,13 @@ class Module {
   std::map<std::string, std::unique_ptr<Function>> parsed_;
   std::map<std::string, Global> globals_;
   std::map<std::string, size_t>
-      shared_;  // offset of a static variable; of the extern one: where the dynamic part begins
+      shared_;  // offset of a static variable; of the extern one: the start of the dynamic part
   std::vector<std::string> dynamic_;
   size_t shared_bytes_ = 0;
   void variable(const std::string& statement);
 };
 
-// Fills in what an instruction does; raises Error for one that is not known.
+// Set the function of an instruction; raises Error for an unknown one.
 void decode(Instruction& i);
 void read_clock(Thread& t, const Instruction& i);
 
@@ -244,7 +244,7 @@ inline Variable variable_of(const std::string& declaration) {
       v.name = w;
     else if (w[0] != '.')
       v.name += w;
-    // An alignment after `.ptr` is that of what is pointed at.
+    // An alignment after `.ptr` is the alignment of the memory that it points to.
     if (w == ".ptr") break;
   }
   if (v.name.empty()) {  // after `.ptr`: the last word

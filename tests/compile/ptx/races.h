@@ -1,9 +1,8 @@
 // Which accesses are ordered, by vector clocks, after the PTX memory model: barriers, mbarriers, releases and acquires,
 // fences around relaxed accesses. Two that are not ordered, one of them a store, are an error.
 //
-// What is left out never makes an error of what is right: scopes and proxies are not told apart, an atomic access is
-// not held against plain ones, of the readers of a byte the latest four warps are remembered, and copies by TMA
-// share a clock.
+// The simplifications never report a correct program: scopes and proxies are not distinguished, atomic accesses are not
+// compared with plain ones, only the latest four warps that read a byte are remembered, and TMA copies share a clock.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -18,10 +17,10 @@ using Clocks = std::vector<uint32_t>;  // by thread of the launch; the last is t
 
 class Races {
  public:
-  static constexpr size_t kMost = 4096;  // threads of a launch that is looked at
+  static constexpr size_t kMost = 4096;  // most threads of a launch that is checked
 
   bool asked = false;    // of launches to come
-  bool lenient = false;  // a store of what is there already is none
+  bool lenient = false;  // a store of the present value does not count as a store
 
   void begin(size_t threads) {
     on_ = asked && threads <= kMost;
@@ -33,7 +32,7 @@ class Races {
     released_.clear(), phases_.clear(), pages_.clear();
     copy_ = 0, page_at_ = ~uint64_t(0), launches_ += 1;
   }
-  // Memory that another block gets: what was there before is nobody's.
+  // Forget earlier accesses to memory that another block gets.
   void forget(const char* p, size_t bytes) {
     if (!on_) return;
     const uint64_t first = uint64_t(p), end = first + bytes;
@@ -61,7 +60,7 @@ class Races {
     fenced_[t] = clocks_[t];
     clocks_[t][t] += 1;
   }
-  // A load or store that may meet others: by itself it orders nothing, with a fence before or behind it what those do.
+  // A relaxed load or store: it orders accesses only together with a fence before or after it.
   void synchronises(uint32_t t, uint64_t address, bool reads, bool writes, bool acquires, bool releases) {
     if (!on_) return;
     Clocks& there = released_[address];
@@ -94,7 +93,7 @@ class Races {
     begin_write(t, p, bytes, line);
     end_write(t, p, bytes, line);
   }
-  // An asynchronous store: from its beginning to its end nobody else may touch the bytes.
+  // An asynchronous store: no other access to its bytes may happen between its start and its end.
   void begin_write(uint32_t t, const char* p, size_t bytes, int line) {
     if (!on_) return;
     for (size_t k = 0; k < bytes; ++k) {
@@ -109,7 +108,7 @@ class Races {
     if (!on_) return;
     for (size_t k = 0; k < bytes; ++k) cell(p + k).writer = {clocks_[t][t], t, line};
   }
-  // A bulk copy's, in the name of who began it, seen by whoever waits for the mbarrier it reports to.
+  // A bulk copy's access, ordered after its issuing thread, and before threads that wait for its mbarrier.
   void end_copy(const char* p, size_t bytes, int line, Clocks& reports) {
     if (!on_) return;
     copy_ += 1;

@@ -1,5 +1,5 @@
-// A CUDA runtime whose device is machine.h, as `libcudart` is: for shared objects that nvcc made with PTX alone, which
-// are loaded behind it, and for a whole process under tests/rehearsal.
+// A CUDA runtime, like `libcudart`, whose device is machine.h: for shared objects of nvcc with PTX only, which are
+// loaded after it, and for a whole process under tests/rehearsal.
 #include "device.h"
 
 #include <dlfcn.h>
@@ -10,16 +10,16 @@ extern "C" {
 
 // --- for tests -------------------------------------------------------------------------------------------------------
 
-// order: 0 what is asynchronous happens at once, 1 as late as it may, 2 mixed by `seed`
+// order: 0 asynchronous work is done at once, 1 as late as allowed, 2 mixed by `seed`
 void ptx_order(int order, int backwards, unsigned seed) {
   machine().order = ptx::Order(order), machine().backwards = backwards != 0, machine().random.seed(seed);
 }
-// Global memory is what was allowed since the last ptx_forbid; without any, all of it.
+// Accessible global memory: the ranges allowed since the last ptx_forbid; without any, all memory.
 void ptx_allow(void* at, size_t bytes) { machine().allowed.push_back({static_cast<char*>(at), bytes}); }
 void ptx_forbid() { machine().allowed.clear(); }
 void ptx_device(int major, int minor) { device().major = major, device().minor = minor; }
-// Launches of at most Races::kMost threads are looked at for accesses that nothing orders; how many were so far.
-// how: 0 not, 1 yes, 2 yes but for stores of what is there already
+// Check launches of at most Races::kMost threads for unordered accesses; return the number of checked launches.
+// how: 0 no check, 1 check, 2 check except stores of the present value
 void ptx_races(int how) { machine().races.asked = how != 0, machine().races.lenient = how == 2; }
 unsigned long long ptx_raced() { return machine().races.launches(); }
 // Lines of barriers, fences and waits that were executed so far, each with its opcode; and one to leave out, or 0.
@@ -32,7 +32,7 @@ const char* ptx_sites() {
 void ptx_omit(int line) { machine().omitted = line; }
 const char* ptx_failed() { return device().failed.c_str(); }
 
-// A module from text, and a launch of one of its kernels; null and ptx_failed() where that is not possible.
+// A module from text, and a launch of one of its kernels; null and ptx_failed() if that is not possible.
 void* ptx_load(const char* text) {
   try {
     return load(text);
@@ -60,7 +60,7 @@ int ptx_host(cudaStream_t stream, void (*work)(void*), void* with) {
   return kept;
 }
 
-// --- what nvcc's objects register ------------------------------------------------------------------------------------
+// --- registration of nvcc's objects ----------------------------------------------------------------------------------
 
 void** __cudaRegisterFatBinary(void* wrapper) {
   struct Wrapper {
@@ -612,9 +612,9 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t*, size_t* count) {
   return *count = graph ? graph->nodes.size() : 0, cudaSuccess;
 }
 
-// --- the driver, as objects of nvcc's ask for it ---------------------------------------------------------------------
+// --- driver functions that nvcc's objects use ------------------------------------------------------------------------
 
-// Refuses what the driver's documentation says that it refuses.
+// Refuse the arguments that the driver refuses according to its documentation.
 CUresult cuTensorMapEncodeTiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
@@ -656,7 +656,7 @@ cudaError_t cudaGetDriverEntryPoint(const char* name, void** at, unsigned long l
   return cudaGetDriverEntryPointByVersion(name, at, 13000, flags, found);
 }
 
-// --- what is linked against, and was never needed --------------------------------------------------------------------
+// --- functions that are linked against and never called --------------------------------------------------------------
 
 #define NOT_HERE(name, ...) \
   cudaError_t name(__VA_ARGS__) { return say(cudaErrorNotSupported, #name " is not to be had here"); }

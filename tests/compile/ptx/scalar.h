@@ -8,7 +8,7 @@ namespace ptx {
 // detail's bits for floating point
 constexpr int64_t kFlush = 1, kSaturate = 2, kNaN = 4, kRelu = 8;
 constexpr int64_t kZero = 16, kDown = 32, kUp = 64;                                 // how a number is rounded
-constexpr int64_t kNearest = 128, kTruncated = 256, kFloor = 512, kCeiling = 1024;  // to a whole number
+constexpr int64_t kNearest = 128, kTruncated = 256, kFloor = 512, kCeiling = 1024;  // to an integer
 
 template <class T>
 T flush(const Instruction& i, T v) {
@@ -121,7 +121,7 @@ PTX_OPERATION(
     Absolute, if constexpr (std::is_integral_v<T>) {
       return std::is_signed_v<T> && a < T(0) ? T(0 - uint64_t(a)) : a;
     } else return std::fabs(a);)
-// Of a number and NaN the number, unless the instruction says .NaN; -0 is less than +0.
+// For a number and NaN, return the number, unless the instruction has .NaN; -0 is less than +0.
 template <bool LEAST>
 struct Extreme {
   template <class T>
@@ -354,7 +354,7 @@ bool compare(int how, T a, T b) {
   }
 }
 
-// setp.how[.and|.or|.xor].type p[|q], a, b[, c]; detail: how, and what it is combined by << 8
+// setp.how[.and|.or|.xor].type p[|q], a, b[, c]; detail: how | the combining operation << 8
 template <class T>
 void set_predicate(Thread& t, const Instruction& i) {
   T a, b;
@@ -421,7 +421,7 @@ inline void move_predicate(Thread& t, const Instruction& i) {
 }
 inline void read_clock(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = machine().now_ns();
-  t.stop = true;  // who looks at the clock lets time pass
+  t.stop = true;  // reading the clock advances it
   ++t.pc;
 }
 inline void pack(Thread& t, const Instruction& i) {
@@ -609,7 +609,7 @@ inline char* reach(Thread& t, Where where, uint64_t address, size_t bytes, size_
   return m.generic(t, address, bytes, align);
 }
 
-// What a thread's own frames hold meets nobody.
+// Accesses to a thread's own frames cannot race.
 inline bool meets(const Thread& t, Where where, const char* p) {
   if (!machine().races.on() || where == kLocal) return false;
   if (where != kGeneric) return true;
@@ -633,7 +633,7 @@ void load(Thread& t, const Instruction& i) {
   }
   ++t.pc;
 }
-inline void load_and_yield(Thread& t, const Instruction& i) {  // one that others write meanwhile
+inline void load_and_yield(Thread& t, const Instruction& i) {  // polled: other threads write it in the meantime
   const size_t size = bytes_of(i.type);
   const char* p = reach(t, Where(i.detail), word(t, i.operands[1]), size, size);
   uint64_t v = 0;
@@ -734,7 +734,7 @@ void atomic(Thread& t, const Instruction& i) {
   const bool both = i.has("acq_rel");
   machine().races.synchronises(t.number, uint64_t(p), true, true, both || i.has("acquire"), both || i.has("release"));
   if (returns) put(t, i, old);
-  t.stop = true;  // what others see changes here: let them
+  t.stop = true;  // others can see this change: let them run
   ++t.pc;
 }
 template <class T>
@@ -861,7 +861,7 @@ inline void barrier_reduce(Thread& t, const Instruction& i) {
   b.any = b.any || p, b.all = b.all && p, b.count += p;
   const uint32_t into = i.operands[0].slot;
   arrive(t, id, i.operands.size() > 3 ? get<uint32_t>(t, i, 2) : 0, true);
-  if (t.state == State::at_barrier) return;  // whoever comes last writes for all
+  if (t.state == State::at_barrier) return;  // the last one to arrive writes for all
   for (Thread& o : t.block->threads)
     if (o.state != State::done && o.frames.size() == t.frames.size())
       o.slots[into] = i.has("popc") ? b.said_count : i.has("and") ? b.said_all : b.said_any;
