@@ -40,18 +40,29 @@ def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counte
 
 
 def unfinished(found: Report, again: str) -> TooNoisy | None:
-    """Return an error with the undecided workloads, the reasons and the command `again`; None if all are decided."""
+    """Return an error with the undecided workloads, the reasons and the command `again`; None if all are decided.
+
+    It says what its exit code means: the other decisions are stored, and nothing has failed.
+    """
     if not found.undecided:
         return None
     decided = {d.workload.key: d.reason for d in found.decisions}
     by_reason: dict[str, list[str]] = {}
     for key in dict.fromkeys(n.workload.key for n in found.undecided):
         by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
+    left, total = sum(map(len, by_reason.values())), len(found.labels)
+    means = f"exit code {TooNoisy.exit_code} means undecided, not failed: {_rest(total - left)}"
     return TooNoisy(
-        f"{sum(map(len, by_reason.values()))} of {len(found.labels)} workloads; earlier decisions still serve",
-        why="\n".join(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()),
+        f"{left} of {total} workloads; earlier decisions still serve",
+        why="\n".join([*(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()), means]),
         todo="\n".join([f"continue:  {again}", *_if_busy(by_reason, again)]),
     )
+
+
+def _rest(decided: int) -> str:
+    if not decided:
+        return "no workload is decided"
+    return f"the other {f'{decided} are' if decided > 1 else 'one is'} decided and stored"
 
 
 def _if_busy(reasons: Iterable[str], again: str) -> list[str]:

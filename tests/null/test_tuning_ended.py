@@ -1,0 +1,49 @@
+"""Test what a tune says about workloads that stayed undecided."""
+
+from __future__ import annotations
+
+from autosel.fingerprint import known
+from autosel.models.workloads import Named
+from autosel.tuning.ended import unfinished
+from autosel.tuning.job import Report
+from autosel.values import Workload
+
+
+def named(d: int) -> Named:
+    w = Workload(op="rmsnorm", dims=(("M", 1), ("d", d)), dtype="bf16")
+    return Named(workload=w, label="rmsnorm", calls_per_step=1)
+
+
+def report(total: int, undecided: int) -> Report:
+    some = tuple(named(64 * (i + 1)) for i in range(total))
+    return Report(
+        fingerprint=known.load("h200"),
+        decisions=(),
+        measured=total - undecided,
+        rejected=(),
+        undecided=some[:undecided],
+        seconds=1.0,
+        labels={n.workload.key: n.label for n in some},
+    )
+
+
+def test_undecided_workloads_come_with_the_meaning_of_the_exit_code() -> None:
+    found = unfinished(report(3, 1), "autosel tune")
+    assert found is not None and found.exit_code == 5
+    assert found.what == "1 of 3 workloads; earlier decisions still serve"
+    assert found.why.splitlines() == [
+        "rmsnorm/M1.d64/bf16: the budget ended before the race",
+        "exit code 5 means undecided, not failed: the other 2 are decided and stored",
+    ]
+    assert found.todo == "continue:  autosel tune"
+
+
+def test_a_tune_that_decides_nothing_says_so() -> None:
+    found = unfinished(report(2, 2), "autosel tune")
+    assert found is not None and found.why.endswith("not failed: no workload is decided")
+    one = unfinished(report(2, 1), "autosel tune")
+    assert one is not None and one.why.endswith("the other one is decided and stored")
+
+
+def test_a_complete_tune_has_no_error() -> None:
+    assert unfinished(report(2, 0), "autosel tune") is None
