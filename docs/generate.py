@@ -50,8 +50,8 @@ COMMANDS: Mapping[str, str] = {"run": "./run", "explain": "./run explain gate_up
 CUTS: Mapping[str, Sequence[str]] = {
     "run": (
         r"^ +(\d+m)?\d+s  (?!attn .* L8192).*\n",
-        r"^(?:rope|kv_append|gemv (?:o|gate|down)|add_rmsnorm|swiglu|sample)\b.*\n(?: {14}.*\n)?",
-        r"^attn .*\n +L(?!8192).*\n",
+        r"^(?:rope|kv_append|linear (?:o|gate|down)|add_rmsnorm|swiglu|sample)\b.*\n",
+        r"^attn .* L(?!8192)\d+ .*\n",
     )
 }
 

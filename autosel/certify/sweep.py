@@ -285,7 +285,7 @@ def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
 
 
 def route(label: str) -> str:
-    """Return one label for `gemv o` and `gemm o`, the same op on either side of its crossover."""
+    """Return `linear o` for `gemv o` and `gemm o`, labels of sweeps and certificates by earlier versions."""
     kind, _, name = label.partition(" ")
     return f"linear {name}" if kind in ("gemv", "gemm") else label
 

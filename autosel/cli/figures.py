@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next", "roofline")
+HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next", "roof")
 NO_STALE: Mapping[int, str] = {}
 MARK = "*"  # marks figures timed while other work ran
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from autosel.cli.device import default_device
+from autosel.cli.figures import shape
 from autosel.cli.options import (
     batch_option,
     dtype_option,
@@ -52,8 +53,7 @@ def knobs_command(
     from autosel.models.workloads import step
 
     fp = find(device)
-    shape = models.load(model)
-    named = step(shape, batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
+    named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
     found = [(n.workload, n.label, who, knobs) for n in named for who, knobs in settings_of(n.workload, fp)]
     if as_json:
         emit_json(
@@ -70,7 +70,7 @@ def knobs_command(
         return
     click.echo("\n".join((f"{fp.name}   ({fp.source})", *note_lines(remarks(fp)))))
     for w, label, who, knobs in found:
-        click.echo(f"\n{label}  {w.shape_text} {w.dtype}  {who}")
+        click.echo(f"\n{label}  {shape(w)} {w.dtype}  {who}")
         _show(knobs, explain)
     if not found:
         click.echo("no kernel with knobs accepts these workloads")

@@ -458,7 +458,9 @@ def judge(tried: Sequence[Tried], again: str, inputs: str) -> AutoselError | Non
         return UsageError("the candidate accepts none of these workloads", why=tried[0].reason)
     open_ones = [t for t in tried if t.verdict is not None and t.verdict.outcome == "undecided"]
     if open_ones:
-        reasons = "\n".join(f"{t.named.workload.key}: {t.verdict.reason}" for t in open_ones if t.verdict)
+        reasons = "\n".join(
+            f"{t.named.label} {shape(t.named.workload)}: {t.verdict.reason}" for t in open_ones if t.verdict
+        )
         return TooNoisy(
             f"{len(open_ones)} of {len(tried)} workloads; PyTorch stays there",
             why=reasons,

@@ -303,7 +303,7 @@ def show_remarks(found: Report) -> None:
     if rates:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))
         told_rate = low if low == high else f"{low} .. {high}"
-        click.echo(f"roofline: fraction of {told_rate}, measured during these races")
+        click.echo(f"roof: fraction of {told_rate}, measured during these races")
     if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
         noisy = f"contended: other work ran while the rates were measured ({'; '.join(found.fingerprint.notes)})"
         click.echo(paragraph(noisy, hang="  "))

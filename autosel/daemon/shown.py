@@ -15,6 +15,7 @@ from autosel import resources, settings
 from autosel.certify import store as certificate_file
 from autosel.certify.certificate import Certificate
 from autosel.certify.certificate import decode as decode_certificate
+from autosel.certify.sweep import route
 from autosel.certify.words import figure
 from autosel.daemon import idle
 from autosel.daemon.view import View
@@ -433,8 +434,9 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
             more=("more", "less"),
         ),
     ]
-    for name in sorted(set(one.per_op) & set(two.per_op)):
-        first, second = one.per_op[name].median_us, two.per_op[name].median_us
+    before, after = ({route(label): o for label, o in made.per_op.items()} for made in (one, two))
+    for name in sorted(set(before) & set(after)):
+        first, second = before[name].median_us, after[name].median_us
         if first and second:
             lines.append(Line(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
     fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")

@@ -174,7 +174,7 @@ class Choice:
     """The candidate of one op of the step. State `baseline`: undecided, so PyTorch's code ran."""
 
     op: str
-    label: str  # its name in tables: `gemv o`
+    label: str  # its name in tables: `linear o`
     workload_key: str
     count_per_step: int
     backend: Backend

@@ -19,7 +19,7 @@ from autosel.errors import AutoselError
 from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
-from autosel.ledger.describe import contended
+from autosel.ledger.describe import contended, shape
 from autosel.ledger.key import current_mode, matters, threads_of
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
@@ -62,7 +62,7 @@ class Resolution:
 
     def explain(self) -> str:
         d = self.decision
-        lines = [f"{self.workload.op}  {self.workload.shape_text} {self.workload.dtype}   {self.candidate}"]
+        lines = [f"{self.workload.op}  {shape(self.workload)} {self.workload.dtype}   {self.candidate}"]
         if d is not None:
             lines.append(f"  decision  {d.id}, {d.state}, {d.created_at[:19]}Z")
             if d.effect is not None and self.served:

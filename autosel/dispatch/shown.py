@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 
 from autosel.dispatch.resolve import Resolution
-from autosel.ledger.describe import against_baseline
+from autosel.ledger.describe import against_baseline, shape
 
 HEADERS = ("workload", "kernel", "decision", "vs PyTorch", "calls", "reason")
 
@@ -40,4 +40,4 @@ def html_table(called: Iterable[tuple[Resolution, int]]) -> str:
 def _cells(r: Resolution, calls: int) -> tuple[str, ...]:
     d = r.decision if r.served else None
     told = (str(d.id), against_baseline(d)) if d is not None else ("", "")
-    return f"{r.workload.op} {r.workload.shape_text} {r.workload.dtype}", r.candidate, *told, str(calls), r.reason
+    return f"{r.workload.op} {shape(r.workload)} {r.workload.dtype}", r.candidate, *told, str(calls), r.reason

@@ -39,7 +39,8 @@ NAMES = (*STEP_OPS, *ASKED_OPS, *ALIASES, *FORMER_OPS)  # of ops that can be ask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """Name a workload for tables, with the number of times that one decode step runs it in the chains that contain it.
+    """Name a workload for tables, by its op and its role in the model (`linear qkv`), with the number of times that one
+    decode step runs it in the chains that contain it.
 
     Attention is listed at several lengths, of which a step runs one. Workloads of a prompt only have 0 runs per step.
     """
@@ -63,7 +64,7 @@ def workloads(
 
 
 def labels(model: ModelShape, *, batch: int = 1, context: int = 8192, dtype: DTypeName | None = None) -> dict[str, str]:
-    """Return workload key -> name in tables (`gemv o`), for every workload of the model in every format."""
+    """Return workload key -> name in tables (`linear o`), for every workload of the model in every format."""
     found: dict[str, str] = {}
     for weight, cache in ((PLAIN, PLAIN), *((w, PLAIN) for w in WEIGHT_FORMATS), *((PLAIN, c) for c in CACHE_FORMATS)):
         asked = step(
@@ -294,8 +295,7 @@ class _Lister:
         return {"offset": self.model.norm_offset} if self.model.norm_offset else {}
 
     def _linear(self, name: str, n: int, k: int, calls: int, chain: Chain, **traits: Scalar) -> Named:
-        label = f"{'gemv' if self.batch == 1 else 'gemm'} {name}"
-        return self._named("linear", {"M": self.batch, "N": n, "K": k}, calls, chain, label, **traits)
+        return self._named("linear", {"M": self.batch, "N": n, "K": k}, calls, chain, f"linear {name}", **traits)
 
     def _named(self, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar) -> Named:
         for trait, ops in (("weight", WEIGHT_OPS), ("cache", CACHE_OPS)):

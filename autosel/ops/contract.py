@@ -245,7 +245,7 @@ class Op(ABC):
     # --- naming -----------------------------------------------------------------------------------------------------
 
     def label(self, w: Workload) -> str:
-        """Return a short name for tables: usually the op's; more specific, such as `gemv o`, if needed."""
+        """Return a short name for tables: usually the op's; more specific, such as `linear o`, if needed."""
         return self.name
 
     def arguments(self, inputs: Inputs) -> tuple[Any, ...]:

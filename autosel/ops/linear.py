@@ -151,9 +151,6 @@ class Linear(Op):
     def flops(self, w: Workload) -> int:
         return 2 * w["M"] * w["N"] * w["K"]
 
-    def label(self, w: Workload) -> str:
-        return f"{'gemv' if w['M'] == 1 else 'gemm'} {w['N']}x{w['K']}"
-
 
 def checked_columns(k: int, rows: int, wanted: int) -> int:
     """Return how many outputs per row to check in float64: enough to notice a wrong tile, few enough during a race.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from autosel.errors import Stopped, TooNoisy
+from autosel.ledger.describe import shape
 from autosel.race.session import BUSY
 from autosel.tuning.job import Listener, Rejection, Report
 from autosel.values import Decision
@@ -48,13 +49,14 @@ def unfinished(found: Report, again: str) -> TooNoisy | None:
         return None
     decided = {d.workload.key: d.reason for d in found.decisions}
     by_reason: dict[str, list[str]] = {}
-    for key in dict.fromkeys(n.workload.key for n in found.undecided):
-        by_reason.setdefault(decided.get(key, "the budget ended before the race"), []).append(key)
+    for key, n in {n.workload.key: n for n in found.undecided}.items():
+        reason = decided.get(key, "the budget ended before the race")
+        by_reason.setdefault(reason, []).append(f"{n.label} {shape(n.workload)}")
     left, total = sum(map(len, by_reason.values())), len(found.labels)
     means = f"exit code {TooNoisy.exit_code} means undecided, not failed: {_rest(total - left)}"
     return TooNoisy(
         f"{left} of {total} workloads; earlier decisions still serve",
-        why="\n".join([*(f"{_few(keys)}: {reason}" for reason, keys in by_reason.items()), means]),
+        why="\n".join([*(f"{_few(names)}: {reason}" for reason, names in by_reason.items()), means]),
         todo="\n".join([f"continue:  {again}", *_if_busy(by_reason, again)]),
     )
 
@@ -71,5 +73,5 @@ def _if_busy(reasons: Iterable[str], again: str) -> list[str]:
     return [f"once the machine is quiet:  {again} --wait"]
 
 
-def _few(keys: Sequence[str]) -> str:
-    return ", ".join(keys) if len(keys) <= 2 else f"{keys[0]} and {len(keys) - 1} more"
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"

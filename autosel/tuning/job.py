@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Protocol, runtime_checkable
 
 from autosel.candidates.base import Candidate
+from autosel.ledger.describe import shape
 from autosel.ledger.store import Ledger
 from autosel.models.workloads import Named
 from autosel.parity.session import CALL_S
@@ -170,7 +171,7 @@ class Tally:
     def tick(self, tick: Tick) -> None:
         """Report a new pair."""
         w = tick.contest.workload
-        detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {w.shape_text}") if x)
+        detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {shape(w)}") if x)
         self.listener.stage(tick.stage, detail, tick.done, tick.total)
         if isinstance(self.listener, Spectator):
             self.listener.pair(tick)

@@ -8,6 +8,7 @@ from random import Random
 
 from autosel.candidates import registry
 from autosel.candidates.base import Candidate, support_of
+from autosel.ledger.describe import shape
 from autosel.models.workloads import Named
 from autosel.native.compile import compile_source
 from autosel.parity.check import INPUTS, check
@@ -104,7 +105,8 @@ def _race(
     entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, rng: Random, device: str
 ) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
-        listener.stage(tick.stage, f"{tick.pairs} pairs  {tick.contest.workload.key}", tick.done, tick.total)
+        w = tick.contest.workload
+        listener.stage(tick.stage, f"{tick.pairs} pairs  {w.op} {shape(w)}", tick.done, tick.total)
 
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}

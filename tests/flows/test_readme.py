@@ -56,7 +56,7 @@ def test_the_example_of_the_readme_runs_and_names_the_serving_kernel(home: Path,
     assert len([line for line in example.splitlines() if line]) <= 6
     done = python(home, tmp_path, "-c", example)
     assert done.returncode == 0, done.stderr
-    assert "attn  B1 Hq32 Hkv8 S1 D128 L8192 bf16   torch:sdpa" in done.stdout  # without proven kernels: the baseline
+    assert "attn  B1 H32/8 D128 L8192 bf16   torch:sdpa" in done.stdout  # without proven kernels: the baseline
     assert "reason    nothing is decided here yet" in done.stdout
 
 

@@ -787,7 +787,7 @@ def test_an_objective_that_the_run_has_no_figure_of_is_refused() -> None:
 def test_the_audit_accounts_for_the_whole_step_and_names_each_ops_limit() -> None:
     found = audit.audit(certificate(decode_run(noise=0.0)))
     assert sum(r.share for r in found.rows) + found.rest_share == pytest.approx(1)
-    assert [r.label for r in found.rows][:2] == ["gate_up", "gemv down+res"]
+    assert [r.label for r in found.rows][:2] == ["gate_up", "linear down+res"]
     limits = {r.label: r.limit for r in found.rows}
     assert limits["gate_up"] == "memory" and limits["rope"] == "overhead"
     top = found.rows[0]

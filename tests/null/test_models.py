@@ -540,11 +540,11 @@ def test_a_short_context_is_listed_alone() -> None:
     assert context_lengths(129) == (128, 129)
 
 
-def test_a_batch_has_ragged_lengths_and_is_called_gemm() -> None:
+def test_a_batch_has_ragged_lengths_and_the_names_of_one_sequence() -> None:
     step = models.step(models.load("llama-8b"), batch=4)
     assert all(n.workload.trait("ragged", False) for n in step if n.workload.op == "attn")
     assert {n.label for n in step if n.workload.op == "linear"} == {
-        "gemm qkv", "gemm o", "gemm o+res", "gemm gate", "gemm down", "gemm down+res",
+        "linear qkv", "linear o", "linear o+res", "linear gate", "linear down", "linear down+res",
     }  # fmt: skip
     assert all(n.workload["M"] == 4 for n in step if n.workload.op == "lm_head")
 
@@ -564,7 +564,7 @@ def test_ops_are_filtered_by_name_and_alias() -> None:
 def test_a_prompt_adds_its_passes_and_what_gemm_means_there() -> None:
     llama = models.load("llama-1b")
     gemms = step(llama, ops=["gemm"], prompt=2500)
-    assert {n.workload["M"] for n in gemms} == {2048, 452} and all(n.label.startswith("prompt gemm") for n in gemms)
+    assert {n.workload["M"] for n in gemms} == {2048, 452} and all(n.label.startswith("prompt linear") for n in gemms)
     assert {n.workload["M"] for n in step(llama, ops=["gemv", "gemm"], prompt=300)} == {1, 300}
     assert [n.workload.shape_text for n in step(llama, ops=["kv_append"], prompt=2500)] == [
         "B1 Hkv8 S1 D64", "B1 Hkv8 S2048 D64", "B1 Hkv8 S452 D64"

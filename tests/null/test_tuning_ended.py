@@ -32,7 +32,7 @@ def test_undecided_workloads_come_with_the_meaning_of_the_exit_code() -> None:
     assert found is not None and found.exit_code == 5
     assert found.what == "1 of 3 workloads; earlier decisions still serve"
     assert found.why.splitlines() == [
-        "rmsnorm/M1.d64/bf16: the budget ended before the race",
+        "rmsnorm M1 d64: the budget ended before the race",
         "exit code 5 means undecided, not failed: the other 2 are decided and stored",
     ]
     assert found.todo == "continue:  autosel tune"

@@ -9,7 +9,9 @@ from autosel.race.run import Tick
 from autosel.tuning.job import Tally
 from autosel.values import Session, Workload
 
-RMSNORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="bf16")
+ATTN = Workload(
+    op="attn", dims=(("B", 1), ("Hq", 32), ("Hkv", 8), ("S", 1), ("D", 128), ("L", 8192)), dtype="bf16", traits=()
+)
 
 
 class Told:
@@ -34,12 +36,12 @@ def test_a_stage_keeps_its_count_while_its_detail_changes() -> None:
     assert told.stages[2] == ("waiting", "for a quiet machine", 0, 0)
 
 
-def test_a_race_reports_its_place_among_the_races_of_the_stage() -> None:
+def test_a_race_reports_its_place_in_the_stage_and_the_name_that_tables_show() -> None:
     told = Told()
     baseline = cast(Any, None)
     contest = Contest(
-        workload=RMSNORM, baseline=baseline, incumbent=baseline, challengers=(), margins={}, llc_bytes=1 << 20
+        workload=ATTN, baseline=baseline, incumbent=baseline, challengers=(), margins={}, llc_bytes=1 << 20
     )
-    session = Session(kind="screening", seed=1, arms=("torch:rmsnorm",), pairs=(), calls_per_sample=(1,))
+    session = Session(kind="screening", seed=1, arms=("torch:sdpa",), pairs=(), calls_per_sample=(1,))
     Tally(told).tick(Tick(contest=contest, stage="screening", candidate="", session=session, done=2, total=5))
-    assert told.stages == [("screening", "0 pairs  rmsnorm M1 d64", 2, 5)]
+    assert told.stages == [("screening", "0 pairs  attn B1 H32/8 D128 L8192", 2, 5)]
