@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ from autosel import settings
 from autosel.cli.certificate import changes_text, suite_text
 from autosel.cli.output import emit_json, error_json, leave, noted
 from autosel.cli.run import Asked, earlier, ledger_or_none, progress, refuse_unwritable
+from autosel.cli.untuned import show_untuned
 from autosel.errors import UsageError
 
 if TYPE_CHECKING:
     from autosel.certify.compare import Change
+    from autosel.certify.run_suite import Part
     from autosel.certify.suite import Level
 
 
@@ -34,8 +37,11 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     refuse_unwritable(asked)
     parts = parts_of(level, asked.plan(), model=asked["model"], layers=asked["layers"])
     request = Request(level=level, parts=parts, certificates=asked.certificates, key=key)
-    with ledger_or_none() as ledger, progress() as listener:
-        found = measure_suite(request, ledger, listener)
+    with ledger_or_none() as ledger:
+        if ledger is not None:
+            show_untuned_suite(asked, parts)
+        with progress() as listener:
+            found = measure_suite(request, ledger, listener)
     document = suite.document(found.suite)
     changes: Sequence[Change] = []
     troubles = [found.trouble] if found.trouble else []
@@ -51,6 +57,13 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
         error = error_json(troubles[0]) if troubles else None
         emit_json({**document, "compare": compare.document(changes), "error": error})
     leave(troubles)
+
+
+def show_untuned_suite(asked: Asked, parts: Sequence[Part]) -> None:
+    """Print for each model what is not tuned for its longest configuration, with the command."""
+    for part in parts:
+        plan = max((runs[0].plan for _, runs in part.configurations), key=lambda p: p.longest)
+        show_untuned(asked.ctx, replace(plan, seq=plan.longest, advance=False, speculate=0))
 
 
 # Options that a suite accepts. Its configurations set batch, context, steps and sampling; the rest belongs to one run.

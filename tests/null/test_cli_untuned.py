@@ -9,6 +9,7 @@ import pytest
 
 from autosel import models
 from autosel.certify import run as certify_run
+from autosel.certify import run_suite
 from autosel.cli.main import run
 from autosel.cli.untuned import untuned_text
 from autosel.decode.run import Plan
@@ -37,6 +38,22 @@ def test_a_run_without_decisions_says_so_before_it_measures_and_names_the_comman
     assert run(["run", "--model", "llama-1b", "--seq", "2048", "--layers", "1", "--small-batch", "2"]) == 1
     assert "note: nothing is tuned for llama-1b, batch 2, context 2048" in said[0]
     assert said[0].splitlines()[-1].endswith("tune --model llama-1b --seq 2048 --batch 2")
+
+
+def test_a_suite_says_it_for_each_model_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def measured(*_: Any) -> None:
+        said.append(capsys.readouterr().err)
+        raise AutoselError("measured")
+
+    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
+    monkeypatch.setattr(run_suite, "measure_suite", measured)
+    assert run(["run", "--suite", "quick", "--model", "smollm2-135m", "--layers", "1"]) == 1
+    assert said[0].count("note: nothing is tuned for smollm2-135m") == 1
+    assert "tune --model smollm2-135m --seq " in said[0]
 
 
 def test_only_the_ops_without_a_decision_are_named() -> None:
