@@ -2,7 +2,7 @@
 
 Inputs are drawn from seeds that no candidate can know. References are computed in this process, after the candidate
 has returned. A candidate that crashes, hangs or raises fails, unless the control fails too (control.py). A candidate
-with correct values also fails if it writes or reads memory outside its operands, or keeps memory after its return.
+with correct values also fails if it reads or writes outside its operands, changes an earlier result or leaks memory.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ class Step:
 
 
 class Prover:
-    """Runs proofs. Keeps its worker for the next proof if that is safe, and reuses outcomes of steps with the same
-    knobs.
+    """A worker and the proofs that run in it. A new worker replaces it if a failed proof may affect the next one.
+
+    Outcomes of steps with the same knobs are reused.
     """
 
     def __init__(self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0) -> None:

@@ -3,8 +3,8 @@
     before = State()            # keeps the functions it sees, so that no other object can take their identity
     before.now()["gc"]          # 'True (700, 10, 10)'
 
-Values are text: the parent compares them and never interprets them. The parent reads what belongs to threads itself
-(workers/threads.py).
+Values are text: the parent compares them and never interprets them. The parent itself reads the state of threads
+(workers/registers.py).
 """
 
 from __future__ import annotations
