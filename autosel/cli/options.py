@@ -86,8 +86,8 @@ model_option = click.option(
     "--model",
     default="llama-8b",
     show_default=True,
-    metavar="NAME|DIR",
-    help="a preset, a Hugging Face checkpoint folder, or its config.json",
+    metavar="NAME|DIR|FILE",
+    help="a preset, a Hugging Face checkpoint folder, its config.json, or a GGUF file",
 )
 ops_option = click.option("--op", "ops", multiple=True, metavar="OP", help="only this op (gemv, attn ...); repeatable")
 batch_option = click.option(

@@ -64,8 +64,13 @@ MEASURED = (
 
 
 @verb("run", *EXAMPLES)
-@click.option("--model", default="", metavar="NAME|DIR", help="a preset or a checkpoint folder  [default: llama-8b]")
-@click.option("--weights", default="", metavar="DIR|random", help="default: the folder's own, else random")
+@click.option(
+    "--model",
+    default="",
+    metavar="NAME|DIR|FILE",
+    help="a preset, a checkpoint folder or a GGUF file  [default: llama-8b]",
+)
+@click.option("--weights", default="", metavar="DIR|FILE|random", help="default: the model's own, else random")
 @click.option("--prompt", default="random", metavar="FILE", help="text, token ids (.json), random or synthetic")
 @dtype_option()
 @format_option()

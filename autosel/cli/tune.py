@@ -128,6 +128,8 @@ def tune_command(
         asked = list(ops) or None
         shape = replace(models.load(model), weight=weight_format)
         told = f"decode step of {shape.name}" + (f", {', '.join(ops)} only" if ops else "")
+        if note := models.dequantised_note(model, dtype or shape.dtype):
+            click.echo(note, err=True)
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:
         named = recorded_workloads(ctx, recorded)

@@ -132,7 +132,7 @@ def measure(
         notes=(
             *_notes(plan, chosen, text),
             *_weights(written),
-            *_said((power.why or power.told, EARLIER if earlier else "")),
+            *_said((weights.note, power.why or power.told, EARLIER if earlier else "")),
         ),
     )
 

@@ -85,7 +85,7 @@ class Plan:
 
     model: ModelShape  # the whole model, for any `layers`
     layers: int = 0  # how many layers run; 0: all
-    weights: str = "random"  # or a checkpoint folder
+    weights: str = "random"  # or a checkpoint folder, or a GGUF file
     # "random" tokens, run through the model; "synthetic": the cache is filled with random keys and values instead, and
     # no time to first token is measured; or a file of token ids, or of text (needs the checkpoint's tokenizer)
     prompt: str = "random"

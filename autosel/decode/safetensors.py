@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,8 +52,12 @@ class Entry:
 class Tensors:
     """Tensors of a checkpoint folder, by name."""
 
-    folder: Path
+    described_by: ClassVar[str] = "config.json"
+    place: Path
     entries: Mapping[str, Entry]
+
+    def note(self, dtype: str) -> str:
+        return ""  # stored in an ordinary dtype, and rounded at most once
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`, converted to its dtype. Raises BadConfig for a tensor of another shape or kind."""
@@ -86,7 +90,7 @@ def open_folder(folder: Path) -> Tensors:
     if _true(index.is_file):
         return _sharded(folder, index)
     if _true((folder / SINGLE).is_file):
-        return Tensors(folder=folder, entries=read_header(folder / SINGLE))
+        return Tensors(place=folder, entries=read_header(folder / SINGLE))
     files = sorted(p.name for p in folder.iterdir()) if _true(folder.is_dir) else []
     pickled = [f for f in files if f.endswith(".bin")] or [f for f in files if Path(f).suffix.startswith(".pt")]
     raise BadConfig(
@@ -116,7 +120,7 @@ def _sharded(folder: Path, index: Path) -> Tensors:
     lost = [name for name, file in named.items() if name not in headers[file]]
     if lost:
         raise BadConfig(f"{folder / named[lost[0]]} lacks {lost[0]}", why=f"{index.name} lists it in that file")
-    return Tensors(folder=folder, entries={name: headers[file][name] for name, file in named.items()})
+    return Tensors(place=folder, entries={name: headers[file][name] for name, file in named.items()})
 
 
 def _true(of_path: Callable[[], bool]) -> bool:

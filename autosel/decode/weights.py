@@ -1,27 +1,29 @@
 """A model's weights for the step: query, key and value projections stacked, all in one arena.
 
-They are read from a checkpoint folder of safetensors, or drawn at random with the preset's shapes.
+They are read from a checkpoint folder of safetensors or a GGUF file, or drawn at random with the preset's shapes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from autosel.decode.cache import cache_bytes
+from autosel.decode.gguf import open_gguf
 from autosel.decode.pages import Arena, padded
 from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
-from autosel.decode.safetensors import Tensors, open_folder
+from autosel.decode.safetensors import open_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import machine
 from autosel.formats import find_weight_format
+from autosel.models import is_gguf
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Matrix, Weight, quantise
@@ -65,7 +67,8 @@ class Weights:
     shape: ModelShape
     dtype: DTypeName
     named: Mapping[str, Matrix]  # a matrix in the shape's format, a norm in the dtype
-    source: str  # "random" or the folder
+    source: str  # "random", the folder or the GGUF file
+    note: str = ""  # how they were stored, if other than in an ordinary dtype
 
     def __getitem__(self, name: str) -> Any:
         return self.named[name]
@@ -140,15 +143,20 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     arena = Arena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         fill = _random(plan) if tensors is None else tensors.read
-        return _Builder(shape, plan.dtype, arena, fill, listener or Silent()).build(plan.weights)
+        made = _Builder(shape, plan.dtype, arena, fill, listener or Silent()).build(plan.weights)
+    return made if tensors is None else replace(made, note=tensors.tensors.note(plan.dtype))
 
 
 def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
     """Return the source of the weights, None for random ones. Only headers are read. Raises as `load_weights`."""
-    found = None if plan.weights == "random" else open_folder(Path(plan.weights))
+    found = None if plan.weights == "random" else _opened(Path(plan.weights))
     tensors = None if found is None else _Checkpoint(found, plan.shape, plan.full_layers)
     refuse_without_memory(plan)
     return tensors
+
+
+def _opened(path: Path) -> Source:
+    return open_gguf(path) if is_gguf(path) else open_folder(path)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -313,20 +321,47 @@ def _start(name: str, length: int) -> int:
 # --- Hugging Face's names --------------------------------------------------------------------------------------------
 
 
+class Source(Protocol):
+    """Tensors by Hugging Face's names, of a checkpoint folder or a GGUF file."""
+
+    @property
+    def place(self) -> Path: ...
+
+    @property
+    def described_by(self) -> str:
+        """Return what gives the sizes of the model, for messages."""
+
+    @property
+    def entries(self) -> Mapping[str, Place]: ...
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor into `out`. Raises BadConfig for one of another shape."""
+
+    def note(self, dtype: str) -> str:
+        """Describe the formats of weights that are not stored in an ordinary dtype, else ""."""
+
+
+class Place(Protocol):
+    """Place of one tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 class _Checkpoint:
     """Tensors by autosel's names. Raises BadConfig at once for missing tensors and for unused ones."""
 
-    def __init__(self, tensors: Tensors, shape: ModelShape, layers_there: int) -> None:
+    def __init__(self, tensors: Source, shape: ModelShape, layers_there: int) -> None:
         self.tensors, self.shape = tensors, shape
         names = tensors.entries
         if not names:
-            raise BadConfig(f"{tensors.folder} has no tensors", todo="name a complete checkpoint")
+            raise BadConfig(f"{tensors.place} has no tensors", todo="name a complete checkpoint")
         quantised = next(
             (n for n in names if n.endswith(("weight_scale", "weight_scale_inv", "qweight", "absmax"))), ""
         )
         if quantised:
             raise BadConfig(
-                f"{tensors.folder} is quantised: it has {quantised}",
+                f"{tensors.place} is quantised: it has {quantised}",
                 why="quantised weights are a different workload, not bf16 at lower cost",
                 todo="name the unquantised checkpoint",
             )
@@ -348,7 +383,7 @@ class _Checkpoint:
                 return base, top
         some = ", ".join(sorted(self.tensors.entries)[:3])
         raise BadConfig(
-            f"{self.tensors.folder} has no embed_tokens.weight",
+            f"{self.tensors.place} has no embed_tokens.weight",
             why=f"it has {some}, ...",
             todo="name a checkpoint of a supported family, in Hugging Face's names",
         )
@@ -387,21 +422,21 @@ class _Checkpoint:
 
     def _refuse_vocabulary(self) -> None:
         name = f"{self.base}embed_tokens.weight"
-        found = self.tensors.entries[name].shape
+        found, source = self.tensors.entries[name].shape, self.tensors.described_by
         if len(found) == 2 and found[0] != self.shape.V:
             raise BadConfig(
-                f"{self.tensors.folder}: the vocabulary is {found[0]} by {name}, {self.shape.V} by config.json",
+                f"{self.tensors.place}: the vocabulary is {found[0]} by {name}, {self.shape.V} by {source}",
                 why="token ids would select wrong rows",
-                todo="fetch the checkpoint again: its config.json belongs to other weights",
+                todo=f"fetch the checkpoint again: {source} belongs to other weights",
             )
 
     def _refuse_missing(self, expected: set[str]) -> None:
         missing = sorted(expected - set(self.tensors.entries))
         if missing:
             raise BadConfig(
-                f"{self.tensors.folder} lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                why=f"{len(missing)} of the {len(expected)} tensors that config.json requires",
-                todo="fetch the checkpoint again, or check that config.json belongs to it",
+                f"{self.tensors.place} lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+                why=f"{len(missing)} of the {len(expected)} tensors that {self.tensors.described_by} requires",
+                todo=f"fetch the checkpoint again, or check that {self.tensors.described_by} belongs to it",
             )
 
     def _refuse_unknown(self, layers_there: int, expected: set[str]) -> None:
@@ -411,9 +446,9 @@ class _Checkpoint:
             inside = name.startswith((f"{self.base}layers.", f"{self.base}embed", f"{self.base}norm"))
             if inside and name not in expected and not name.endswith(DERIVED) and not name.startswith(used_layers):
                 raise BadConfig(
-                    f"{self.tensors.folder}: unexpected tensor {name}",
+                    f"{self.tensors.place}: unexpected tensor {name}",
                     why=f"{self.shape.family} has no such tensor; without it the model would give other results",
-                    todo="check that config.json belongs to this checkpoint",
+                    todo=f"check that {self.tensors.described_by} belongs to this checkpoint",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Load models by preset name, checkpoint folder or config.json, and list the workloads of their decode steps."""
+"""Load models by preset name, checkpoint folder, config.json or GGUF file, and list the workloads of their steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from pathlib import Path
 
 from autosel.errors import BadConfig, UnknownName
 from autosel.models.config import read_config
+from autosel.models.gguf import gguf_shape, read_gguf
 from autosel.models.presets import PRESETS
 from autosel.models.shape import SIZES, ModelShape, Rope
 from autosel.models.workloads import Named, labels, step, workloads
 
+GGUF = ".gguf"
+
 
 def load(name_or_path: str | Path) -> ModelShape:
-    """Return a preset (`llama-8b`), or the model of a Hugging Face checkpoint folder or config.json.
+    """Return a preset (`llama-8b`), or the model of a Hugging Face checkpoint folder, config.json or GGUF file.
 
     A preset's name takes precedence over a folder of that name: write `./llama-8b` for the folder. Raises UnknownName
     or BadConfig.
@@ -25,11 +28,11 @@ def load(name_or_path: str | Path) -> ModelShape:
         if path.is_dir():
             return _no_namesake(_from_folder(path), path)
         if path.exists():
-            return _no_namesake(read_config(path), path)
+            return _no_namesake(gguf_shape(read_gguf(path)) if is_gguf(path) else read_config(path), path)
     except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown ~user
         raise BadConfig(f"{text[:200]} cannot be read", why=str(error)[:200], todo="check the path") from error
-    if text.endswith(".json") or text.startswith(("/", ".", "~")):
-        raise BadConfig(f"no such checkpoint folder or config.json: {text}", todo="check the path")
+    if text.endswith((".json", GGUF)) or text.startswith(("/", ".", "~")):
+        raise BadConfig(f"no such checkpoint folder, config.json or GGUF file: {text}", todo="check the path")
     if "/" in text:
         raise BadConfig(
             f"{text} is neither a preset nor a folder here",
@@ -40,11 +43,25 @@ def load(name_or_path: str | Path) -> ModelShape:
 
 
 def weights_of(name_or_path: str) -> str:
-    """Return the folder if it holds weights or declares them, else "random". Invalid weights are an error: random
-    weights never replace them silently."""
+    """Return the GGUF file, or the folder if it holds weights or declares them, else "random". Invalid weights are an
+    error: random weights never replace them silently."""
     folder = Path(name_or_path).expanduser()
+    if is_gguf(folder):
+        return str(folder)
     held = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
     return str(folder) if folder.is_dir() and any(any(folder.glob(name)) for name in held) else "random"
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == GGUF
+
+
+def dequantised_note(name_or_path: str, dtype: str) -> str:
+    """Describe the formats of a GGUF file whose weights are computed with in `dtype`; "" for any other model."""
+    path = Path(name_or_path).expanduser()
+    if not is_gguf(path):
+        return ""
+    return f"weights: {read_gguf(path).formats()} in {path.name}, dequantised to {dtype} when loaded"
 
 
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:
@@ -75,4 +92,5 @@ def _from_folder(folder: Path) -> ModelShape:
     raise BadConfig(f"{folder} has no config.json", why=f"it holds {held}", todo="name a checkpoint's own folder")
 
 
-__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "labels", "load", "read_config", "step", "weights_of", "workloads"]
+__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "dequantised_note", "is_gguf", "labels", "load", "read_config",
+           "step", "weights_of", "workloads"]  # fmt: skip

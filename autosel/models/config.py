@@ -7,14 +7,13 @@ checkpoints; sizes may not. Each refusal names file, field, value, and the fix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from autosel import files
 from autosel.errors import BadConfig
+from autosel.models.fields import Fields, shown
 from autosel.models.presets import every_sixth_full
 from autosel.models.shape import Activation, Family, LayerType, ModelShape, Rope, RopeKind
 from autosel.values import DTypeName, parse_json
@@ -91,8 +90,8 @@ def read_config(path: Path) -> ModelShape:
     family = _family(path, data)
     nested = data.get("text_config")
     if nested is not None and not isinstance(nested, dict):
-        raise BadConfig(f"{path}: text_config is {_seen(nested)}", why="it must be an object")
-    fields = _Fields(path=path, data={**data, **nested} if nested else data, defaults=DEFAULTS[family])
+        raise BadConfig(f"{path}: text_config is {shown(nested)}", why="it must be an object")
+    fields = Fields(path=path, data={**data, **nested} if nested else data, defaults=DEFAULTS[family])
     _refuse_unsupported(fields, data)
     return _shape(fields, family, path)
 
@@ -111,7 +110,7 @@ def _document(path: Path) -> dict[str, Any]:
             f"{path} is not JSON", why=str(error), todo="fetch the file again, or name another checkpoint"
         ) from error
     if not isinstance(data, dict):
-        raise BadConfig(f"{path} holds {_seen(data)}", why="a config.json is an object")
+        raise BadConfig(f"{path} holds {shown(data)}", why="a config.json is an object")
     return data
 
 
@@ -121,7 +120,7 @@ def _family(path: Path, data: Mapping[str, Any]) -> Family:
     supported = f"supported: {', '.join(FAMILIES)}"
     names, kind = data.get("architectures"), data.get("model_type")
     if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
-        raise BadConfig(f"{path}: architectures is {_seen(names)}", why="it must be a list of names", todo=supported)
+        raise BadConfig(f"{path}: architectures is {shown(names)}", why="it must be a list of names", todo=supported)
     for name in names or ():
         if name in FAMILIES:
             return FAMILIES[name]
@@ -142,7 +141,7 @@ def _family(path: Path, data: Mapping[str, Any]) -> Family:
     )
 
 
-def _refuse_unsupported(fields: _Fields, top: Mapping[str, Any]) -> None:
+def _refuse_unsupported(fields: Fields, top: Mapping[str, Any]) -> None:
     """Refuse settings that would change the layers from the ones listed."""
     quantised = fields.data.get("quantization_config") or top.get("quantization_config")
     if quantised:
@@ -163,7 +162,7 @@ def _refuse_unsupported(fields: _Fields, top: Mapping[str, Any]) -> None:
             fields.refuse(name, "Gemma 3 has none; null is expected")
 
 
-def _shape(fields: _Fields, family: Family, path: Path) -> ModelShape:
+def _shape(fields: Fields, family: Family, path: Path) -> ModelShape:
     d, layers = fields.size("hidden_size", 1 << 17), fields.size("num_hidden_layers", 1024)
     heads = fields.size("num_attention_heads", 1024)
     kv_heads = fields.size("num_key_value_heads", 1024, default=heads)
@@ -204,16 +203,21 @@ def _shape(fields: _Fields, family: Family, path: Path) -> ModelShape:
         attn_scale=fields.number("query_pre_attn_scalar", 0.0, 1e6) ** -0.5 if gemma else 0.0,
         embedding_scale=d**0.5 if gemma else 1.0,
     )
-    if shape.parameters > PARAMETER_LIMIT:
-        raise BadConfig(
-            f"{path} describes {shape.parameters:.2g} parameters",
-            why=f"layers {layers}, hidden {d}, intermediate {shape.I}, vocabulary {shape.V}",
-            todo="check these sizes",
-        )
+    refuse_too_large(shape, path)
     return shape
 
 
-def _layers(fields: _Fields, family: Family, layers: int) -> tuple[tuple[LayerType, ...], int]:
+def refuse_too_large(shape: ModelShape, path: Path) -> None:
+    """Raise BadConfig for sizes that no model has."""
+    if shape.parameters > PARAMETER_LIMIT:
+        raise BadConfig(
+            f"{path} describes {shape.parameters:.2g} parameters",
+            why=f"layers {shape.layers}, hidden {shape.d}, intermediate {shape.I}, vocabulary {shape.V}",
+            todo="check these sizes",
+        )
+
+
+def _layers(fields: Fields, family: Family, layers: int) -> tuple[tuple[LayerType, ...], int]:
     """Return which layers slide, and over how many positions (0 if none does)."""
     types = _layer_types(fields, family, layers)
     if "sliding" not in types:
@@ -221,7 +225,7 @@ def _layers(fields: _Fields, family: Family, layers: int) -> tuple[tuple[LayerTy
     return types, fields.size("sliding_window", 1 << 30)
 
 
-def _layer_types(fields: _Fields, family: Family, layers: int) -> tuple[LayerType, ...]:
+def _layer_types(fields: Fields, family: Family, layers: int) -> tuple[LayerType, ...]:
     listed = fields.data.get("layer_types")
     if listed is not None:
         if not isinstance(listed, list) or not all(isinstance(t, str) and t in LAYER_TYPES for t in listed):
@@ -241,7 +245,7 @@ def _layer_types(fields: _Fields, family: Family, layers: int) -> tuple[LayerTyp
     return one * layers
 
 
-def _ropes(fields: _Fields, family: Family, head: int) -> tuple[Rope, Rope | None]:
+def _ropes(fields: Fields, family: Family, head: int) -> tuple[Rope, Rope | None]:
     """Return the rope of the full layers and, for Gemma, of the sliding ones."""
     new, old = fields.data.get("rope_parameters"), fields.data.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -261,7 +265,7 @@ def _ropes(fields: _Fields, family: Family, head: int) -> tuple[Rope, Rope | Non
     return full, Rope(theta=fields.number("rope_local_base_freq", 1.0, 1e12), rotary_dim=full.rotary_dim)
 
 
-def _rope(fields: _Fields, head: int) -> Rope:
+def _rope(fields: Fields, head: int) -> Rope:
     kind = fields.data.get("rope_type", fields.data.get("type", "default"))
     known = get_args(RopeKind)
     if kind not in known:
@@ -288,12 +292,12 @@ def _rope(fields: _Fields, head: int) -> Rope:
     )
 
 
-def _dtype(fields: _Fields) -> DTypeName:
+def _dtype(fields: Fields) -> DTypeName:
     """Return `dtype`, or `torch_dtype` (its old name); bf16, the default of every supported family, if both are
     missing."""
     told = {n: fields.data[n] for n in ("dtype", "torch_dtype") if fields.data.get(n) is not None}
     if len({str(v).removeprefix("torch.") for v in told.values()}) > 1:
-        fields.refuse("dtype", f"torch_dtype = {_seen(told['torch_dtype'])} says another")
+        fields.refuse("dtype", f"torch_dtype = {shown(told['torch_dtype'])} says another")
     for name, value in told.items():
         plain = value.removeprefix("torch.") if isinstance(value, str) else ""
         if plain not in DTYPES:
@@ -309,64 +313,3 @@ def _name(path: Path) -> str:
         if parent.name.startswith("models--"):
             return parent.name.split("--")[-1]
     return folder.name or "model"
-
-
-def _seen(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fields:
-    """Read a config's fields, each with its type and range; null counts as missing."""
-
-    path: Path
-    data: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    where: str = ""  # the object that contains the fields
-
-    def inside(self, where: str, data: Mapping[str, Any]) -> _Fields:
-        return _Fields(path=self.path, data=data, defaults=self.defaults, where=f"{where}.")
-
-    def refuse(self, name: str, why: str, *, seen: bool = True) -> Any:
-        told = "" if name in self.data else " is missing"
-        if seen and name in self.data:
-            told = f" = {_seen(self.data[name])}"
-        raise BadConfig(
-            f"{self.path}: {self.where}{name}{told}", why=why, todo="mend the field, or name another checkpoint"
-        )
-
-    def value(self, name: str, default: Any) -> Any:
-        """Return the field, else the call's default, else the family's."""
-        found = self.data.get(name)
-        if found is None:
-            found = self.defaults.get(name) if name in self.defaults else default
-        if found is None:
-            self.refuse(name, "it describes the layers, and has no default")
-        return found
-
-    def size(self, name: str, high: int, *, low: int = 1, default: int | None = None) -> int:
-        value = self.value(name, default)
-        if value == default == 0 and self.data.get(name) is None:  # absent, and the caller handles that
-            return 0
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self.refuse(name, f"a whole number from {low} to {high} is expected")
-        return int(value)
-
-    def number(self, name: str, above: float, high: float, *, default: float | None = None) -> float:
-        value = self.value(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= high:
-            self.refuse(name, f"a number above {above:g}, up to {high:g}, is expected")
-        return float(value) if math.isfinite(value) else self.refuse(name, "it is not finite")
-
-    def flag(self, name: str, *, default: bool | None = None) -> bool:
-        value = self.value(name, default)
-        if not isinstance(value, bool):
-            self.refuse(name, "true or false is expected")
-        return bool(value)
-
-    def choice(self, name: str, known: Mapping[str, Any]) -> Any:
-        value = self.value(name, None)
-        if not isinstance(value, str) or value not in known:
-            self.refuse(name, f"supported: {', '.join(known)}")
-        return known[value]

@@ -34,6 +34,7 @@ from autosel.cli.explain import explain_text
 from autosel.cli.main import run
 from autosel.cli.repro import script
 from autosel.cli.tune import parse_budget
+from autosel.decode.gguf import open_gguf
 from autosel.dispatch import resolve
 from autosel.dispatch.board import _served, this_device
 from autosel.errors import MOST_CHARACTERS, AutoselError, WorkerError
@@ -264,10 +265,16 @@ def config(data: bytes, folder: Path) -> None:
 
 
 def gguf_file(data: bytes, folder: Path) -> None:
-    (folder / "model.gguf").write_bytes(data)
-    found = refused_in_words(lambda: read_gguf(folder / "model.gguf"))
-    if found is not None:
-        assert all(t.start + t.size <= len(data) for t in found.tensors.values())
+    path = folder / "model.gguf"
+    path.write_bytes(data)
+    found = refused_in_words(lambda: read_gguf(path))
+    if found is None:
+        return
+    assert all(t.start + t.size <= len(data) for t in found.tensors.values())
+    shape = refused_in_words(lambda: models.load(str(path)))
+    if shape is not None:
+        assert models.step(shape)
+        refused_in_words(lambda: open_gguf(path))
 
 
 def settings_of(drawn: tuple[dict[str, str], bytes], folder: Path) -> None:
@@ -534,12 +541,17 @@ SOURCES = st.binary(max_size=60) | st.sampled_from(
 )
 
 GGUF = ggufs.gguf(
-    {"general.architecture": "llama", "llama.block_count": 1, "x": ["a", ""], "y": [1, 2], "z": True, "w": 0.5},
+    {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
+        "llama.embedding_length": 32, "llama.feed_forward_length": 8, "llama.attention.head_count": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5, "x": ["a", ""], "y": [1, 2], "z": True,
+    },
     [
         ggufs.Stored("token_embd.weight", (2, 32), "Q8_0", bytes(68)),
+        ggufs.Stored("rope_freqs.weight", (8,), "F32", struct.pack("<8f", *[1.0] * 8)),
         ggufs.Stored("output_norm.weight", (32,), "F32", bytes(128)),
     ],
-)
+)  # fmt: skip
 
 
 @st.composite

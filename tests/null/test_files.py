@@ -124,6 +124,7 @@ READERS = {
     ),
     "a model's config.json": ("config.json", "from autosel.models import config; config._document(path)"),
     "a checkpoint": ("model.safetensors", "from autosel.decode import safetensors; safetensors.read_header(path)"),
+    "a GGUF file": ("model.gguf", "from autosel.models import gguf; gguf.read_gguf(path)"),
     "its index": ("index.json", "from autosel.decode import safetensors; safetensors._json(path, 1 << 20)"),
     "a prompt": ("prompt.txt", "from autosel.decode import prompt; prompt._content(path)"),
     "a kernel's source": (
@@ -147,7 +148,8 @@ import json, os, resource, signal, sys, torch
 from pathlib import Path
 from autosel import settings
 from autosel.errors import AutoselError
-import autosel.cli.bundle, autosel.decode.prompt, autosel.decode.safetensors, autosel.integrations.flashinfer_bench
+import autosel.cli.bundle, autosel.decode.prompt, autosel.decode.safetensors, autosel.models.gguf
+import autosel.integrations.flashinfer_bench
 import autosel.ledger.restore, autosel.daemon.jobs
 
 def attempt(home, name, code):

@@ -2,5 +2,6 @@
 
 from autosel.models.gguf.block import BLOCKS, Block
 from autosel.models.gguf.file import GgufFile, GgufTensor, read_gguf
+from autosel.models.gguf.shape import gguf_shape
 
-__all__ = ["BLOCKS", "Block", "GgufFile", "GgufTensor", "read_gguf"]
+__all__ = ["BLOCKS", "Block", "GgufFile", "GgufTensor", "gguf_shape", "read_gguf"]

@@ -1,0 +1,153 @@
+"""A GGUF file as named tensors: Hugging Face's names, shapes and order of rows, dequantised while they are read.
+
+llama.cpp stores three things differently: names; the rows of Llama's query and key projections, in the order of a rope
+that turns neighbours; Gemma's norm weights, with the 1 that the model adds to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, ClassVar
+
+import torch
+from torch import Tensor
+
+from autosel import files
+from autosel.decode.dequantise import DEQUANTISED, dequantise
+from autosel.errors import BadConfig
+from autosel.models.gguf import GgufFile, GgufTensor, gguf_shape, read_gguf
+from autosel.models.gguf.shape import DIVISORS
+from autosel.models.shape import ModelShape
+
+CHUNK = 1 << 20  # weights dequantised at a time
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# In Gemma, the norm before the feed-forward part has another name, and two norms follow the parts of a block.
+GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufTensors:
+    """Tensors of a GGUF file, by Hugging Face's names."""
+
+    described_by: ClassVar[str] = "its metadata"
+    file: GgufFile
+    shape: ModelShape
+    entries: Mapping[str, GgufTensor]
+
+    @property
+    def place(self) -> Path:
+        return self.file.path
+
+    def note(self, dtype: str) -> str:
+        """Describe the formats, and the dtype that weights are served in."""
+        return f"weights: {self.file.formats()} in {self.file.path.name}, dequantised to {dtype} when loaded"
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor into `out`, rounded once to its dtype. Raises BadConfig."""
+        tensor = self.entries[name]
+        if tensor.shape != tuple(out.shape):
+            raise BadConfig(
+                f"{self.file.path}: {tensor.name} is {list(tensor.shape)}, {list(out.shape)} is expected",
+                todo="fetch the file again, or name the model that belongs to it",
+            )
+        offset = self.shape.norm_offset if name.endswith("norm.weight") else 0.0
+        self._fill(tensor, out.view(-1), offset)
+        heads = {"q_proj.weight": self.shape.Hq, "k_proj.weight": self.shape.Hkv}.get(name.rpartition(".self_attn.")[2])
+        if self.shape.family == "llama" and heads:
+            out.copy_(halves_from_neighbours(out, heads))
+
+    def _fill(self, tensor: GgufTensor, out: Tensor, offset: float) -> None:
+        at = 0
+        for values in self._values(tensor):
+            part = out[at : at + values.numel()].copy_(values - offset if offset else values)
+            if not part.isfinite().all():
+                self._refuse_number(tensor, values, part, at)
+            at += values.numel()
+
+    def _values(self, tensor: GgufTensor) -> Iterator[Tensor]:
+        """Yield the weights in fp32, CHUNK at a time."""
+        block = tensor.block
+        left, most = math.prod(tensor.shape) // block.weights, max(1, CHUNK // block.weights)
+        try:
+            with files.opened(self.file.path) as file:
+                file.seek(tensor.start)
+                while left:
+                    count = min(left, most)
+                    raw = self._read(file, count * block.bytes)
+                    yield dequantise(block.name, raw.view(count, block.bytes)).flatten()
+                    left -= count
+        except OSError as error:
+            raise BadConfig(f"{self.file.path} cannot be read", why=error.strerror or str(error)) from error
+
+    def _read(self, file: BinaryIO, count: int) -> Tensor:
+        data = bytearray(file.read(count))
+        if len(data) != count:
+            raise BadConfig(f"{self.file.path} ended while it was read", why="it was truncated after it was opened")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _refuse_number(self, tensor: GgufTensor, values: Tensor, part: Tensor, at: int) -> None:
+        first = int(part.isfinite().logical_not().nonzero()[0, 0])
+        value, dtype = float(values[first]), str(part.dtype).removeprefix("torch.")
+        raise BadConfig(
+            f"{self.file.path}: {tensor.name} has the weight {value:g} at {at + first}",
+            why=f"it is not finite in {dtype}; block {(at + first) // tensor.block.weights} of {tensor.block.name}",
+            todo="use --dtype bf16" if math.isfinite(value) else "fetch the file again, or convert the model again",
+        )
+
+
+def open_gguf(path: Path) -> GgufTensors:
+    """Return every tensor of the file. Only its header is read. Raises BadConfig for a format that is not supported."""
+    file = read_gguf(path)
+    shape = gguf_shape(file)
+    for tensor in file.tensors.values():
+        if tensor.block.name not in DEQUANTISED:
+            raise BadConfig(
+                f"{path}: {tensor.name} is in the format {tensor.block.name}",
+                why=f"supported: {', '.join(DEQUANTISED)}",
+                todo="convert the model to one of them (llama-quantize), or name the checkpoint it was made from",
+            )
+    entries = {_name(file, name, shape): tensor for name, tensor in file.tensors.items() if name != DIVISORS}
+    return GgufTensors(file=file, shape=shape, entries=entries)
+
+
+def _name(file: GgufFile, name: str, shape: ModelShape) -> str:
+    """Return Hugging Face's name of a tensor. An unknown one of a layer gets a name there that no model has."""
+    base, _, kind = name.rpartition(".")
+    if base in TOP and kind == "weight":
+        return f"{TOP[base]}.weight"
+    block, _, rest = base.partition(".")
+    layer, _, part = rest.partition(".")
+    if block != "blk" or not layer.isdecimal():
+        raise BadConfig(
+            f"{file.path}: unexpected tensor {name}",
+            why=f"{shape.family} has no such tensor; without it the model would give other results",
+            todo="name the checkpoint that the file was made from",
+        )
+    names = LAYER | GEMMA if shape.sandwich else LAYER
+    return f"model.layers.{layer}.{names.get(part, name)}.{kind}"
+
+
+def halves_from_neighbours(rows: Tensor, heads: int) -> Tensor:
+    """Return rows [heads * D, K] for a rope that pairs i with i + D/2, from rows in the order 0, D/2, 1, ..."""
+    found: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+    return found
