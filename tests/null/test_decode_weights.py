@@ -302,7 +302,7 @@ def test_a_drawn_prompt_has_no_file_and_one_that_is_not_run_no_digest(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("[1, 2]", "gives 2 tokens; --seq 6 takes 5"),
+        ("[1, 2]", "has 2 tokens; --seq 6 needs 5"),
         ("[1, 2, 3, 4, 11]", "token 11 is outside the vocabulary of 11"),
         ("[1, 2, 3, 4, -1]", "token -1"),
         ('["a"]', "no token ids"),
