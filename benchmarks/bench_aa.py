@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import command_line
 import numpy as np
 from figures import commit
+from kept import keep
 from peers_rules import RULES
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def main() -> int:
     if options.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
         path = RESULTS / f"aa-{options.op}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        keep(path, document)
         told = f"written to {path.relative_to(ROOT)}; python docs/generate.py puts it into docs/method.md"
         print(told, file=sys.stderr)
     return 0

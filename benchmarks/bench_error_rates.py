@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tests.null.error_rates import Rate
 
 import command_line
+from kept import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "cpu" / "error_rates.json"
@@ -106,7 +107,7 @@ def main() -> int:
     print(json.dumps(document, indent=1) if options.json else markdown(document))
     if options.write:
         KEPT.parent.mkdir(parents=True, exist_ok=True)
-        KEPT.write_text(json.dumps(document, indent=1) + "\n")
+        keep(KEPT, document)
         say(f"written to {KEPT.relative_to(ROOT)}; python docs/generate.py puts it into docs/method.md")
     for line in document["broken"]:
         print(f"does not hold: {line}", file=sys.stderr)

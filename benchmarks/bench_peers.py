@@ -46,7 +46,7 @@ import command_line
 import numpy as np
 import torch
 from hugging_face import filled_cache, model_of, rewinding
-from kept import device_of, file_of
+from kept import device_of, file_of, keep
 from peers_tables import steps
 from torch import Tensor
 
@@ -114,7 +114,7 @@ def _keep(found: dict[str, Any], path: Path, split: float) -> None:
     older = [row for row in before["rows"] if same and (row["seq"], row["read_gb_s"] < split) not in measured]
     rows = [*found["rows"], *older]
     rows.sort(key=lambda row: (row["seq"], row["read_gb_s"]))
-    path.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
+    keep(path, {**found, "rows": rows})
 
 
 def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict[str, Any]]:

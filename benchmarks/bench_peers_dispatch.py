@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import command_line
 import peers_tables
+from kept import keep
 
 import autosel
 from autosel import dispatch
@@ -80,7 +81,7 @@ def main() -> int:
         return 5
     if options.write:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        keep(RESULT, result)
     return 0
 
 

@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import peers_tables
+from kept import keep
 from peers_tables import AUTOSEL, INDUCTOR, KERNEL_TUNER, RESULTS
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _keep(found: dict[str, Any], options: argparse.Namespace) -> None:
     found["load"] = round(os.getloadavg()[0], 2)
     if options.write:
         RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"{RESULT}.json").write_text(json.dumps(found, indent=1) + "\n")
+        keep(RESULTS / f"{RESULT}.json", found)
 
 
 # --- runs: each tuner, process by process -----------------------------------------------------------------------------

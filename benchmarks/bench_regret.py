@@ -65,7 +65,7 @@ from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Re
 from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
 from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
-from benchmarks.kept import device_of, file_of
+from benchmarks.kept import device_of, file_of, keep
 from benchmarks.peer_settings import of_peers
 
 if TYPE_CHECKING:
@@ -643,7 +643,7 @@ def main() -> int:
         print(f"{found['regret']:7.1%} ({found['low']:.1%} .. {found['high']:.1%})  twin {found['twin']:+.1%}"
               f"  {cell.name}  {_spelled(_changed(found))}", file=sys.stderr, flush=True)  # fmt: skip
         if options.write:
-            keep(file_of("regret", fp), stored)
+            keep(file_of("regret", fp), json.loads(json.dumps(stored, sort_keys=True)))
     named = {c.name for c in cells(options.device)}
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name in named}
     print(markdown(stored))
@@ -701,11 +701,6 @@ def read(fp: Fingerprint) -> dict[str, Any]:
         found = {}
     name = device_of(fp) if fp.kind == "cpu" else fp.name
     return {"device": name, "hw_id": fp.hw_id, "date": time.strftime("%Y-%m-%d"), "cells": found.get("cells", {})}
-
-
-def keep(path: Path, stored: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 
 import command_line
 import torch
-from kept import device_of, file_of
+from kept import device_of, file_of, keep
 
 from autosel import fingerprint, models
 from autosel.candidates import registry
@@ -168,7 +168,7 @@ def _keep(rows: list[dict[str, Any]], path: Path, device: str) -> None:
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     held = {(r["model"], r["layers"], r["seq"]): r for r in [*before, *({**r, "date": _today()} for r in rows)]}
     found = {"device": device, "torch": torch.__version__, "rows": list(held.values())}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    keep(path, found)
 
 
 def _today() -> str:

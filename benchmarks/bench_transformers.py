@@ -42,6 +42,7 @@ from typing import Any
 import command_line
 import torch
 from hugging_face import filled_cache, model_of, rewinding
+from kept import keep
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -96,10 +97,7 @@ def main() -> int:
     else:
         (_show_cells if options.generate else _show)(found)
     if options.write:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / f"transformers-{'generate-' if options.generate else ''}{shape.name}.json").write_text(
-            json.dumps(found, indent=1) + "\n"
-        )
+        keep(RESULTS / f"transformers-{'generate-' if options.generate else ''}{shape.name}.json", found)
     return 0
 
 

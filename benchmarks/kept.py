@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from autosel.fingerprint.describe import ISA_WORDS
+from autosel.json_rows import in_rows
 from autosel.knobs.cpu.facts import facts
 from autosel.values import Fingerprint
 
@@ -14,9 +14,9 @@ RESULTS = Path(__file__).parent / "results" / "cpu"
 
 
 def keep(path: Path, found: Any) -> None:
-    """Write JSON; make its folder first."""
+    """Write JSON, one row a line; make its folder first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(in_rows(found) + "\n")
 
 
 def file_of(name: str, fp: Fingerprint) -> Path:

@@ -37,6 +37,7 @@ from typing import Any, Literal
 
 import command_line
 import torch
+from kept import keep
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -598,7 +599,7 @@ def main() -> int:
     else:
         print(table(rows))
     if options.write:
-        RESULT.write_text(json.dumps(told, indent=1) + "\n")
+        keep(RESULT, told)
     return int(any(r.outcome in ("wrong", "failed") for r in rows))
 
 

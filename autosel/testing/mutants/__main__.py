@@ -22,6 +22,7 @@ from typing import Any
 
 from autosel import files, fingerprint
 from autosel.errors import UnknownName
+from autosel.json_rows import in_rows
 from autosel.knobs.cpu.facts import facts
 from autosel.ops import OPS, find
 from autosel.testing.mutants import battery
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             before = (
                 json.loads(files.read(options.into, MOST_BYTES)) if options.into.is_file() else {"isa": isa, key: []}
             )
-            options.into.write_text(json.dumps(_with_row(before, key, one, options.seed), indent=1) + "\n")
+            options.into.write_text(in_rows(_with_row(before, key, one, options.seed)) + "\n")
         if not options.json:
             _say(_line(one))
     if options.json:
