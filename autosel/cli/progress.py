@@ -82,7 +82,7 @@ class Progress:
         if not self.live:
             what = f"{decision.op} {shape(decision.workload)}: {decision.state} {decision.arm.candidate}"
             found = "; ".join(filter(None, (click.unstyle(against_baseline(decision)), contended(decision))))
-            self._say(f"{self._elapsed():>7}  {what}, {found}")
+            self._say(paragraph(f"{self._elapsed():>7}  {what}, {found}", hang=" " * 11))
 
     def rejected(self, rejection: Rejection) -> None:
         if rejection.stage in ("parity", "race", "build"):

@@ -127,7 +127,7 @@ def tune_command(
     if recorded is None:
         asked = list(ops) or None
         shape = replace(models.load(model), weight=weight_format)
-        told = f"decode step of {shape.name}" + (f", {', '.join(ops)} only" if ops else "")
+        told = step_name(shape.name, ops)
         if note := models.dequantised_note(model, dtype or shape.dtype):
             click.echo(note, err=True)
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
@@ -144,6 +144,11 @@ def tune_command(
         realtime=realtime,
     )
     report_on(request, named, again_command(ctx), as_json, step=told, ray=ray, counts=counts)
+
+
+def step_name(model: str, ops: Sequence[str]) -> str:
+    """Return what the headline is about: the step of a model, or the named ops of it."""
+    return f"{', '.join(ops)} in a decode step of {model}" if ops else f"decode step of {model}"
 
 
 def refuse_ordinary() -> None:

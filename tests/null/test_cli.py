@@ -30,6 +30,7 @@ from autosel.tuning.job import Rejection
 from autosel.tuning.trial import Tried
 from autosel.values import (
     Arm,
+    Conditions,
     Decision,
     Effect,
     Failed,
@@ -615,14 +616,22 @@ def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(
         shown.decided(decision(), settled_before=True)
         shown.rejected(Rejection(workload=ATTN, candidate="user:x", stage="parity", reason="wrong " * 30))
         shown.rejected(Rejection(workload=ATTN, candidate="user:y", stage="eligible", reason="no"))
+        busy = Conditions(watched=True, again=179, busy_cores=1.5, stolen=0.02, by=("python 1.5 cores", "cc1plus 0.9"))
+        shown.decided(decision(conditions=busy), settled_before=False)
     text = screen.getvalue()
     assert "\x1b" not in text
+    assert "179 samples taken again" in text
     assert text.count("build ...") == text.count("parity ...") == 1
     assert "attn B1 H32/8 D128 L8192: promoted cpp:gemv, 23x ≥22" in text
     assert "rejected (parity): user:x" in text
     assert "user:y" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
-    assert (shown.decided_now, shown.settled) == (1, 1)
+    assert (shown.decided_now, shown.settled) == (2, 1)
+
+
+def test_the_headline_of_some_ops_names_them() -> None:
+    assert tune_verb.step_name("llama-8b", ()) == "decode step of llama-8b"
+    assert tune_verb.step_name("llama-8b", ("attn", "rope")) == "attn, rope in a decode step of llama-8b"
 
 
 def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
