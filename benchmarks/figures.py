@@ -384,11 +384,12 @@ def commit() -> str:
 
 def keep(document: Mapping[str, Any]) -> Path:
     """benchmarks/results/<device>/figures.json; what stood there before is in the history of the repository."""
-    from kept import keep as keep_rows
+    from autosel.json_rows import in_rows
 
     device = document["device"].partition("   ")[0]
     path = RESULTS / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") / "figures.json"
-    keep_rows(path, document)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(in_rows(document) + "\n")
     return path
 
 
