@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -349,3 +349,10 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
     if plan.prealloc and not plan.speculate:
         assert sum(c.count_per_step for c in run.choices if "attn" in c.op) == plan.layers_run
         assert sum(t.count_per_step for t in run.per_op if "attn" in t.op) == plan.layers_run
+
+
+def test_a_certificate_has_the_note_of_its_weights(oracle: Oracle) -> None:
+    plan = Plan(model=models.load(oracle.folder), weights=str(oracle.folder), seq=8, iters=2, warmup=0, step="ops")
+    weights = replace(load_weights(plan), note="weights: Q4_1 in x.gguf, dequantised to bf16 when loaded")
+    made = issue(measure(plan, weights), {}, Request(repro_cmd="autosel run"))
+    assert weights.note in made.notes

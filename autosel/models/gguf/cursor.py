@@ -12,7 +12,7 @@ from autosel.errors import BadConfig
 HEADER_LIMIT = 256 << 20  # bytes before the data; the largest published vocabularies take about 20 MiB
 STRING_LIMIT = 16 << 20  # a chat template takes about 20 KiB
 ARRAY_LIMIT = 1 << 23  # entries of an array; vocabularies have up to 262,144
-KEPT = 1024  # an array with more numbers is skipped: those of layers are shorter, those of vocabularies longer
+KEPT = 1024  # skip longer arrays of numbers; arrays of layers are shorter, arrays of vocabularies longer
 
 # Number in the file -> struct's letter. 8 is a string, 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -186,6 +186,6 @@ def _divided(file: GgufFile, plain: Rope, kind: RopeKind) -> Rope:
             return rope
     raise BadConfig(
         f"{file.path}: {DIVISORS} holds {len(divisors)} divisors of a rope, up to {factor:g}",
-        why="only those of Llama 3.1 to 3.3 are known",
+        why="only the divisors of Llama 3.1 to 3.3 are known",
         todo="name the checkpoint that the file was made from",
     )
