@@ -17,7 +17,8 @@ def command(name: str, plan: Plan) -> str:
     """Return the command of a run with an advancing stream, for the model of this name."""
     s = plan.sampling
     words: list[object] = ["--model", name, "--dtype", plan.dtype, "--seq", plan.seq, "--iters", plan.iters]
-    words += ["--warmup", 0, "--advance"]
+    words += ["--warmup", plan.warmup, "--advance"]
+    words += ["--prompt", plan.prompt] if plan.prompt != "random" else []
     words += ["--format", plan.model.weight] if plan.model.weight != PLAIN else []
     words += ["--layers", plan.layers] if plan.layers else []
     words += ["--device", plan.device] if plan.device != "cpu" else []

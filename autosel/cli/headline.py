@@ -41,7 +41,7 @@ def headline(decisions: Sequence[Decision], named: Sequence[Named], step: str) -
     derived = f"derived from these races' times; `{settings.spelling()} run` measures a step"
     if times.untimed:
         step += f" without {_few(times.untimed)} (not timed)"
-    return "\n".join([paragraph(f"{step}: {told}; {_counts(decisions, ops)}"), paragraph(derived, indent="  ")])
+    return "\n".join([paragraph(f"{step}: {told}; {counts(decisions, ops)}"), paragraph(derived, indent="  ")])
 
 
 def step_times(decisions: Sequence[Decision], ops: Sequence[Named]) -> StepTimes | None:
@@ -87,7 +87,7 @@ def decision_of(decisions: Sequence[Decision], n: Named) -> Decision | None:
     return None
 
 
-def _counts(decisions: Sequence[Decision], ops: Sequence[Named]) -> str:
+def counts(decisions: Sequence[Decision], ops: Sequence[Named]) -> str:
     """Return `20 of 22 ops improved, PyTorch stays for 1, 1 undecided`."""
     found = [decision_of(decisions, n) for n in ops]
     improved = sum(d is not None and d.state in SERVING and d.arm.digest != d.baseline.digest for d in found)

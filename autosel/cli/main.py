@@ -32,6 +32,7 @@ from autosel.version import __version__
 TASKS: dict[str, dict[str, tuple[str, str]]] = {
     "Measure": {
         "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
+        "demo": ("demo", "a real model answers with PyTorch and with autosel, certified"),
         "fingerprint": ("fingerprint", "this device's identity and measured rates"),
         "knobs": ("knobs", "every kernel's settings, each with its formula"),
         "tune": ("tune", "prove and race the eligible kernels, decide, keep the evidence"),
