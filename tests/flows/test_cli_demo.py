@@ -44,7 +44,7 @@ def test_a_demo_measures_certifies_and_answers_with_both_arms(home: Path) -> Non
 
 def test_its_certificate_can_be_measured_again_and_text_is_shown(home: Path) -> None:
     said = verbs.verb("demo", "sky ?", "--tokens", "9", "--budget", "0.001s", "--device", "cpu", home=home)
-    for part in ("undecided, which PyTorch serves", "prompt   sky ?", "PyTorch  ", "autosel  ", "certificate 2"):
+    for part in ("undecided", "a second demo continues", "prompt   sky ?", "PyTorch  ", "autosel  ", "certificate 2"):
         assert part in said
     again = verbs.verb("verify", "--rerun", f"{home / 'certificates.jsonl'}:2", home=home, codes=(0, 3, 5))
     assert "speedup" in again
