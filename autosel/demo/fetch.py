@@ -22,7 +22,7 @@ from autosel import extras, settings
 from autosel.decode.run import Listener
 from autosel.demo.convert import convert
 from autosel.errors import AutoselError, UsageError
-from autosel.files import opened
+from autosel.files import PART_BYTES, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +146,11 @@ def _refuse_altered(file: Path, source: Source) -> None:
     """Raise AutoselError unless the file is the known one."""
     if not file.is_file():
         raise AutoselError(f"{source.package} holds no {source.file}", todo="report this as a bug of autosel")
+    hasher = hashlib.sha256()
     with opened(file) as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
+        while part := content.read(PART_BYTES):
+            hasher.update(part)
+    found = hasher.hexdigest()
     if found != source.sha256:
         raise AutoselError(
             f"{source.file} is not the known file",
