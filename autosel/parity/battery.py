@@ -200,6 +200,7 @@ class Battery:
         case, here = KEPT, self.first(plain)
         here.fill("none")
         kept = self.call(here, case, hold="kept")
+        self.judge(case, self.truths.fresh(self.op, here.inputs), kept)
         elsewhere = self.place(plain, plain.make(self.seed("habits 2")))
         elsewhere.fill("none")
         one = self.call(elsewhere, case)
@@ -216,17 +217,28 @@ class Battery:
     def _fresh(self, plain: Case, tally: Tally) -> None:
         """Call with new contents at the same addresses, then change one argument after the other, then move the last
         contents to other addresses.
+
+        A part of an operand may decide nothing in one draw, as the queries of a sequence with a single key: it is
+        changed in another draw.
         """
         here = self.first(plain)
         here.fill("none")
-        self.call(here, FRESH)
-        for i in range(FRESH_SEEDS):
-            case = f"{FRESH} {i + 1}"
-            inputs: Inputs = plain.make(self.seed(case))
+        tally.add(FRESH, self.judge(FRESH, self.truths.fresh(self.op, here.inputs), self.call(here, FRESH)))
+        cases = [f"{FRESH} {i + 1}" for i in range(FRESH_SEEDS)]
+        drawn: dict[str, Inputs] = {case: plain.make(self.seed(case)) for case in cases}
+        for case, inputs in drawn.items():
             got = self._renewed(plain, here, inputs, case, tally)
-        for what, changed in Changes(self.op, plain.workload, inputs, self.seed(FRESH)).all():
-            case, inputs = f"{FRESH}, {what}", changed
+        changes = Changes(self.op, plain.workload, inputs, self.seed(FRESH))
+        for what, inputs in changes.all():
+            got = self._renewed(plain, here, inputs, f"{FRESH}, {what}", tally)
+        for case in cases[-2::-1]:
+            if not (left := changes.undecided):
+                break
+            inputs = drawn[case]
             got = self._renewed(plain, here, inputs, case, tally)
+            changes = Changes(self.op, plain.workload, inputs, self.seed(FRESH))
+            for what, inputs in changes.of(left):
+                got = self._renewed(plain, here, inputs, f"{case}, {what}", tally)
         moved = self.place(plain, inputs)
         moved.fill("none")
         if not self.agree(got, self.call(moved, case), inputs):

@@ -9,7 +9,7 @@ Each change builds on the previous one and is decisive: the results before it ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from random import Random
@@ -27,6 +27,7 @@ Change = tuple[str, Inputs]
 
 MANY_ELEMENTS, PLACES = 16, 5  # fewest elements of an operand that is changed in part; places tried
 HALVES = ("second", "first")
+Part = tuple[str, str]  # an operand's leaf, and a half
 
 
 class Changes:
@@ -34,6 +35,7 @@ class Changes:
 
     def __init__(self, op: Op, w: Workload, inputs: Inputs, seed: int) -> None:
         self.op, self.w, self.inputs, self.draw = op, w, inputs, Draw(seed, w.dtype)
+        self.undecided: list[Part] = []  # parts of operands of which no change that was tried is decisive
 
     def all(self) -> Iterator[Change]:
         """Yield each decisive change: its description and the inputs after it.
@@ -52,6 +54,11 @@ class Changes:
         yield from self._first("entries of the first sequences exchanged", self._sequences(late=False))
         for number, inputs in enumerate(self.op.steps(self.inputs), 1):
             yield f"step {number}", inputs
+
+    def of(self, parts: Sequence[Part]) -> Iterator[Change]:
+        """Yield the decisive changes of these parts only."""
+        for leaf, half in parts:
+            yield from self._and_back(argument_of(leaf), self._in_half(leaf, half))
 
     def _and_back(self, name: str, changes: Iterator[Change]) -> Iterator[Change]:
         before = self.inputs
@@ -95,11 +102,18 @@ class Changes:
         if not (value.is_floating_point() or "." in leaf) or not value.is_contiguous():
             return
         for half in HALVES if value.numel() >= MANY_ELEMENTS else ():
+            yield from self._in_half(leaf, half)
+
+    def _in_half(self, leaf: str, half: str) -> Iterator[Change]:
+        exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
+        raised: list[Change] = []
+        if not exchanged and "." not in leaf and self._is(leaf, "content"):  # other kinds have a limited range
+            raised = list(self._first(f"{leaf} raised in its {half} half", self._raised(leaf, half)))
+            yield from raised
             exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
-            if not exchanged and "." not in leaf and self._is(leaf, "content"):  # other kinds have a limited range
-                yield from self._first(f"{leaf} raised in its {half} half", self._raised(leaf, half))
-                exchanged = list(self._first(f"{leaf} in its {half} half", self._exchanged(leaf, half)))
-            yield from exchanged
+        yield from exchanged
+        if not raised and not exchanged:
+            self.undecided.append((leaf, half))
 
     def _exchanged(self, leaf: str, half: str) -> Iterator[Inputs]:
         value = leaves(self.inputs)[leaf]

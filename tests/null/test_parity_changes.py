@@ -105,3 +105,19 @@ def test_pages_change_places_only_where_a_sequence_uses_them() -> None:
     different = before["block_table"] != after["block_table"]
     used = op.used(before, "block_table")
     assert used is not None and different.sum() == 2 and used[different].all()
+
+
+def test_a_part_that_decides_nothing_in_one_draw_is_changed_in_another() -> None:
+    """Queries of a sequence with one key decide nothing: all attention goes to that key."""
+    op = OPS["paged_attn"]
+    case = ordinary(op.cases(plain_workload(op, "bf16", 2611)))
+    inputs = case.make(5)
+    short = {**inputs, "lengths": torch.ones_like(inputs["lengths"])}
+    alone = Changes(op, case.workload, short, 5)
+    told = [what for what, _ in alone.all()]
+    assert not [what for what in told if what.startswith("q in its")]
+    assert ("q", "second") in alone.undecided and ("q", "first") in alone.undecided
+    full = {**inputs, "lengths": torch.full_like(inputs["lengths"], inputs["max_len"])}
+    other = Changes(op, case.workload, full, 5)
+    assert [what for what, _ in other.of([("q", "second")])][0].startswith("q")
+    assert not other.undecided
