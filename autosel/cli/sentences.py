@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autosel import settings
 from autosel.cli.output import ratio
 from autosel.values import Verdict
 
@@ -64,5 +63,5 @@ def _next_step(op: str, name: str) -> str:
     from autosel.candidates import registry
 
     if any(c.name == name for c in registry.all_candidates(op)):
-        return f"`{settings.spelling()} tune --op {op}` can choose it"
+        return "`tune` can choose it"
     return "register it with autosel.candidate, and `tune` can choose it"
