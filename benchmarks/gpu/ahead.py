@@ -1,4 +1,4 @@
-"""Work of a stage that measures no times, begun before it is asked for: several pieces side by side."""
+"""Run the work of a stage that measures no times ahead of its use, several pieces in parallel."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-MOST = 4  # at once: each has a context on the device, its operands there, and references on the host
-WINDOW = 2  # pieces a thread that are begun and not yet asked for: what a kill costs
+MOST = 4  # threads; each needs a context on the device, device memory for operands, and references on the host
+WINDOW = 2  # pieces a thread that are started before they are needed: the work lost when the process is killed
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
 class Ahead(Generic[Piece, Result]):
-    """Does the pieces in their order, up to some way beyond the last that was asked for. Not ended: the process that
-    has it is."""
+    """Run pieces in order in a thread pool, up to a fixed window beyond the last piece that was requested.
+
+    The pool is never shut down: it ends with its process.
+    """
 
     def __init__(self, pieces: Sequence[Piece], do: Callable[[Piece], Result], *, threads: int) -> None:
         self.pieces, self.do, self.threads = pieces, do, threads
@@ -24,7 +26,7 @@ class Ahead(Generic[Piece, Result]):
         self._begin_to(0)
 
     def of(self, number: int) -> Result:
-        """The result of the piece of this number. Raises what it raised."""
+        """Return the result of piece `number`, or raise the exception that the piece raised."""
         self._begin_to(number)
         return self.begun[number].result()
 
@@ -34,7 +36,7 @@ class Ahead(Generic[Piece, Result]):
 
 
 def side_by_side() -> int:
-    """How many pieces: they share cores with what they start and with compilers."""
+    """Return the number of threads; the pieces share cores with their subprocesses and with compilers."""
     from autosel.tuning.builds import at_once
 
     return max(2, min(MOST, at_once() // 4))

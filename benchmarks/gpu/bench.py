@@ -1,4 +1,4 @@
-"""Stage 6: every candidate of every op side by side, operands cold, beside the read rate of the same minute."""
+"""Stage 6: time every candidate of every op with cold operands, next to the read rate of the same minute."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Times of all arms; one that is wrong here is named, and its time does not count. Ok if no arm of ours is wrong
-    or broken, and none is faster than the memory it must read."""
+    """Return the times of all arms. Wrong results are listed by arm.
+
+    `ok` is true if no arm of autosel is wrong or broken.
+    """
     from benchmarks.gpu.instrument import Timer, spread
 
     w = next(n.workload for n in scope.everything() if n.workload.key == unit)
@@ -62,8 +64,7 @@ def _middle(times: list[float]) -> float:
 
 
 def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """The candidates that take the workload, by name, the baseline first, and what is no candidate but a rival; of the
-    others, why not."""
+    """Return eligible candidates by name, baseline first, with cuBLASLt rivals; and the reasons of the others."""
     from autosel.candidates.registry import eligible
     from autosel.errors import BuildError
     from benchmarks.cublaslt import by_cublaslt
@@ -82,15 +83,17 @@ def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant]
 
 
 def _seat(timer: Timer, w: Workload, arms: dict[str, Entrant]) -> dict[str, str]:
-    """Seat all arms; one that raises at its first call is taken out. Returns those, with what they raised. Raises
-    RuntimeError for one that leaves the device unusable: nobody could be timed after it."""
+    """Seat all arms, and drop those that raise at their first call. Return the dropped arms and their errors.
+
+    Raises RuntimeError if an arm leaves the device unusable, since nothing can be timed after it.
+    """
     from benchmarks.gpu.child import fault_of_device
 
     broken: dict[str, str] = {}
     for name in list(arms):
         try:
             timer.seat(w, {name: arms[name]})
-        except Exception as error:  # anybody's kernel: it loses its place, not the table
+        except Exception as error:  # any kernel may raise; the other arms are still timed
             broken[name] = f"{type(error).__name__}: {str(error)[:200]}"
             del arms[name]
             if fault_of_device():
@@ -109,6 +112,6 @@ def table(found: Mapping[str, Found]) -> Table:
             times = (f"{t['us']:.1f}", f"{t['lo_us']:.1f}", f"{t['hi_us']:.1f}")
             beyond = f"{t['us'] - one['floor_us']:.1f}"
             rows.append((name, arm, *times, f"{t['speedup']:.2f}", f"{t['read']:.0%}", beyond, right))
-    told = (f"read rate beside these: {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",) if rates else ()
+    told = (f"read rate during these: {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s",) if rates else ()
     columns = ("workload", "arm", "us", "25 %", "75 %", "x torch", "of read rate", "us above it", "")
     return Table(columns=columns, rows=tuple(rows), remarks=told)

@@ -1,7 +1,7 @@
-"""The stage's own process: units come by name on stdin, one a line, all their names before them in one line of JSON;
-what they found goes back as lines of JSON.
+"""Run a stage's child process. It reads unit names from stdin, one a line, after one JSON line that lists them all.
 
-Everything else it says (a compiler, a library at import) goes to stderr, which the parent keeps in a log.
+Each result is written to stdout as one line of JSON. All other output (compilers, libraries at import) goes to stderr,
+which the parent stores in a log.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Its input ends when this process has ended, however: by then nothing of the group is to go on.
+# The watch process's input ends when this process ends, however it ends; then the watch kills the whole group.
 WATCH = "import os, signal; os.read(0, 1); os.killpg(0, signal.SIGKILL)"
 
 
 def serve(name: str, scope: Scope) -> int:
-    """First a line that lists the units and says what their results hold for; then one for each unit asked for."""
+    """Write one line with the list of units and their key; then one line for each requested unit."""
     end_together()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -62,8 +62,11 @@ def serve(name: str, scope: Scope) -> int:
 
 
 def end_together() -> None:
-    """This process ends with its parent, and with it what it has started: verbs, sanitizers, compilers. They would
-    measure on, beside the next run. For the leader of a process group alone: the whole group is killed."""
+    """End this process and its children (verbs, sanitizers, compilers) when its parent ends.
+
+    Otherwise they would continue and disturb the next run. Only for the leader of a process group: the whole group is
+    killed.
+    """
     assert os.getpgrp() == os.getpid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     input_of_watch, _ = os.pipe()  # the other end is never closed, and no other process has it
@@ -72,7 +75,7 @@ def end_together() -> None:
 
 
 def fault_of_device() -> str:
-    """What this process did to its device that cannot be undone, or "". Waits for what is still enqueued."""
+    """Return the sticky error that this process caused on its device, or "". Waits for enqueued work."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return ""

@@ -1,8 +1,8 @@
-"""Stage 5: kernels that fail in the three ways a device cannot undo, each contained: the next is judged as if alone.
+"""Stage 5: run kernels that fail in three unrecoverable ways and check that the next candidate is unaffected.
 
-An illegal access, a kernel that never ends, one that takes all memory (faults.cu; on a CPU faults.cpp) go on trial as
-any candidate does. Each must fail by its deadline and for its own cause, its worker must be gone, the device must give
-back what it held, and a good kernel on trial behind it must get the very proof that it gets alone.
+The faults are an illegal access, an endless kernel, and one that takes all memory (faults.cu; on a CPU faults.cpp).
+Each is proven as any candidate is. It must fail within its deadline and with the expected cause, its worker must be
+gone, and the device memory must be free again. A good kernel proven after it must get the same proof as it gets alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from autosel.parity.check import Proof
 
 UNIT_S = 600.0
-CALL_S = {"cuda": 10.0, "cpu": 4.0}  # the deadline of a call that takes microseconds, or never ends
-NO_MORE_S = 120.0  # for a fault and the good kernel behind it, builds included
-HELD_BYTES = 256 << 20  # of device memory: what other processes may come to hold meanwhile
+CALL_S = {"cuda": 10.0, "cpu": 4.0}  # deadline of a call that either takes microseconds or never ends
+NO_MORE_S = 120.0  # limit for a fault and the good kernel after it, builds included
+HELD_BYTES = 256 << 20  # device memory that other processes may take meanwhile
 HERE = Path(__file__).parent
 
-# Entry -> what must be said of it: check, cause, or words of the reason; any of them.
+# Entry -> words of which at least one must occur in the check, the cause or the reason.
 FAULTS: dict[str, tuple[str, ...]] = {
     "illegal_access": ("SIGSEGV", "illegal memory access", "unspecified launch failure"),
     "endless": ("timeout",),
@@ -58,7 +58,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def good_one(fp: Fingerprint) -> Proof:
-    """Our own kernel of the same op."""
+    """Prove autosel's own kernel of the same op."""
     from autosel.candidates.registry import find
     from autosel.native.compile import compile_source
     from autosel.tuning.prove import proof_of
@@ -90,7 +90,7 @@ def workload() -> Workload:
 
 
 def on_trial(proofs: list[Proof], fp: Fingerprint, scope: Scope) -> tuple[list[Parity], int]:
-    """The proofs one after the other, as a tune has them; and how many processes were left behind."""
+    """Prove in turn with one prover, as a tune does; return the results and the number of leftover processes."""
     import psutil
 
     from autosel.parity.check import Prover, Terms
@@ -103,7 +103,7 @@ def on_trial(proofs: list[Proof], fp: Fingerprint, scope: Scope) -> tuple[list[P
 
 
 def free_bytes(scope: Scope) -> int:
-    """Of the device's memory; 0 on a CPU, where a process that is gone holds nothing."""
+    """Return the free memory of the device; 0 on a CPU, where an ended process holds no memory."""
     if not scope.on_gpu:
         return 0
     import torch
@@ -112,11 +112,11 @@ def free_bytes(scope: Scope) -> int:
 
 
 def judged(found: Parity, expected: tuple[str, ...]) -> list[str]:
-    """What is wrong with the faulty one's outcome."""
+    """Return the errors in the faulty kernel's outcome."""
     if not isinstance(found, Failed):
         return ["it passed"]
     said = cause(found)
-    return [] if any(word in said for word in expected) else [f"it failed for another cause: {said}"]
+    return [] if any(word in said for word in expected) else [f"it failed with another cause: {said}"]
 
 
 def cause(found: Parity) -> str:
@@ -126,14 +126,14 @@ def cause(found: Parity) -> str:
 
 
 def as_alone(behind: Parity, alone: Parity) -> list[str]:
-    """What is wrong with the proof of the good one behind: it must be the one it gets alone, case by case."""
+    """Return the differences between the good kernel's proof after the fault and its proof alone."""
 
     def told(parity: Parity) -> tuple[Any, ...]:
         return (parity.cases, parity.worst, parity.worst_case) if isinstance(parity, Passed) else (cause(parity),)
 
     if not isinstance(alone, Passed):
-        return [f"the good kernel fails by itself: {cause(alone)}"]
-    return [] if told(behind) == told(alone) else [f"the next was judged otherwise: {told(behind)}, not {told(alone)}"]
+        return [f"the good kernel fails alone: {cause(alone)}"]
+    return [] if told(behind) == told(alone) else [f"the next gave {told(behind)}, not {told(alone)}"]
 
 
 def table(found: Mapping[str, Found]) -> Table:

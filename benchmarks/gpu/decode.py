@@ -1,7 +1,7 @@
-"""Stage 10: decodes of the models against the eager baseline, each certified by `autosel run`.
+"""Stage 10: decode the models with `autosel run`, which certifies each run against the eager baseline.
 
-The model at its context: one sequence, several, two tokens of one stream in flight; the step taken whole by the device
-(`persistent`), replayed as a graph, and call by call; then the other models, at that context and at a short one.
+At the model's context: one sequence, several sequences, and two tokens of one stream in flight. The step runs as one
+native call (`persistent`), as a graph, and call by call. The other models run at that context and at a short one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """One run: `batch` sequences (or tokens of one stream, as `words` say) at a context of `seq`."""
+    """Describe one run: `batch` sequences (or tokens of one stream, depending on `words`) at a context of `seq`."""
 
     model: str
     seq: int
     batch: int = 1
-    words: tuple[str, ...] = ()  # of the command line, beside model, context and layers
+    words: tuple[str, ...] = ()  # command-line words other than model, context and layers
 
 
 def runs(scope: Scope) -> dict[str, Decode]:
-    """Unit -> what it runs: all of it is what the stage before it tunes (tune.py)."""
+    """Return the run of each unit. The tune stage (tune.py) tunes the same runs."""
 
     def base(*words: str, batch: int = 1) -> Decode:
         return Decode(model=scope.model, seq=scope.seq, batch=batch, words=words)
@@ -53,12 +53,12 @@ def runs(scope: Scope) -> dict[str, Decode]:
 
 
 def short(model: str) -> str:
-    """A checkpoint folder's last part: its place on this machine is nobody's concern."""
+    """Return the last part of a checkpoint folder, so that results contain no local paths."""
     return model.rstrip("/").rpartition("/")[2]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Ok where the tokens are right and the certificate stands."""
+    """Run one decode; `ok` is true if the run succeeded and its certificate holds."""
     asked = runs(scope)[unit]
     given = (
         "--model",

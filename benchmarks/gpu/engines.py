@@ -1,8 +1,8 @@
-"""Stage 12: autosel inside the engines that are installed here: its plug-ins in vLLM, SGLang and FlashInfer, and models
-of Hugging Face's that it patches.
+"""Stage 12: run autosel inside the installed engines: its plug-ins for vLLM, SGLang and FlashInfer, and patched
+Hugging Face models.
 
-Each engine runs in a process of its own: once as it is, once with what was decided. Its answers must be the same, as
-far as a served kernel's rounding lets a greedy stream agree, and something decided must have served.
+Each engine runs in its own process, once without and once with the stored decisions. Its answers must be the same, as
+far as the rounding of served kernels lets a greedy stream agree, and at least one decision must have served.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Ok where the engine is not there, or the plug-in serves in it and its answers stay right."""
+    """Compare an engine with and without autosel; `ok` if it agrees and a decision served, or is not installed."""
     if importlib.util.find_spec(unit) is None:
         return {"ok": True, "outcome": "not installed", "reason": f"{ENGINES[unit]} is not installed here"}
     plain, ours = heard(unit, scope, plugged=False), heard(unit, scope, plugged=True)
@@ -47,9 +47,9 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def heard(engine: str, scope: Scope, *, plugged: bool) -> Found:
-    """What served.py says of one run: the last line of its output."""
+    """Run served.py once and return its result, which is the last line of its output."""
     environment = settings.passed_to_children() | ({} if plugged else {"AUTOSEL_DISABLE": "1"})
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its model in the process that is asked what served
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # keep the model in the process that reports the served ops
     command = [sys.executable, "-P", str(SERVED), scope.text, engine]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     print(done.stderr, file=sys.stderr)
@@ -63,12 +63,12 @@ def heard(engine: str, scope: Scope, *, plugged: bool) -> Found:
 
 
 def disagreement(plain: Found, ours: Found) -> str:
-    """Why the two runs do not go together, or ""."""
+    """Return the reason why the two runs disagree, or ""."""
     if plain["served"]:
-        return f"without the plug-in {', '.join(plain['served'])} served all the same"
+        return f"without the plug-in {', '.join(plain['served'])} served anyway"
     if ours["served"] == []:
-        return "nothing that was decided served: is anything decided for this model? see the tune stage"
-    if "error_share" in ours:  # results themselves, in shares of their bound
+        return "no decision served. Check that the tune stage stored decisions for this model"
+    if "error_share" in ours:  # an error as a share of its bound
         return "" if ours["error_share"] <= 1 else f"results are {ours['error_share']:.2f} of their bound"
     first = [a[0] == b[0] for a, b in zip(plain["tokens"], ours["tokens"], strict=True)]
     return "" if all(first) else f"first tokens differ in {first.count(False)} of {len(first)} prompts"
@@ -82,7 +82,7 @@ def table(found: Mapping[str, Found]) -> Table:
         served = ", ".join(one.get("ours", {}).get("served") or ())
         rates = [f"{one[side]['tokens_per_s']:.1f}" if "tokens_per_s" in one.get(side, {}) else "" for side in SIDES]
         rows.append((name, one.get("version", ""), one["outcome"], *rates, served))
-    columns = ("engine", "version", "outcome", "tok/s as it is", "tok/s with autosel", "served")
+    columns = ("engine", "version", "outcome", "tok/s without autosel", "tok/s with autosel", "served")
     return Table(columns=columns, rows=tuple(rows))
 
 

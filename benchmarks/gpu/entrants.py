@@ -1,4 +1,4 @@
-"""Which candidates there are at which workload, and how one is made ready to be called."""
+"""List the candidates of each workload and prepare them for calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.variants import feature_of, variants
 
-BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: a build is made for the settings of a shape
+BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: built with the settings of a shape
 
 if TYPE_CHECKING:
     from autosel.race.contest import Entrant
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One build of a candidate, at the first of the scope's workloads that it takes with it; `refused` says why it
-    takes none."""
+    """One build of a candidate, with the first workload of the scope that it serves.
+
+    `refused` holds the reason if there is no such workload.
+    """
 
     candidate: Candidate
     workload: Workload
     refused: str = ""
-    further: bool = False  # another build than the candidate's first
+    further: bool = False  # not the candidate's first build
 
     @property
     def name(self) -> str:
-        """Op, candidate and dtype; of a further build also the shape that asks for it."""
+        """Return op, candidate and dtype; for further builds also the shape."""
         op, dims, rest = self.workload.key.split("/", 2)
         traits = rest.partition(".")[2]
         shape = f" {dims}{'.' if traits else ''}{traits}" if self.further else ""
@@ -38,22 +40,23 @@ class Entry:
 
 
 def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
-    """Every build of every candidate of every op of the scope, in each of its dtypes: the candidates' first builds
-    first, so that a run which is cut short has met all of them. What contracts know beyond the model's own workloads
-    (windows, softcaps, ...) each candidate meets once, in the first dtype: the other dtypes are other numbers in the
-    same code."""
+    """Return every build of every candidate of every op of the scope, in each dtype.
+
+    The first build of each candidate comes first, so that a run that is cut short has covered all candidates. Features
+    beyond the model's own workloads (windows, softcaps, ...) are covered once, in the first dtype: the other dtypes
+    run the same code.
+    """
     found = [entry for dtype in scope.dtypes for entry in _in_dtype(scope, fp, dtype, varied=dtype == scope.dtypes[0])]
     return sorted(found, key=lambda e: e.further)
 
 
 def entry_named(name: str, scope: Scope, fp: Fingerprint) -> Entry:
-    """One of `entries` by its name."""
+    """Return the entry of this name."""
     return next(e for e in entries_of(name, scope, fp) if e.name == name)
 
 
 def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[Entry]:
-    """Those of `entries` whose names begin with these words: op, candidate, dtype. To list what the other ops take
-    would take seconds."""
+    """Return the entries of the op, candidate and dtype in `name`. Listing the other ops would take seconds."""
     op, candidate, dtype = name.split(" ")[:3]
     first = dtype == scope.dtypes[0]
     listed = _in_dtype(replace(scope, ops=(op,)), fp, dtype, varied=first)  # type: ignore[arg-type]
@@ -88,7 +91,7 @@ def _takes(support: Support) -> bool:
 def _builds(
     candidate: Candidate, workloads: Sequence[Workload], varied: Sequence[Workload], fp: Fingerprint
 ) -> list[Workload]:
-    """The first workload of each build; then the first of each feature that none of them has."""
+    """Return the first workload of each build, then the first with each feature that none of these has."""
     builds: dict[object, Workload] = {}
     for w in workloads:
         builds.setdefault(_build(candidate, w, fp), w)
@@ -100,9 +103,12 @@ def _builds(
 
 
 def _build(candidate: Candidate, w: Workload, fp: Fingerprint) -> object:
-    """Equal for workloads that one build serves with one way through it. The build: a native kernel's flags; of
-    Triton's, whose knobs are all compiled in, the knobs; nothing else is built for a shape. The way: the traits, by
-    which Triton's are compiled too, and the others branch."""
+    """Return a value that is equal for workloads that share a build and a code path.
+
+    The build is given by a native kernel's flags, or by a Triton kernel's knobs, which are all compiled in; other
+    candidates are not built for a shape. The code path is given by the traits: Triton compiles them in, and the others
+    branch on them.
+    """
     if candidate.backend not in BUILT:
         return w.traits
     knobs = candidate.knobs(w, fp)
@@ -117,8 +123,10 @@ def entrant(
     knobs: Mapping[str, Scalar] | None = None,
     builds: Builds | None = None,
 ) -> Entrant:
-    """The candidate compiled, as the race's instrument takes it; `knobs` replace those of the closed form; `builds`:
-    where it is compiled beside others. Raises BuildError."""
+    """Compile the candidate and return it as the race's instrument needs it. Raises BuildError.
+
+    `knobs` override values of the closed form; `builds` is the pool that compiles it in parallel with others.
+    """
     from autosel.native.compile import compile_source
     from autosel.race.contest import Entrant
 
@@ -127,7 +135,7 @@ def entrant(
     digest = ""
     if isinstance(recipe, NativeRecipe):
         built = builds.wait(recipe) if builds else compile_source(recipe.source, recipe.flags)
-        assert built is not None  # these have no end
+        assert built is not None  # these builds have no time limit
         digest = built.digest
     return Entrant(
         candidate=candidate.name,
@@ -140,7 +148,7 @@ def entrant(
 
 
 def with_values(knobs: Knobs, values: Mapping[str, Scalar]) -> Knobs:
-    """The same knobs with some values replaced."""
+    """Return the knobs with some values replaced."""
     unknown = set(values) - set(knobs.values)
     assert not unknown, f"no knobs {sorted(unknown)}"
     return Knobs(settings=tuple(replace(k, value=values.get(k.name, k.value)) for k in knobs.settings))

@@ -1,7 +1,7 @@
-"""`python exercise.py SCOPE CHECKS BUILD ...`: call kernels on a share of their hostile cases, compare what they give.
+"""Call kernels on some of their hostile cases and compare the results: `python exercise.py SCOPE CHECKS BUILD ...`.
 
-Run under a sanitizer. CHECKS: on a CPU, what the kernels are compiled to look for. BUILD: names of entries. The last
-line says how many cases.
+It runs under a sanitizer. CHECKS are the sanitizers compiled into the kernels on a CPU. BUILD are names of entries.
+The last line of the output is the number of cases.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -56,7 +56,7 @@ def main(scope: Scope, checks: str, names: Sequence[str]) -> int:
 
 
 def exercised(entry: Entry, scope: Scope, fp: Fingerprint, checks: str) -> tuple[str, int]:
-    """What is wrong, and how many cases were called."""
+    """Return the first error, or "", and the number of cases that were called."""
     way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
     recipe, digest = way.recipe, ""
     if isinstance(recipe, NativeRecipe):
@@ -84,7 +84,7 @@ def exercised(entry: Entry, scope: Scope, fp: Fingerprint, checks: str) -> tuple
 
 
 def whole_step(scope: Scope, fp: Fingerprint) -> int:
-    """One layer and the output head as the device takes them by itself, against the same step op by op."""
+    """Compare one layer and the output head, run as one native call, with the same step run op by op."""
     from autosel.decode.persistent import supports, write
     from autosel.decode.scene import judged
     from autosel.decode.step import write_step

@@ -1,4 +1,4 @@
-"""Stage 1: measure the device anew, and hold it against what is known of its kind."""
+"""Stage 1: measure the device again and compare it with the known values of its kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
 UNIT_S = 300.0
-AGREE = 0.15  # a rate of a known device's file may be this far off: parts, clocks and coolers differ
+AGREE = 0.15  # allowed difference from the file in fingerprints/: parts, clocks and coolers differ
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
@@ -18,7 +18,7 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Identity, rates, and in words what is odd about them. Not ok where a rate contradicts the datasheet."""
+    """Return identity, rates and notes; `ok` is false if a rate contradicts the datasheet."""
     from autosel import fingerprint
 
     fresh = fingerprint.take(scope.device, refresh=True)
@@ -30,7 +30,7 @@ def _impossible(fp: Fingerprint) -> list[str]:
 
 
 def _beside_sheet(fp: Fingerprint) -> dict[str, list[float]]:
-    """[measured, as in fingerprints/] of every rate both have; empty for a device that is not there."""
+    """Return [measured, value in fingerprints/] for every rate that both have; empty for an unknown device."""
     from autosel.fingerprint import known
 
     sheet = next((known.load(n) for n in known.names() if known.load(n).name == fp.name), None)
@@ -49,6 +49,6 @@ def table(found: Mapping[str, Found]) -> Table:
         odd = " !" if known and known[1] and abs(known[0] / known[1] - 1) > AGREE else ""
         rows.append((name, f"{rate['value']:.4g}", rate["unit"], f"{rate['spread']:.1%}", beside + odd))
     notes, columns = tuple(taken.get("notes", ())), ("rate", "value", "unit", "spread", "x known")
-    if not sheet:  # a device that fingerprints/ has no file of
+    if not sheet:  # fingerprints/ has no file for this device
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     return Table(columns=columns, rows=tuple(rows), remarks=notes)

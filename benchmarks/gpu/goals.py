@@ -1,7 +1,7 @@
-"""What a GPU is to reach, what it reached, what others do: from the records of a run. Loads no torch.
+"""List the goals for a GPU, the results from a run's records, and the figures of peers. Loads no torch.
 
-Goals: seconds from bytes over the device's own read rate where the goal is a share of it; figures of one H200 where a
-model and a rate of tokens are named. Peers are what their authors report, on the device they name.
+A goal that is a share of the read rate becomes a time: bytes divided by the device's own read rate. Goals with a model
+and tokens per second are for one H200. Figures of peers are those published by their authors, for the device named.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 from benchmarks.gpu.kept import Record
 
 Records = Mapping[str, Record]
-LARGE_US = 50.0  # of reading at the read rate: what a launch costs no longer shows
+LARGE_US = 50.0  # time at the read rate above which launch overhead is negligible
 
 CLEAN = ("parity", "sanitizer", "graph", "containment", "engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One line of the page. `reached` gives the figure, None where the run has none; `most`: is less better?"""
+    """Describe one line of the page. `reached` returns the figure, or None if the run has none; less is better with
+    `most`."""
 
     name: str
     limit: float
@@ -45,7 +46,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def arms(records: Records, op: str, **dims: int) -> Iterator[tuple[float, float]]:
-    """(us, us at the read rate) of the fastest right arm of each workload of the op with these dimensions."""
+    """Yield (us, us at the read rate) of the fastest correct arm of each matching workload."""
     record = records.get("bench")
     for key, found in (record.units if record else {}).items():
         if key.split("/")[0] != op or not all(f"{n}{v}" in key.split("/")[1].split(".") for n, v in dims.items()):
@@ -56,7 +57,7 @@ def arms(records: Records, op: str, **dims: int) -> Iterator[tuple[float, float]
 
 
 def beyond_us(op: str, **dims: int) -> Callable[[Records], float | None]:
-    """The most that an op's workloads take beyond reading their bytes."""
+    """Return the largest time of an op's workloads beyond reading their bytes."""
     return lambda records: max((us - floor for us, floor in arms(records, op, **dims)), default=None)
 
 
@@ -65,7 +66,7 @@ def slowest_us(op: str, **dims: int) -> Callable[[Records], float | None]:
 
 
 def of_read(op: str) -> Callable[[Records], float | None]:
-    """The least share of the read rate among workloads that take long enough for nothing else to show."""
+    """Return the lowest share of the read rate among workloads that are long enough to hide other costs."""
     return lambda records: min((f / us for us, f in arms(records, op) if f >= LARGE_US), default=None)
 
 
@@ -76,7 +77,7 @@ def certificate(records: Records, unit: str) -> Mapping[str, Any]:
 
 
 def tokens_per_s(*units: str) -> Callable[[Records], float | None]:
-    """Of the fastest of these runs."""
+    """Return the tokens per second of the fastest of these runs."""
 
     def of(records: Records) -> float | None:
         rates = (certificate(records, unit).get("tokens_per_sec") for unit in units)
@@ -90,7 +91,7 @@ def speedup(unit: str) -> Callable[[Records], float | None]:
 
 
 def regret(kind: str, what: str) -> Callable[[Records], float | None]:
-    """Of the closed forms, over all cells of a kind."""
+    """Return a regret statistic of the closed forms over all cells of a kind."""
 
     def of(records: Records) -> float | None:
         from benchmarks.bench_regret import summary
@@ -103,7 +104,7 @@ def regret(kind: str, what: str) -> Callable[[Records], float | None]:
 
 
 def failed(stage: str) -> Callable[[Records], float | None]:
-    """Units that failed or were left undone."""
+    """Return the number of units that failed or were left undone."""
 
     def of(records: Records) -> float | None:
         record = records.get(stage)
@@ -114,7 +115,7 @@ def failed(stage: str) -> Callable[[Records], float | None]:
 
 # --- the goals --------------------------------------------------------------------------------------------------------
 
-BASE = ("batch 1", "persistent", "graph", "call by call")  # the model at its context, its step in every form
+BASE = ("batch 1", "persistent", "graph", "call by call")  # the model at its context, with its step in every form
 GOALS = (
     *(Goal(name=f"{stage}: units that failed or are left", limit=0, unit="", reached=failed(stage), most=True)
       for stage in CLEAN),
@@ -146,7 +147,7 @@ UNKNOWN = "not looked into yet"
 
 
 def lines(records: Records, gaps: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """The page's rows; `gaps`: by a goal's name the reason why it was missed, written by who looked."""
+    """Yield the rows of the page. `gaps` maps a goal to the reason why it was missed, written by hand."""
     for goal in GOALS:
         value = goal.reached(records)
         if value is None:

@@ -1,7 +1,7 @@
-"""Stage 4: every candidate captured in a CUDA graph, which is replayed on changed inputs; and a whole decode step.
+"""Stage 4: capture every candidate and a whole decode step in CUDA graphs, and replay them on changed inputs.
 
-A replay must give what the contract allows on contents it was not captured with, and the very bits of a plain call. On
-a CPU, which has no graphs, the calls of a sample take their place.
+A replay must be within the contract's bounds on contents that it was not captured with, and bit-equal to a plain call.
+A CPU has no graphs; plain calls are checked instead.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 UNIT_S = 600.0
 STEP = "a whole step"
 SEEDS = (2, 3, 4)
-STEPS = 20  # of a whole step, each way
+STEPS = 20  # samples of a whole step in each form
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """Each build of each candidate that is for this device, then the step."""
+    """List each build of each candidate that this device supports, then the step."""
     return [*(e.name for e in entries(scope, fp) if not e.refused), STEP]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Ok unless one of ours cannot be captured, or its replay is wrong; of another that is a finding."""
+    """Check one candidate or the step. A failure counts as not `ok` only for autosel's own kernels."""
     if unit == STEP:
         return whole_step(scope)
     from benchmarks.gpu.instrument import Timer
@@ -53,7 +53,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def replayed(timer: Timer, entry: Entry) -> Found:
-    """Replay on contents drawn anew, each replay judged and compared with a plain call on the same contents."""
+    """Replay on new contents; check each replay and compare it with a plain call on the same contents."""
     name = entry.candidate.name
     seat = timer.bench.seats[name]
     for seed in SEEDS:
@@ -63,7 +63,7 @@ def replayed(timer: Timer, entry: Entry) -> Found:
         if wrong:
             return {"outcome": "wrong", "how": how(seat.timed), "reason": wrong}
         replay = [t.clone() for t in timer.bench.outputs(name)]
-        captured = seat.timed.result  # what the graph writes, where it makes its own results
+        captured = seat.timed.result  # the graph's outputs, if the candidate allocates its own results
         seat.timed.result = seat.timed.call(*seat.timed.calls[0])  # type: ignore[attr-defined]
         called = timer.bench.outputs(name)
         seat.timed.result = captured
@@ -75,7 +75,7 @@ def replayed(timer: Timer, entry: Entry) -> Found:
 
 
 def how(timed: Any) -> str:
-    """`graph`; `queue`, where no graph could be made; `calls` on a CPU."""
+    """Return `graph`; `queue` if no graph could be captured; `calls` on a CPU."""
     graphs = getattr(timed, "graphs", None)
     if graphs is None:
         return "calls"
@@ -83,12 +83,12 @@ def how(timed: Any) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal values, NaN where the other has NaN."""
+    """Return True if values are equal, or NaN in both."""
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def whole_step(scope: Scope) -> Found:
-    """A decode step of the model, op by op: launched call by call, and as one graph."""
+    """Time a decode step of the model, op by op: launched call by call, and as one graph."""
     import torch
 
     from autosel.race.device import place
@@ -109,7 +109,7 @@ def whole_step(scope: Scope) -> Found:
 
 
 def written(scope: Scope) -> Any:
-    """The step as `autosel run` makes it (decode.step.Step), its cache filled."""
+    """Return the step that `autosel run` makes (decode.step.Step), with a filled cache."""
     from autosel.decode.step import write_step
 
     scene = set_up(scope, scope.model, layers=scope.layers, seq=scope.seq)
@@ -117,7 +117,7 @@ def written(scope: Scope) -> Any:
 
 
 def set_up(scope: Scope, name: str, *, layers: int, seq: int) -> Any:
-    """A decode.scene.Scene: a model of random weights, its cache filled, one sequence about to be fed a token."""
+    """Return a decode.scene.Scene: random weights, a filled cache, and one sequence before its next token."""
     from time import perf_counter_ns
 
     from autosel import fingerprint, models

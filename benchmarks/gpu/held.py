@@ -1,4 +1,4 @@
-"""What results hold for: a run goes on with those whose key is still the same, and measures all others again."""
+"""Compute the key of stored results. A run keeps results whose key is unchanged and measures all others again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.gpu.scope import Scope
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".hpp", ".h")
-# What a kernel is compiled or measured with, beside the libraries that candidates wrap and the engines.
+# Tools that compile or measure kernels, in addition to wrapped libraries and engines.
 TOOLS = ("torch", "triton", "apache-tvm-ffi", "cupy-cuda12x", "cupy-cuda13x", "nvidia-cutlass")
 
 
 def held_for(scope: Scope, fp: Fingerprint) -> str:
-    """The key of a stage's record: scope, device and driver, sources, nvcc and every library that can be timed."""
+    """Return the key of a stage's record: scope, device, driver, sources, nvcc and every library that can be timed."""
     found = {
         "scope": scope.plain,
         "env_id": fp.env_id,
@@ -30,9 +30,9 @@ def held_for(scope: Scope, fp: Fingerprint) -> str:
 
 
 def sources_digest(checkout: Path = ROOT, kernels: Path | None = None) -> str:
-    """Of everything that is compiled, called or judged by: the kernels, the package, the stages and what they use.
+    """Return the digest of kernels, package and benchmarks.
 
-    One digest for all stages: which of them a source reaches nobody can say for sure.
+    All stages share one digest, because the sources that a stage reaches cannot be determined reliably.
     """
     hasher = sha256()
     for folder in (kernels or resources.kernels(), checkout / "autosel", checkout / "benchmarks"):
@@ -50,7 +50,7 @@ def nvcc_version() -> str:
 
 
 def distributions() -> list[str]:
-    """Those that candidates wrap, engines and tools: by their names for pip."""
+    """Return the pip names of wrapped libraries, engines and tools."""
     from autosel.candidates.libraries.base import LibraryKernel
     from autosel.candidates.registry import own_candidates
 
@@ -60,7 +60,7 @@ def distributions() -> list[str]:
 
 
 def version_of(distribution: str) -> str:
-    """As installed; "" where it is not."""
+    """Return the installed version; "" if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

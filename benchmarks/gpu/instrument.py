@@ -1,7 +1,7 @@
-"""Times of candidates at one workload, by the race's own instrument: operands cold, arms visited in turn.
+"""Time candidates at one workload with the race's own instrument: operands cold, arms visited in turn.
 
-On a GPU a sample is the replay of a graph of calls over rotating copies of the operands; on a CPU it is calls in a row.
-Nothing is judged here.
+On a GPU a sample is one replay of a graph of calls over rotating copies of the operands; on a CPU it is a series of
+calls. This module makes no decisions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autosel.values import Fingerprint, Workload
 
 WARM_NS = 100_000_000
 LEAST_ROUNDS = 9
-MOST_OTHERS = 0.05  # of one core: what was read while others took more does not count
-Times = dict[str, list[float]]  # arm -> microseconds a call, a round each
+MOST_OTHERS = 0.05  # of one core; readings during more load by other processes are discarded
+Times = dict[str, list[float]]  # arm -> microseconds a call, one entry a round
 
 
 class Timer:
-    """Arms at workloads on one device, in this process."""
+    """Times arms at workloads on one device, in this process."""
 
     def __init__(self, fp: Fingerprint, device: str) -> None:
         self.fp, self.bench = fp, Bench(device)
@@ -37,12 +37,15 @@ class Timer:
         self._looked = at_work()
         self.workload: Workload | None = None
         self.inputs: dict[str, Any] = {}
-        self._found: tuple[bool, int] | None = None  # while operands are seated: PyTorch's settings before
+        self._found: tuple[bool, int] | None = None  # PyTorch's settings before operands were seated
 
     def seat(self, w: Workload, arms: Mapping[str, Entrant], lead: str = "", copies: int = 0) -> None:
-        """Give every arm its operands, in other places than before, and warm up: all, or only `lead`, which then sets
-        the length of a sample. The same workload again keeps its contents. `copies` of the operands, 0: as a race.
-        Until `close` PyTorch keeps no gradients and, timed on a CPU, has all its cores."""
+        """Give every arm its operands at new addresses, and warm up all arms, or only `lead`.
+
+        The arms that are warmed up set the length of a sample. The same workload again keeps its contents. `copies` is
+        the number of operand copies; 0 means as in a race. Until `close`, PyTorch keeps no gradients and, on a CPU,
+        uses all cores.
+        """
         self._take_pytorch()
         if self.workload != w:
             self.workload, self.op = w, find(w.op)
@@ -60,7 +63,7 @@ class Timer:
         self.plan = plan(min(warm.values()))
 
     def _copies(self) -> int:
-        """As a race has them: three last-level caches pass before a copy comes round again."""
+        """Return the number of copies in a race: three last-level caches are read before one is reused."""
         import torch
 
         roles = {a.name: a.role for a in self.op.args}
@@ -69,8 +72,10 @@ class Timer:
         return min(MAX_COPIES, 1 + 3 * self.llc_bytes // rotated) if rotated else 1
 
     def renew(self, seed: int) -> None:
-        """Other contents in the resident operands, at the same addresses; outputs poisoned. Index-like operands stay:
-        a cache written at new places would not be the one the check knows."""
+        """Write new contents into the resident operands, at the same addresses, and poison the outputs.
+
+        Operands that hold indices stay, since the check assumes a cache written at the same places.
+        """
         assert self.workload is not None  # seated
         fresh = self.op.refresh(self.workload, self.inputs, seed)
         names = [a.name for a in self.op.args if a.role == "resident"]
@@ -82,7 +87,7 @@ class Timer:
                 output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def wrong(self, arm: str) -> str:
-        """Why what the arm's last call gave is not right, or "": sampled rows against the float64 reference."""
+        """Return the error in the arm's last result, or "": sampled rows against the float64 reference."""
         assert self.workload is not None  # seated
         rows = self.op.rows(self.workload, self.inputs, CHECKED_ROWS, 1)
         got = [t.cpu() for t in self.bench.outputs(arm)]
@@ -92,7 +97,7 @@ class Timer:
     def rounds(
         self, arms: Sequence[str], *, seconds: float, rng: Random, samples: int = 1, least: int = LEAST_ROUNDS
     ) -> Times:
-        """Visit the arms in shuffled order until the time is up: each round's median, disturbed rounds left out."""
+        """Visit the arms in shuffled order until the time is up; return the medians of undisturbed rounds."""
         times: Times = {arm: [] for arm in arms}
         end, tries = perf_counter() + seconds, 0
         while (perf_counter() < end or len(times[arms[0]]) < least) and tries < 100 * least:
@@ -103,7 +108,7 @@ class Timer:
         return times
 
     def visit(self, order: Sequence[str], samples: int = 1, *, even_disturbed: bool = False) -> dict[str, float] | None:
-        """The median of each arm's samples, microseconds a call; None if something took the CPU away."""
+        """Return the median of each arm's samples in microseconds a call; None if the visit was disturbed."""
         taken, disturbed = self.bench.pair(order, self.plan.calls, samples, self.plan.wakes)
         if disturbed and not even_disturbed:
             return None
@@ -113,12 +118,12 @@ class Timer:
         return perf_counter()
 
     def quiet(self) -> bool:
-        """Did others take less than MOST_OTHERS of a core since the last question? On a GPU nobody looks."""
+        """Return True if other processes took less than MOST_OTHERS of a core since the last call, or on a GPU."""
         before, self._looked = self._looked, at_work()
         return self.fp.kind != "cpu" or others_share(before, self._looked) <= MOST_OTHERS
 
     def read_bytes_per_s(self) -> float:
-        """The read rate right now."""
+        """Return the current read rate."""
         return self.bench.read_bytes_per_s()
 
     def close(self) -> None:
@@ -144,19 +149,19 @@ class Timer:
 
 
 def at_work() -> tuple[float, float, float]:
-    """Seconds: of the clock, of all cores at work (steal too), of this process at work."""
+    """Return seconds: of the clock, of all busy cores (steal included), and of this process."""
     fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     busy = sum(fields) - fields[3] - fields[4]  # all but idle and iowait
     return perf_counter(), busy / os.sysconf("SC_CLK_TCK"), process_time()
 
 
 def others_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
-    """What others took meanwhile, in cores. The kernel counts all work in ticks of 10 ms: two of them prove nothing."""
+    """Return the cores used by other processes. Two 10 ms ticks are subtracted: the kernel's counter is that coarse."""
     clock, busy, own = (b - a for a, b in zip(before, after, strict=True))
     return max(0.0, busy - own - 2 / os.sysconf("SC_CLK_TCK")) / clock
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles, in microseconds."""
+    """Return median and quartiles in microseconds."""
     low, middle, high = statistics.quantiles(times, n=4)
     return {"us": round(middle, 3), "lo_us": round(low, 3), "hi_us": round(high, 3), "best_us": round(min(times), 3)}

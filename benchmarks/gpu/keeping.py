@@ -1,12 +1,12 @@
-"""Keep a device's results in the checkout: benchmarks/results/<device>/ and the measured part of fingerprints/.
+"""Store a device's results in the checkout: benchmarks/results/<device>/ and the measured part of fingerprints/.
 
-    <stage>.json              the record, as the run wrote it; places of this machine left out
+    <stage>.json              the record as the run wrote it, without local paths
     summary.md                the tables
-    certificates.jsonl        of the decode stage
-    sweep-*.svg               of the sweep stage, where matplotlib is installed
-    gaps.json                 by a goal's name the reason for a gap; written by hand, never overwritten
+    certificates.jsonl        from the decode stage
+    sweep-*.svg               from the sweep stage, if matplotlib is installed
+    gaps.json                 goal -> reason for a gap; written by hand, never overwritten
 
-The documentation's table of kernels and its page of goals are made from these (docs/generate.py).
+docs/generate.py makes the documentation's table of kernels and its page of goals from these files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.stages import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_THIS_MACHINE = ("file", "audit", "traceback")  # keys whose values say where things lie, or are long
+OF_THIS_MACHINE = ("file", "audit", "traceback")  # keys whose values are local paths, or long
 
 
 def keep(kept: Kept, root: Path = ROOT) -> list[str]:
-    """What was written, below `root`. Raises UsageError where there is nothing, or only a dry run, to keep."""
+    """Write the files and return their paths below `root`. Raises UsageError without results, or for a dry run."""
     records = {record.stage: record for record in kept.records(NAMES) if record.key}  # the others met no device
     if not records:
         raise UsageError("nothing to keep", why=f"{kept.folder} has no results", todo="run the stages first")
     device = next(iter(records.values())).device
     if device["kind"] == "cpu" and root == ROOT:
-        raise UsageError("a dry run is not kept", why="its results are this CPU's, and say nothing of a GPU")
+        raise UsageError("a dry run is not kept", why="its results are for this CPU, not for a GPU")
     folder = root / "benchmarks" / "results" / slug(device["name"])
     folder.mkdir(parents=True, exist_ok=True)
     written = [f"{name}.json" for name in records]
@@ -52,7 +52,7 @@ def slug(name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same without what belongs to this machine."""
+    """Return the value without keys that belong to this machine."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items() if k not in OF_THIS_MACHINE}
     return [plain(v) for v in value] if isinstance(value, list) else value
@@ -69,7 +69,7 @@ def texts(kept: Kept, records: Mapping[str, Record]) -> Iterator[tuple[str, str]
 
 
 def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
-    """The sweeps' curves; none without matplotlib."""
+    """Draw the sweeps' curves; return the file names, none without matplotlib."""
     from autosel.certify.sweep import Sweep
     from autosel.errors import AutoselError
     from autosel.values import from_json
@@ -89,7 +89,7 @@ def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
 
 
 def fingerprint(root: Path, records: Mapping[str, Record]) -> Path | None:
-    """Fill the measured part of the device's file, if there is one; figures that it does not list are left."""
+    """Fill in the measured part of the device's file, if it exists. Rates that the file does not list are ignored."""
     taken = records["fingerprint"].units.get("take", {}).get("fingerprint") if "fingerprint" in records else None
     path = _device_file(root, taken["name"]) if taken else None
     if taken is None or path is None:

@@ -1,4 +1,4 @@
-"""What a run has found, a file a stage: written whole after every unit, so that a kill costs the unit at hand."""
+"""Store results of a run, one file a stage, rewritten after every unit: a kill loses only the current unit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from autosel.errors import AutoselError
 
-BEGINNING = "the stage's beginning"  # among the units of a stage whose process did not begin the last time
+BEGINNING = "the stage's beginning"  # pseudo unit of a stage whose process did not start the last time
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """A stage's results. `key` says what they hold for: scope, device, software, sources."""
+    """Hold a stage's results. `key` is the digest of scope, device, software and sources."""
 
     stage: str
     key: str
@@ -26,7 +26,7 @@ class Record:
     git_sha: str
     started: str  # UTC, ISO 8601
     seconds: float = 0.0
-    listed: list[str] = field(default_factory=list)  # every unit there is
+    listed: list[str] = field(default_factory=list)  # all units of the stage
     units: dict[str, dict[str, Any]] = field(default_factory=dict)  # those done, by name
 
     @property
@@ -39,13 +39,13 @@ class Record:
 
 
 class Kept:
-    """The output folder."""
+    """The output folder of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, name: str) -> Path:
-        """A file of the folder, which is made. Raises AutoselError where it cannot be written."""
+        """Return the path of a file in the folder, which is created. Raises AutoselError if it cannot be created."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -53,7 +53,7 @@ class Kept:
         return self.folder / name
 
     def read(self, stage: str) -> Record | None:
-        """What an earlier run left; None where there is nothing that can be read."""
+        """Return the record of an earlier run; None if it cannot be read."""
         try:
             return Record(**json.loads((self.folder / f"{stage}.json").read_text()))
         except (OSError, ValueError, TypeError):
@@ -63,7 +63,7 @@ class Kept:
         self.write_text(f"{record.stage}.json", json.dumps(asdict(record), indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         path = self.path(name)
         descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
         with os.fdopen(descriptor, "w") as file:

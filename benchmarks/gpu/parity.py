@@ -1,4 +1,4 @@
-"""Stage 2: every candidate's whole proof, in a worker, as `tune` takes it."""
+"""Stage 2: run every candidate's whole proof in a worker, as `tune` does."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ UNIT_S = 1800.0  # the deadlines of a build and of a proof are 900 and 600 s
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """One for each build of each candidate, dtype and op; a candidate that refuses every shape is a unit too, and says
-    why. It has failed if it is ours, and refused because of what is not installed here."""
+    """Return one unit for each build of each candidate, dtype and op.
+
+    A candidate that refuses every shape is also a unit, with the reason. For autosel's own kernels it has failed if
+    the reason is missing software.
+    """
     return [entry.name for entry in entries(scope, fp)]
 
 
 def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
-    """Begin with these proofs."""
+    """Start the proofs of these units."""
     from benchmarks.gpu.proofs import Proofs
 
     listed = {entry.name: entry for entry in entries(scope, fp)}
     _begun[:] = [Proofs([listed[unit] for unit in units if not listed[unit].refused], scope, fp)]
 
 
-_begun: list[Proofs] = []  # this process's, of the units that are to come
+_begun: list[Proofs] = []  # the proofs of this process's coming units
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
@@ -49,12 +52,12 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def _excused(entry: Entry) -> bool:
-    """PyTorch's own ways and installed libraries may fail: that is a finding, not a fault of ours."""
+    """Return True for PyTorch's variants and libraries: their failure is a finding, not a fault of autosel."""
     return entry.candidate.backend not in ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")
 
 
 def _told(plain: dict[str, object]) -> dict[str, object]:
-    """A reason that says which check and case it was."""
+    """Return a reason that names the check and the case."""
     return {"reason": f"{plain['check']} ({plain['case']}): {plain['reason']}"} if "check" in plain else {}
 
 
@@ -69,6 +72,6 @@ def table(found: Mapping[str, Found]) -> Table:
     refused = sum(one.get("outcome") == "refused" for one in found.values())
     remarks = [f"{name}: {one['reason']}" for name, one in found.items() if one.get("outcome") == "failed"]
     if refused:
-        remarks.append(f"{refused} candidates are not for this device or its shapes: parity.json says why")
+        remarks.append(f"{refused} candidates do not support this device or its shapes; parity.json has the reasons")
     columns = ("op", "candidate", "dtype", "outcome", "cases", "worst / bound", "s", "a build for")
     return Table(columns=columns, rows=tuple(rows), remarks=tuple(remarks))

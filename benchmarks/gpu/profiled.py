@@ -1,6 +1,6 @@
-"""`python profiled.py SCOPE WORKLOAD CANDIDATE`: one call of a kernel between the marks that a profiler looks for.
+"""Call a kernel once between profiler start and stop marks: `python profiled.py SCOPE WORKLOAD CANDIDATE`.
 
-On a CPU it says in ncu's form what the clock and the contract say.
+On a CPU it prints the measured time and the contract's byte count in ncu's format.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -30,7 +30,7 @@ def main(scope: Scope, key: str, name: str) -> int:
     fp = fingerprint.take(scope.device)
     w = next(n.workload for n in scope.everything() if n.workload.key == key)
     timer = Timer(fp, scope.device)
-    timer.seat(w, {name: entrant(find(w.op, name), w, fp)}, copies=2)  # warm: compiled, its workspace there
+    timer.seat(w, {name: entrant(find(w.op, name), w, fp)}, copies=2)  # warm: compiled, workspace allocated
     timed = timer.bench.seats[name].timed
     call, arguments = timed.call, timed.calls[1]  # type: ignore[attr-defined]
     begin = mark(scope)
@@ -45,7 +45,7 @@ def main(scope: Scope, key: str, name: str) -> int:
 
 
 def mark(scope: Scope) -> float:
-    """The profiler's beginning or end, and when that was: at the first call it begins, at the second it ends."""
+    """Start the profiler at the first call and stop it at the second; return the time."""
     if scope.on_gpu:
         torch.cuda.synchronize()
         (torch.cuda.profiler.stop if MARKS else torch.cuda.profiler.start)()

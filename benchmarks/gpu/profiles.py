@@ -1,7 +1,6 @@
-"""Stage 8: the two kernels of ours that are farthest from the memory they must read, under Nsight Compute.
+"""Stage 8: profile autosel's two kernels with the lowest share of the read rate, with Nsight Compute.
 
-Which they are is taken from the bench stage. On a CPU, for which there is no such tool, the process that is profiled
-says of itself what the tool would have said, in the tool's form.
+The bench stage's results select them. A CPU has no such tool; there the profiled process prints the same table itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from benchmarks.gpu.kept import Kept
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
-UNIT_S = 600.0  # ncu replays each launch once a group of counters
+UNIT_S = 600.0  # ncu replays each launch once for each group of counters
 COUNT = 2
 PROFILED = Path(__file__).with_name("profiled.py")
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
@@ -37,7 +36,7 @@ METRICS = {
     "launch__waves_per_multiprocessor": "waves",
 }
 NO_TOOL = "ncu (Nsight Compute) was not found on PATH or beside nvcc: install it, then --stage profile --fresh"
-NOT_ALLOWED = "ERR_NVGPUCTRPERM"  # the driver keeps its counters to the administrator
+NOT_ALLOWED = "ERR_NVGPUCTRPERM"  # the driver restricts its counters to the administrator
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
@@ -45,8 +44,10 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Counters of one call, beside the time that its bytes would take at the read rate. Ok where there is nothing to
-    profile with: the reason says so."""
+    """Return the counters of one call and its time at the read rate.
+
+    `ok` is also true without a kernel to profile or without a usable profiler; then `reason` is set.
+    """
     ranked = slowest(scope)
     number = int(unit.split()[1]) - 1
     if number >= len(ranked):
@@ -61,7 +62,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
         command = [*profiler(tool), *command]
     done = subprocess.run(command, capture_output=True, text=True, env=settings.passed_to_children(), check=False)
     if NOT_ALLOWED in done.stdout + done.stderr:
-        why = f"the driver gives no counters to this user ({NOT_ALLOWED}): ask for them, or run as administrator"
+        why = f"the driver gives no counters to this user ({NOT_ALLOWED}): enable them, or run as administrator"
         return {"ok": True, "outcome": "not profiled", "reason": why, **told}
     kernels = list(counters(done.stdout))
     if done.returncode or not kernels:
@@ -71,7 +72,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def slowest(scope: Scope) -> list[tuple[str, str, float]]:
-    """(workload, arm, fraction of the read rate) of each of our kernels, where it does worst; the worst first."""
+    """Return (workload, arm, fraction of the read rate) of each own kernel at its worst workload; the worst first."""
     record = Kept(Path(scope.out)).read("bench")
     worst: dict[str, tuple[str, str, float]] = {}
     for key, found in (record.units if record else {}).items():
@@ -89,7 +90,7 @@ def _floor_us(scope: Scope, key: str) -> float:
 
 
 def find_profiler() -> str | None:
-    """On PATH, or beside nvcc."""
+    """Return ncu from PATH or from nvcc's folder."""
     from autosel.native.cuda import find_nvcc
 
     found, nvcc = shutil.which("ncu"), find_nvcc()
@@ -98,29 +99,29 @@ def find_profiler() -> str | None:
 
 
 def profiler(tool: str) -> list[str]:
-    """Counters of what the process marks, caches flushed before each launch, clocks as they are."""
+    """Return the command prefix: profile between the marks, flush caches before each launch, do not lock clocks."""
     plain = ["--csv", "--print-units", "base", "--clock-control", "none", "--cache-control", "all"]
     return [tool, *plain, "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
 
 
 def counters(said: str) -> Iterator[dict[str, Any]]:
-    """A launch's kernel and counters, from the tool's table: a row a counter, a number a launch."""
+    """Yield each launch's kernel and counters from the tool's table: one row a counter, one ID a launch."""
     lines = said.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(lines[start:]):
-        if not row.get("Metric Value"):  # a line of the tool's own among the table's
+        if not row.get("Metric Value"):  # the tool's own messages inside the table
             continue
         launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].partition("(")[0]})
         try:
             launch[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
-        except ValueError:  # "n/a": this device has no such counter
+        except ValueError:  # "n/a": this device lacks the counter
             continue
     yield from (one for one in launches.values() if TIME in one)
 
 
 def summed(kernels: list[dict[str, Any]], *, floor_us: float) -> Found:
-    """A call of several launches as one: times and bytes add up."""
+    """Add up the launches of one call: times and bytes."""
     time_us = sum(k[TIME] for k in kernels) / 1e3
     read = sum(k.get(READ, 0.0) for k in kernels)
     return {

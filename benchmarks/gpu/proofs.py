@@ -1,4 +1,4 @@
-"""Proofs of many entries: several side by side, of one build in one worker, as in a tune; builds are made ahead."""
+"""Prove many entries in parallel. Entries of one build share a worker, as in a tune; builds start ahead."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from benchmarks.gpu.ahead import Ahead, side_by_side
 from benchmarks.gpu.entrants import Entry
 from benchmarks.gpu.scope import Scope
 
-TOGETHER = 8  # proofs of one worker at most: their answers come at its end, and a kill costs them all
+TOGETHER = 8  # maximum proofs of one worker: their results arrive at its end, and a kill loses all of them
 
 Member = tuple[Entry, Way]
 Answers = dict[str, Parity | Exception]  # by the entry's name
 
 
 class Proofs:
-    """Begun in their order from the moment it is made, entries of one build together."""
+    """Starts proofs in order at construction, and groups entries of one build."""
 
     def __init__(self, entries: Sequence[Entry], scope: Scope, fp: Fingerprint) -> None:
         self.scope, self.fp = scope, fp
-        self.hopeless: Answers = {}  # what is no way at all
+        self.hopeless: Answers = {}  # entries whose knobs or recipe raised
         members = list(self._ways(entries))
         runs = (list(run) for _, run in groupby(members, key=lambda member: process_of(member[1])))
         groups = [run[at : at + TOGETHER] for run in runs for at in range(0, len(run), TOGETHER)]
@@ -39,7 +39,7 @@ class Proofs:
         return name in self.group or name in self.hopeless
 
     def of(self, name: str) -> Parity:
-        """Raises BuildError, WorkerError, and whatever the candidate's module raised where its knobs were asked for."""
+        """Return an entry's proof. Raises BuildError, WorkerError, and any exception of the candidate's module."""
         found = self.hopeless.get(name) or self.ahead.of(self.group[name])[name]
         if isinstance(found, Exception):
             raise found
@@ -49,11 +49,11 @@ class Proofs:
         for entry in entries:
             try:
                 yield entry, way_of(entry.candidate, entry.workload, self.fp)
-            except Exception as error:  # it costs its unit
+            except Exception as error:  # only this entry's unit fails
                 self.hopeless[entry.name] = error
 
     def _prove(self, members: Sequence[Member]) -> Answers:
-        """Raises WorkerError where no worker can be started."""
+        """Prove a group in one worker. Raises WorkerError if no worker can be started."""
         proofs = [proof_of(way, entry.workload) for entry, way in members]
         with Prover(self.fp, Terms(device=self.scope.device), threads=torch_threads(proofs)) as prover:
             pairs = zip(members, proofs, strict=True)
@@ -64,5 +64,5 @@ class Proofs:
             if isinstance(way.recipe, NativeRecipe):
                 self.builds.wait(way.recipe)
             return prover.prove(proof)
-        except Exception as error:  # it costs its unit
+        except Exception as error:  # only this entry's unit fails
             return error

@@ -1,4 +1,4 @@
-"""Stage 7: the closed forms against an exhaustive sweep, as benchmarks/bench_regret.py does it."""
+"""Stage 7: compare the closed forms with an exhaustive sweep, using benchmarks/bench_regret.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
-# On a GPU some knobs are compiled in: a cell of CUTLASS has six to eight builds, of a minute each on a core.
+# On a GPU some knobs are compiled in: a CUTLASS cell has six to eight builds of a minute each on one core.
 UNIT_S = 1800.0
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """The cells that some kernel of ours takes here."""
+    """List the cells that at least one of autosel's kernels supports here."""
     from benchmarks import bench_regret as regret
 
     found = [
@@ -25,7 +25,7 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """One cell. A regret is a finding, and its goals are judged over all cells: not ok is only a wrong result."""
+    """Measure one cell. Only a wrong result is not `ok`: the goals for regret are judged over all cells."""
     from benchmarks import bench_regret as regret
     from benchmarks.gpu.instrument import Timer
 
@@ -40,7 +40,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     except LookupError as error:
         return {"ok": True, "left out": str(error)}
     except regret.Disturbed:
-        return {"ok": True, "left out": "others worked on this machine all the while"}
+        return {"ok": True, "left out": "other processes kept this machine busy"}
     finally:
         timer.close()
 

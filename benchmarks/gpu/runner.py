@@ -1,4 +1,4 @@
-"""Run one stage: its units one by one in a child process, each within its deadline, each written down at once."""
+"""Run one stage: its units one by one in a child process, each with a deadline, and store each result at once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from benchmarks.gpu.stages import stage
 from benchmarks.gpu.summary import reason
 
 MAIN = Path(__file__).with_name("__main__.py")
-START_S = 300.0  # imports, and on a device met for the first time its fingerprint
-GUESSED_FROM = 5  # units done: how long the others will take is told from then on
+START_S = 300.0  # imports, plus the fingerprint on a new device
+GUESSED_FROM = 5  # completed units before the remaining time is estimated
 UNMET = {"name": "no device was met", "kind": "", "hw_id": ""}
 
 
@@ -40,11 +40,11 @@ def run_stage(
     retry: bool = False,
     unit_s: float = 0.0,
 ) -> Record:
-    """Go on with those units of a stage that are wanted, until they are done or its budget is spent (0: no end).
+    """Run the wanted units of a stage until they are done or its budget is spent (0: no limit).
 
-    A unit that outlives its deadline, or whose process dies, has failed; the next one starts in a new process. A
-    process that does not begin (it hangs where it imports, or dies there) has failed as the unit BEGINNING, and nothing
-    else of its stage is tried. Raises AutoselError where the process says that there is nothing to do here.
+    A unit that exceeds its deadline, or whose process dies, has failed; the next one starts in a new process. If a
+    process hangs or dies before its first line, the unit BEGINNING has failed and the rest of the stage is skipped.
+    Raises AutoselError if the process reports that it cannot run the stage.
     """
     started, unit_s = time.monotonic(), unit_s or stage(name).UNIT_S
     with Child(name, scope, kept, end=started + budget_s if budget_s else float("inf")) as child:
@@ -63,7 +63,7 @@ def run_stage(
             left = left_text(time.monotonic() - started, done, len(child.coming))
             _tell(f"[{name}] {len(record.units) + 1}/{len(record.listed)}  {unit}{left}")
             found = child.ask(unit, unit_s)
-            if found is None:  # the stage's end, not the unit's own fault
+            if found is None:  # the budget ended; the unit did not fail
                 break
             record.units[unit] = found
             _tell_once(name, found, told)
@@ -74,7 +74,7 @@ def run_stage(
 
 
 def _not_begun(name: str, scope: Scope, kept: Kept, why: dict[str, Any], seconds: float) -> Record:
-    """Written down beside what an earlier run found; where there is nothing, of a device that nobody has met."""
+    """Store the failure next to earlier results; without any, in a record with the device UNMET."""
     record = kept.read(name) or _empty(name, scope, {"key": "", "device": UNMET, "listed": []})
     record.units[BEGINNING] = {"ok": False, **why, "seconds": seconds}
     kept.write(record)
@@ -83,7 +83,7 @@ def _not_begun(name: str, scope: Scope, kept: Kept, why: dict[str, Any], seconds
 
 
 def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: bool) -> Record:
-    """What an earlier run found, if it holds for this scope, device and software; else an empty record."""
+    """Return the stored record if its key matches scope, device and software; else an empty record."""
     old = kept.read(name)
     if old is not None and old.key == first["key"] and not fresh:
         done = {unit: found for unit, found in old.units.items() if unit != BEGINNING}
@@ -104,7 +104,7 @@ def _empty(name: str, scope: Scope, first: dict[str, Any]) -> Record:
 
 
 class Child:
-    """The stage's process, started anew whenever it is gone. `end`: of the stage's budget, by the monotonic clock."""
+    """The stage's process, restarted whenever it has ended. `end` is the end of the budget by the monotonic clock."""
 
     def __init__(self, name: str, scope: Scope, kept: Kept, *, end: float = float("inf")) -> None:
         self.command = [sys.executable, "-P", str(MAIN), "--serve", name, "--scope", scope.text]
@@ -112,14 +112,14 @@ class Child:
         self.end = end
         self.process: subprocess.Popen[bytes] | None = None
         self.told = False
-        self.coming: list[str] = []  # the units that will be asked for, in this order; a process is told them once
+        self.coming: list[str] = []  # the units to be requested, in this order; each process gets the list once
 
     @property
     def left_s(self) -> float:
         return self.end - time.monotonic()
 
     def begin(self) -> dict[str, Any]:
-        """Start the process: the line it begins with, or `error` (`refused` too, where it says so itself)."""
+        """Start the process and return its first line, or `error`; `refused` is set if the process reported it."""
         limit_s = min(START_S, self.left_s)
         self._start()
         first = self.hear(limit_s)
@@ -128,9 +128,9 @@ class Child:
         return {**first, "refused": True} if "error" in first else first
 
     def ask(self, unit: str, deadline_s: float) -> dict[str, Any] | None:
-        """What the unit found, or that it did not come to an end; None where the stage's budget ended before it could.
+        """Return the unit's result or its failure; None if the stage's budget ended first.
 
-        A new process begins in a time of its own: what a unit is given is the unit's.
+        The start of a new process has its own limit and does not count against the unit's deadline.
         """
         started = time.monotonic()
         if self.process is None:
@@ -165,7 +165,7 @@ class Child:
         return None if self.left_s <= 0 else {"ok": False, "error": why, "seconds": taken}
 
     def _ended(self, limit_s: float, late: str) -> str:
-        """Why nothing was heard of the process, which is no more after this."""
+        """Return the reason for the missing answer, and end the process."""
         assert self.process is not None
         running = self.process.poll() is None
         why = f"{late} {limit_s:.0f} s" if running else f"its process ended: {_ending(self.process)}"
@@ -173,7 +173,7 @@ class Child:
         return why
 
     def hear(self, deadline_s: float) -> dict[str, Any] | None:
-        """The next line; None at the deadline, or when the process is gone."""
+        """Return the next line; None at the deadline or if the process has ended."""
         assert self.process is not None
         assert self.process.stdout is not None
         until, line = time.monotonic() + deadline_s, b""
@@ -199,7 +199,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=settings.passed_to_children(),
-                start_new_session=True,  # its own compilers and sanitizers go with it
+                start_new_session=True,  # kill its compilers and sanitizers with it
             )
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def git_sha() -> str:
-    """Of the checkout, `-dirty` where it was edited; "" without git."""
+    """Return the commit of the checkout, with `-dirty` if it was edited; "" without git."""
     command = ["git", "-C", str(MAIN.parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -235,14 +235,14 @@ def git_sha() -> str:
 
 
 def _tell_once(name: str, found: Mapping[str, Any], told: set[str]) -> None:
-    """Why a unit failed, at the first that did for this reason."""
+    """Print the reason of a failed unit, once for each reason."""
     if not found["ok"] and reason(found) not in told:
         told.add(reason(found))
         _tell(f"[{name}] failed: {reason(found)}")
 
 
 def left_text(seconds: float, done: int, count: int) -> str:
-    """How long the rest takes if it goes on like this; nothing where that would be a guess, or is soon over."""
+    """Return the estimated remaining time; "" with too few completed units or under two minutes."""
     left_s = seconds / done * (count - done) if done >= GUESSED_FROM else 0.0
     minutes = round(left_s / 60)
     if minutes < 2:

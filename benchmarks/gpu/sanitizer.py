@@ -1,7 +1,8 @@
-"""Stage 3: every kernel of ours, and every library's, under checkers that see what results do not show.
+"""Stage 3: run every kernel of autosel and of libraries under checkers for errors that results do not show.
 
-On CUDA compute-sanitizer's four tools: accesses out of bounds, races in shared memory, reads of what nobody wrote,
-barriers that not all threads reach. On a CPU the compiler's: addresses and undefined behaviour.
+CUDA uses compute-sanitizer's four tools: accesses out of bounds, races in shared memory, reads of uninitialised
+memory, and barriers that not all threads reach. CPU kernels use the compiler's checks for addresses and undefined
+behaviour.
 """
 
 from __future__ import annotations
@@ -23,28 +24,31 @@ from benchmarks.gpu.entrants import Entry, entries, entries_of
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
-UNIT_S = 1800.0  # a sanitizer slows a kernel by a hundred times, and Python's start with it
+UNIT_S = 1800.0  # a sanitizer slows kernels and Python's start by a factor of 100
 CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-CPU_TOOLS = ("address,undefined",)  # which are compiled in
+CPU_TOOLS = ("address,undefined",)  # compiled in
 COMPILED = ("CPP", "CUDA_EXT", "CUTLASS")
 OURS = (*COMPILED, "TRITON")
-UNCHECKED = ("TORCH", "INDUCTOR")  # PyTorch's own, and what it generates
+UNCHECKED = ("TORCH", "INDUCTOR")  # PyTorch's kernels, and those that it generates
 USUAL_HOME = Path("/usr/local/cuda")
-FOUND = 9  # the exit code by which compute-sanitizer says that it found something
-SAID = 20  # lines of a report that are kept
+FOUND = 9  # compute-sanitizer's exit code after findings
+SAID = 20  # report lines that are stored
 NO_SANITIZER = (
-    "no compute-sanitizer found that can start a program; install the CUDA toolkit's, or with pip: "
+    "no working compute-sanitizer found; install the CUDA toolkit's, or with pip: "
     "nvidia-cuda-sanitizer-api>=13.4.92 (the extra cuda13); then --stage sanitizer --retry"
 )
-# A program of the kind that it is to watch, as far as that takes no time: Python, and the driver opened.
+# A minimal stand-in for a checked program: Python with the driver opened.
 PROGRAM = "import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0); print('started')"
-STEP = "step "  # how the unit of the whole step begins
+STEP = "step "  # prefix of the whole step's unit
 EXERCISE = Path(__file__).with_name("exercise.py")
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """A tool on all builds that a candidate has in a dtype: every tool on the first dtype, whose barriers and addresses
-    are the others' too, then the first tool on the others. Libraries get the first tool alone."""
+    """List the units: one tool on all builds of a candidate in one dtype.
+
+    Every tool runs on the first dtype, since the other dtypes share its barriers and addresses; then the first tool
+    runs on the other dtypes. Libraries get only the first tool.
+    """
     first, *others = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
     there = {_unit_of(e): e for e in entries(scope, fp) if _is_checked(e, scope)}
     plain = {name: e for name, e in there.items() if e.workload.dtype == scope.dtypes[0]}
@@ -66,16 +70,16 @@ def _unit_of(entry: Entry) -> str:
 
 
 def step(scope: Scope) -> str:
-    """The whole decode step as the device takes it by itself: no op, so no candidate of parity's."""
+    """Return the unit of the whole decode step as one native call, which no candidate of parity covers."""
     return f"{STEP}{'cuda' if scope.on_gpu else 'cpp'}:step bf16"
 
 
 def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
-    """Begin with these."""
+    """Start these units."""
     _begun[:] = [Ahead(units, lambda unit: _timed(unit, scope, fp), threads=side_by_side())]
 
 
-_begun: list[Ahead[str, Found]] = []  # this process's, of the units that are to come
+_begun: list[Ahead[str, Found]] = []  # the checks of this process's coming units
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
@@ -90,8 +94,11 @@ def _timed(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def checked(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Hostile cases of each build under the tool, each result compared; all in one process, which starts in ten times
-    what a build takes. Where something is found, halves of them tell whose it is."""
+    """Run hostile cases of each build under the tool and compare each result.
+
+    All builds share one process, since its start takes ten times as long as a build's cases. A finding is narrowed to
+    the builds that cause it by bisection.
+    """
     tool, _, name = unit.partition(" ")
     try:
         found_of = partial(_found_of, tool, scope=scope, prefix=_prefix(tool, scope))
@@ -108,7 +115,7 @@ def checked(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def narrowed(names: Sequence[str], found_of: Callable[[Sequence[str]], Found]) -> dict[str, Found]:
-    """What is found of those that something is found of alone: halves of what was found guilty, down to one."""
+    """Return the findings by build: halve the builds until each finding belongs to one."""
     guilty: dict[str, Found] = {}
     middle = len(names) // 2
     for half in (names[:middle], names[middle:]):
@@ -119,7 +126,7 @@ def narrowed(names: Sequence[str], found_of: Callable[[Sequence[str]], Found]) -
 
 
 def _prefix(tool: str, scope: Scope) -> list[str]:
-    """What comes before the exercise's command. Raises LookupError where there is nothing to check with."""
+    """Return the command prefix of the tool. Raises LookupError without a usable tool."""
     if not scope.on_gpu:
         return []
     checker = find_sanitizer()
@@ -129,10 +136,10 @@ def _prefix(tool: str, scope: Scope) -> list[str]:
 
 
 def _found_of(tool: str, names: Sequence[str], *, scope: Scope, prefix: list[str]) -> Found:
-    """These builds in one process under the tool."""
+    """Run these builds in one process under the tool."""
     environment = settings.passed_to_children()
     if scope.on_gpu:
-        environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a tensor must be an allocation, or no bound is seen
+        environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # one allocation a tensor, so that bounds are checked
     else:
         environment |= {"LD_PRELOAD": _library("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
     checks = "" if scope.on_gpu else tool
@@ -147,26 +154,28 @@ def _found_of(tool: str, names: Sequence[str], *, scope: Scope, prefix: list[str
 
 
 def checked_by(checker: str, tool: str) -> list[str]:
-    """What comes before a command that is to run under a tool. Libraries ask CUDA what it may not have, and take its no
-    for an answer: their calls are no errors of a kernel's."""
+    """Return the command prefix that runs a program under a tool.
+
+    API errors are not reported: libraries call CUDA functions that may fail and handle the failure.
+    """
     quiet = ("--report-api-errors", "no") if tool == "memcheck" else ()
     return [checker, "--tool", tool, *quiet, "--error-exitcode", str(FOUND)]
 
 
 def cases_in(said: list[str]) -> int:
-    """What the exercise says at its end: compute-sanitizer's summary comes after it."""
+    """Return the number of cases from the exercise's last line, which precedes compute-sanitizer's summary."""
     return next((int(found[1]) for line in reversed(said) if (found := re.match(r"(\d+) cases\b", line))), 0)
 
 
 def is_telling(line: str) -> bool:
-    """compute-sanitizer's findings, the compiler's, or the exercise's own words about a wrong result."""
+    """Return True for a finding by compute-sanitizer or the compiler, or a wrong result from the exercise."""
     if line.startswith("========="):
         return bool(line.strip("= ")) and "COMPUTE-SANITIZER" not in line
     return any(word in line for word in ("ERROR", "runtime error", "wrong"))
 
 
 def find_sanitizer() -> str | None:
-    """The one on PATH, beside nvcc, of /usr/local/cuda, of pip: the first that works."""
+    """Return the first working tool: on PATH, next to nvcc, in /usr/local/cuda, from pip."""
     return next((path for path in _places() if starts(path)), None)
 
 
@@ -184,7 +193,7 @@ def _places() -> Iterator[str]:
 
 @cache
 def starts(checker: str) -> bool:
-    """A package may hold the tool without what it starts programs with: then each unit would fail, and say nothing."""
+    """Return True if the tool can start a program. Some packages lack a part, and every unit would fail silently."""
     asked = [checker, "--tool", "memcheck", sys.executable, "-P", "-c", PROGRAM]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
@@ -194,11 +203,11 @@ def starts(checker: str) -> bool:
 
 
 def _library(name: str) -> str:
-    """A library of the compiler's own."""
+    """Return the path of a library that belongs to the compiler."""
     from autosel.native.compile import find_compiler
 
     compiler = find_compiler()
-    assert compiler is not None  # else no candidate of this stage is eligible
+    assert compiler is not None  # otherwise no candidate of this stage is eligible
     asked = [compiler.path, f"-print-file-name={name}"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 

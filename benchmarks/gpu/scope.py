@@ -1,4 +1,4 @@
-"""What a run goes through: the device, the model whose shapes are used, how much of it."""
+"""Define the scope of a run: the device, the models, and how much is measured."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from autosel.values import DTypeName
 if TYPE_CHECKING:
     from autosel.models.workloads import Named
 
-CPU_OPS = ("rmsnorm", "swiglu", "rope")  # what a dry run tunes: seconds each
-OURS = ("cpp", "cuda", "cutlass", "triton")  # whose faults are ours; another's are a finding
+CPU_OPS = ("rmsnorm", "swiglu", "rope")  # tuned by a dry run in seconds each
+OURS = ("cpp", "cuda", "cutlass", "triton")  # backends whose faults are autosel's; other backends' faults are findings
 SMALL_MODEL = "llama-1b"
 MODELS = ("llama-8b", "llama-1b", "qwen3-1.7b", "gemma3-1b")  # of the certified runs
-OTHER_MODEL = "gemma3-1b"  # for what llama-8b has no use for: GeGLU; and the shapes of variants (variants.py)
+OTHER_MODEL = "gemma3-1b"  # for ops that llama-8b lacks (GeGLU) and for the shapes of variants (variants.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """Everything a stage's units depend on beside the device and the sources: plain JSON. `out` is where results lie,
-    and no part of what they hold for."""
+    """All settings of a stage other than device and sources, as plain JSON.
+
+    `out` is the results folder and not part of the results' key.
+    """
 
     device: str
     out: str
     model: str
     ops: tuple[str, ...]  # empty: all
-    dtypes: tuple[DTypeName, ...]  # of parity and the sanitizer; the others take the model's own
+    dtypes: tuple[DTypeName, ...]  # of parity and the sanitizer; other stages use the model's own
     batches: tuple[int, ...]
-    wide: tuple[int, ...]  # rows of x at which the projections are also asked for: the large products' range
+    wide: tuple[int, ...]  # rows of x for additional projections, in the range of the large products
     seq: int
     layers: int  # of the decode run; 0: all
     iters: int
@@ -44,8 +46,8 @@ class Scope:
     models: tuple[str, ...]  # of the decode runs
     contexts: str  # of a sweep, A:B
     batch_range: str
-    batch_context: int  # at which batches are swept
-    sweep_budget: str  # of its tuning; "": none
+    batch_context: int  # context of the sweep over batches
+    sweep_budget: str  # of the sweep's tuning; "": no tuning
 
     @property
     def on_gpu(self) -> bool:
@@ -53,7 +55,7 @@ class Scope:
 
     @property
     def small_model(self) -> str:
-        """For what is slowed a hundred times."""
+        """Return the model for checks that slow a kernel by a factor of 100."""
         return SMALL_MODEL if SMALL_MODEL in self.models else self.model
 
     @property
@@ -62,7 +64,7 @@ class Scope:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """What results hold for."""
+        """Return the part of the scope that belongs to the results' key."""
         return {name: value for name, value in json.loads(self.text).items() if name != "out"}
 
     @staticmethod
@@ -71,7 +73,7 @@ class Scope:
         return Scope(**{name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()})
 
     def workloads(self, *, batches: tuple[int, ...] | None = None, dtype: DTypeName | None = None) -> tuple[Named, ...]:
-        """The workloads of a decode step and of prefill at each batch, each once."""
+        """Return the workloads of a decode step and of prefill at each batch, without duplicates."""
         from autosel import models
         from autosel.formats import FORMER_OPS
         from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
@@ -86,7 +88,7 @@ class Scope:
         return tuple(found.values())
 
     def everything(self, *, dtype: DTypeName | None = None) -> tuple[Named, ...]:
-        """`workloads`, the projections of `wide`, and of ops that this model has no use for those of another one."""
+        """Return `workloads`, the projections of `wide`, and another model's workloads of ops that this model lacks."""
         from autosel import models
         from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
 
@@ -105,12 +107,12 @@ class Scope:
 
 
 def is_ours(candidate: str) -> bool:
-    """`cuda:gemv` is; `torch:linear` and `flashinfer:attn` are not."""
+    """Return True for `cuda:gemv`, False for `torch:linear` and `flashinfer:attn`."""
     return candidate.partition(":")[0] in OURS
 
 
 def scope_of(options: argparse.Namespace) -> Scope:
-    """The whole of it on a GPU; on the CPU enough to run every line. Raises UnknownName for an op nobody has."""
+    """Return the full scope on a GPU, or a small one on the CPU that runs every line. Raises UnknownName for an op."""
     from autosel.candidates.registry import op_name
 
     dry, ops = options.device == "cpu", tuple(dict.fromkeys(op_name(name) for name in options.op))
@@ -137,8 +139,7 @@ def scope_of(options: argparse.Namespace) -> Scope:
 
 
 def refuse_absent_device(device: str) -> None:
-    """Raises UsageError on a host without the GPU, or with one that no kernel here is for; UnknownName for a device of
-    another kind."""
+    """Raise UsageError for a missing or unsupported GPU, and UnknownName for another kind of device."""
     if device == "cpu":
         return
     if not re.fullmatch(r"cuda(:\d+)?", device):
@@ -156,4 +157,4 @@ def refuse_absent_device(device: str) -> None:
     if cc < LEAST_CC:
         why = f"{torch.cuda.get_device_name(number)} has compute capability {cc[0]}.{cc[1]}"
         least = f"the kernels need {LEAST_CC[0]}.{LEAST_CC[1]} (Ampere) or later"
-        raise UsageError(f"no kernel here is for GPU {number}", why=f"{why}; {least}", todo=dry)
+        raise UsageError(f"no kernel supports GPU {number}", why=f"{why}; {least}", todo=dry)

@@ -1,11 +1,13 @@
-"""`python served.py SCOPE ENGINE`: the engine on a model of random weights, a few greedy tokens; last line: JSON.
+"""Generate a few greedy tokens in an engine with random weights: `python served.py SCOPE ENGINE`.
+
+The last line of the output is JSON:
 
     {"tokens": [[...] a prompt], "tokens_per_s": x, "served": [ops that autosel's decisions served]}
-        null where the engine keeps its model in another process
-    {"error_share": x, "served": [...]}                     of FlashInfer, a library: its results beside the reference
+        `served` is null if the engine keeps its model in another process
+    {"error_share": x, "served": [...]}                     for FlashInfer, a library: its error as a share of the bound
 
-With AUTOSEL_DISABLE=1 the engine is as it would be without autosel. Status: not yet run beside an engine on a GPU;
-transformers runs on a CPU too.
+AUTOSEL_DISABLE=1 runs the engine without autosel. Status: no engine has been run on a GPU yet; transformers also runs
+on a CPU.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -36,7 +38,7 @@ def main(scope: Scope, engine: str) -> int:
 
 
 def vllm(scope: Scope) -> dict[str, Any]:
-    """In this process, without its compiler, so that our norms and activations are asked."""
+    """Run vLLM in this process without its compiler, so that autosel's norms and activations are called."""
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,13 +81,13 @@ def sglang(scope: Scope) -> dict[str, Any]:
             return [out["output_ids"] for out in asked.generate(input_ids=prompts(scope), sampling_params=how)]
 
         try:
-            return timed(answer) | {"served": None}  # its model lies in another process
+            return timed(answer) | {"served": None}  # its model is in another process
         finally:
             asked.shutdown()
 
 
 def flashinfer(scope: Scope) -> dict[str, Any]:
-    """Its silu_and_mul, which autosel's decisions take over, judged by our reference."""
+    """Check FlashInfer's silu_and_mul, which autosel replaces, against the reference."""
     import flashinfer
     import torch
 
@@ -105,7 +107,7 @@ def flashinfer(scope: Scope) -> dict[str, Any]:
 
 
 def transformers(scope: Scope) -> dict[str, Any]:
-    """`generate` of the model's own class, one prompt after another, after `autosel.patch` or as it is."""
+    """Run `generate` of the model's own class, one prompt after another, with or without `autosel.patch`."""
     import torch
 
     import autosel
@@ -115,7 +117,7 @@ def transformers(scope: Scope) -> dict[str, Any]:
     shape, room = models.load(scope.model), PROMPT_TOKENS + NEW_TOKENS
     weights = load_weights(Plan(model=shape, layers=scope.layers, seq=room, device=scope.device, seed=1))
     with torch.inference_mode():
-        asked = hugging_face.model_of(weights).to(scope.device)  # whose frequencies are made on the CPU
+        asked = hugging_face.model_of(weights).to(scope.device)  # its frequencies are computed on the CPU
         if not settings.get("disable"):
             autosel.patch(asked)
         how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
@@ -137,20 +139,20 @@ def timed(answer: Callable[[], list[list[int]]]) -> dict[str, Any]:
 
 
 def served() -> list[str]:
-    """Ops that a decision of ours served in this process."""
+    """Return the ops that a decision served in this process."""
     import autosel
 
     return sorted({use.op for use in autosel.uses() if use.calls and use.decision_id is not None})
 
 
 def prompts(scope: Scope) -> list[list[int]]:
-    """Token ids, the same each time."""
+    """Return the token ids, always the same."""
     vocabulary = models.load(scope.model).V
     return [[(7919 * (i + 1) * (j + 1)) % vocabulary for j in range(PROMPT_TOKENS)] for i in range(PROMPTS)]
 
 
 def checkpoint(scope: Scope, folder: Path) -> str:
-    """A folder with the model's config.json and no weights."""
+    """Return a folder with the model's config.json and no weights."""
     given = Path(scope.model).expanduser()
     if given.is_dir():
         return str(given)

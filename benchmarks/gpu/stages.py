@@ -1,9 +1,9 @@
-"""The stages by name, in their order; each is a module of this folder.
+"""List the stages by name, in order; each is a module of this folder.
 
-A stage has UNIT_S, the deadline of one unit; `units(scope, fp)`, their names; `run(unit, scope, fp)`, what one of them
-found: plain JSON with at least `ok`; and `table(found)`, the stage for people. It may have `expect(units, scope, fp)`,
-called once before the first unit with those that will be asked for, to begin with them ahead. Importing a stage loads
-no torch: the parent reads their tables.
+A stage has UNIT_S, the deadline of one unit; `units(scope, fp)`, their names; `run(unit, scope, fp)`, a unit's result
+as plain JSON with at least `ok`; and `table(found)`, the stage's results for people. It may have `expect(units, scope,
+fp)`, which is called once before the first unit with all units to come, so that it can start them ahead. Importing a
+stage loads no torch, since the parent process imports it for its table.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 
-Found = dict[str, Any]  # what a unit found
+Found = dict[str, Any]  # a unit's result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A stage's results for people: columns, rows of text, and what must be said besides."""
+    """A stage's results for people: columns, rows of text, and remarks."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

@@ -1,4 +1,4 @@
-"""The tables of all stages, as text for a terminal and as Markdown for a page."""
+"""Format the tables of all stages as text for a terminal and as Markdown for a page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.gpu.kept import BEGINNING, Kept, Record
 from benchmarks.gpu.stages import NAMES, Table, stage
 
 WIDTH = 100
-NAMED = 3  # units that are named where many failed for one reason
+NAMED = 3  # units listed by name if many failed for one reason
 
 
 def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True) -> tuple[str, bool]:
-    """Write summary.txt and summary.md over every stage there is a record of; (the text, did all that was wanted go
-    well?)."""
+    """Write summary.txt and summary.md over every stored stage. Return the text, and True if all wanted units
+    succeeded."""
     records = list(kept.records(NAMES))
     tables = {r.stage: stage(r.stage).table({u: f for u, f in r.units.items() if u != BEGINNING}) for r in records}
     text = "\n\n".join([_head(records), *(_as_text(r, tables[r.stage]) for r in records), _verdict(records, kept)])
@@ -27,14 +27,14 @@ def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True)
 
 def _head(records: Sequence[Record]) -> str:
     if not records:
-        return "nothing was run"
+        return "no stage was run"
     device = next((r.device for r in records if r.key), records[0].device)
     shown = ", ".join(sorted({r.git_sha[:12] for r in records if r.git_sha})) or "no git"
     return f"{device['name']}   hw_id {device['hw_id'][:12]}   sources {shown}"
 
 
 def _verdict(records: Sequence[Record], kept: Kept) -> str:
-    """What to make of it all, and where more is told."""
+    """Return the counts of failed and undone units, and the path of the results."""
     failed, undone = (
         {r.stage: len(names) for r in records if (names := of(r))} for of in (lambda r: r.failed, lambda r: r.undone)
     )
@@ -42,8 +42,8 @@ def _verdict(records: Sequence[Record], kept: Kept) -> str:
     told = [f"{stages}, {sum(len(r.units) for r in records)} units: "]
     told[0] += "nothing failed" if not failed else f"{sum(failed.values())} failed ({_each(failed)})"
     told[0] += f", {sum(undone.values())} left undone ({_each(undone)})" if undone else ""
-    told += ["  try the failed ones again: the same command with --retry"] if failed else []
-    told += [f"  results: {kept.folder}   (summary.txt, summary.md; each stage's .json, and what it said in its .log)"]
+    told += ["  to rerun failed units, add --retry to the same command"] if failed else []
+    told += [f"  results: {kept.folder}   (summary.txt, summary.md; .json and .log of each stage)"]
     return "\n".join(told)
 
 
@@ -52,15 +52,15 @@ def _each(counts: Mapping[str, int]) -> str:
 
 
 def state(record: Record) -> str:
-    """In words: how many units, how many of them failed, how many were left."""
+    """Return the numbers of units done, failed and left, as text."""
     told = [f"{len(record.units)} of {len(record.listed)} units", f"{record.seconds:.0f} s"]
     told += [f"{len(record.failed)} failed"] if record.failed else []
-    told += [f"{len(record.undone)} left: the same command continues"] if record.undone else []
+    told += [f"{len(record.undone)} left: run the same command to continue"] if record.undone else []
     return ", ".join(told)
 
 
 def problems(record: Record) -> Iterator[str]:
-    """Each reason once: a tool that is missing costs hundreds of units."""
+    """Yield each reason once: a missing tool fails hundreds of units."""
     named: dict[str, list[str]] = {}
     for name in record.failed:
         named.setdefault(reason(record.units[name]), []).append(name)
@@ -70,7 +70,7 @@ def problems(record: Record) -> Iterator[str]:
 
 
 def reason(found: Mapping[str, Any]) -> str:
-    """Why a unit has failed, in its own words."""
+    """Return the reason that a failed unit gave."""
     return found.get("error") or found.get("reason") or "see the JSON"
 
 
@@ -86,7 +86,7 @@ def _as_text(record: Record, table: Table) -> str:
 
 
 def _cell(row: Sequence[str], i: int, widths: Sequence[int]) -> str:
-    """Figures to the right, words to the left."""
+    """Align figures right and words left."""
     figure = row[i][:1].isdigit() or row[i][:1] in ("-", "+")
     return row[i].rjust(widths[i]) if figure else row[i].ljust(widths[i])
 

@@ -1,4 +1,4 @@
-"""Stage 11: the model's step over contexts and over batches, by `autosel sweep`."""
+"""Stage 11: sweep the model's step over contexts and over batches with `autosel sweep`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.verb import verb
 
 UNIT_S = 4 * 3600.0
-UNDECIDED = 5  # the exit code of a sweep whose tuning left some races open
+UNDECIDED = 5  # the exit code of a sweep that left some races undecided
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
@@ -18,7 +18,7 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Ok where every cell that fits into memory was measured and right."""
+    """Run one sweep; `ok` if every cell that fits into memory was measured and is correct."""
     grid = ("--context", scope.contexts, "--batch", "1")
     if unit == "batches":
         grid = ("--context", str(scope.batch_context), "--batch", scope.batch_range)

@@ -1,6 +1,6 @@
-"""What is missing here to build a kernel of ours: on a GPU a run without it has shown nothing, and must not look clean.
+"""Report software that is missing to build autosel's kernels. A GPU run without it must not look clean.
 
-A kernel that is not for a device or a shape says so too, in the same words of a refusal: those are answers, not faults.
+A refusal because of the device or the shape is a valid answer, not a fault; the texts of refusals tell them apart.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from benchmarks.gpu.scope import Scope, is_ours
 
 
 def lacking(candidate: Candidate, dtype: DTypeName, scope: Scope, fp: Fingerprint) -> str:
-    """What keeps a candidate of ours from being built for some workload of the scope, and what to install; "" if
-    nothing does. Every workload is asked: the first may be refused for its shape."""
+    """Return the software whose absence refuses a candidate for some workload, and how to install it; or "".
+
+    All workloads are checked, because the first one may be refused for its shape.
+    """
     if not scope.on_gpu or not is_ours(candidate.name):
         return ""
     asked = [n.workload for n in scope.everything(dtype=dtype) if n.workload.op == candidate.op]
@@ -27,7 +29,7 @@ def lacking(candidate: Candidate, dtype: DTypeName, scope: Scope, fp: Fingerprin
 
 
 def _missing(fp: Fingerprint) -> Iterator[str]:
-    """The very words with which candidates refuse for a tool."""
+    """Yield the exact texts with which candidates refuse for lack of a tool."""
     from autosel.knobs.gpu.facts import facts
 
     yield from (why for why in (cuda.why_not(facts(fp).cc), cutlass.why_not()) if why)

@@ -1,4 +1,4 @@
-"""Stage 9: `autosel tune` as a user calls it, on all that is decoded; its decisions are this machine's from then on."""
+"""Stage 9: run `autosel tune` on all decoded workloads, as a user does; later runs use its decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.verb import verb
 
 UNIT_S = 3600.0
-UNDECIDED = 5  # the exit code of a tune that some races left open
+UNDECIDED = 5  # the exit code of a tune that left some races undecided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,16 @@ class Tuned:
 
 
 def units(scope: Scope, fp: Fingerprint) -> list[str]:
-    """An op of a model and batch a unit: a tune that is interrupted keeps what it has decided, and this stage goes on
-    at the next one."""
+    """List one unit for each op of a model and batch.
+
+    An interrupted tune keeps its decisions, and the stage continues at the next unit.
+    """
     return list(jobs(scope))
 
 
 def jobs(scope: Scope) -> dict[str, Tuned]:
-    """Unit -> what it tunes: every workload of the decode stage's runs, with the first of them that has it."""
+    """Return the job of each unit: together every workload of the decode stage's runs, each in the first run that has
+    it."""
     from autosel import models
     from autosel.models.workloads import step
 
@@ -49,7 +52,7 @@ def jobs(scope: Scope) -> dict[str, Tuned]:
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
-    """Not ok where the tune fails, or a candidate of ours fails its proof or falls in a race."""
+    """Run one tune; `ok` is false if it fails, or if an autosel kernel fails its build, its proof or a race."""
     job = jobs(scope)[unit]
     arguments = ["--model", job.model, "--batch", str(job.batch), "--seq", str(job.seq), "--op", job.op]
     arguments += ["--device", scope.device, "--seed", "1"]

@@ -1,7 +1,7 @@
-"""What models differ in beside their shapes, as workloads: windows, softcaps, biases, offset norms, other activations.
+"""Generate workloads for features that models differ in: windows, softcaps, biases, offset norms, activations.
 
-The model of a run asks for few of the traits that contracts know. What it leaves out is taken at another model's
-shapes: each trait by itself, each of its values, and the traits that models have together.
+The model of a run uses few of the traits that contracts define. The others are taken at another model's shapes: each
+trait alone, each of its values, and the combinations that models use.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from benchmarks.gpu.scope import OTHER_MODEL, Scope
 if TYPE_CHECKING:
     from autosel.models.workloads import Named
 
-Feature = Mapping[str, Scalar]  # traits; of attention over pages also `page`
+Feature = Mapping[str, Scalar]  # traits; for paged attention also `page`
 
 WINDOW: Feature = {"window": 512}  # Gemma's; at most half of the keys, so that it cuts
-SOFTCAP: Feature = {"softcap": 20.0}  # low enough that leaving it out is no rounding error
+SOFTCAP: Feature = {"softcap": 20.0}  # low enough that omitting it exceeds rounding errors
 OFFSET: Feature = {"offset": 1.0}
 ROW: Feature = {"weight": "fp8_e4m3-row"}
 HEAD: Feature = {"cache": "fp8_e4m3-head"}
@@ -39,11 +39,11 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "rope": ({"style": 1},),
     "lm_head": ({"greedy": 1},),
 }
-ROWS = (4, 64)  # few and many: of the kernels of a product some take the ones, some the others
+ROWS = (4, 64)  # few and many rows: some kernels of a product support only one of them
 
 
 def variants(scope: Scope, dtype: DTypeName) -> tuple[Workload, ...]:
-    """Every feature of the scope's ops at few rows, then at many."""
+    """Return every feature of the scope's ops with few rows, then with many."""
     from autosel.ops import OPS
 
     found: dict[str, Workload] = {}
@@ -60,12 +60,12 @@ def variants(scope: Scope, dtype: DTypeName) -> tuple[Workload, ...]:
 
 
 def feature_of(w: Workload) -> object:
-    """Equal for workloads that differ in shape alone."""
+    """Return a value that is equal for workloads that differ only in shape."""
     return w.traits, dict(w.dims).get("page")
 
 
 def _dimensions(scope: Scope, dtype: DTypeName, rows: int) -> dict[str, dict[str, int]]:
-    """Op -> dimensions: the largest that the other model asks for. A dry run takes its own model's, which is small."""
+    """Return the largest dimensions of each op in the other model; in a dry run, in the scope's smaller model."""
     from autosel import models
     from autosel.models.workloads import step
 

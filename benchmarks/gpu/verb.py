@@ -1,4 +1,4 @@
-"""A verb of autosel in a process of its own, as a user types it."""
+"""Run a verb of autosel in a child process, as a user types it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autosel import settings
 
 
 def verb(*words: str, allowed: tuple[int, ...] = (0,)) -> dict[str, Any]:
-    """The JSON it prints (the last document of several); `error` where it exits with another code than `allowed`."""
+    """Return the JSON that it prints (the last of several documents), or `error` if its exit code is not `allowed`."""
     command = [sys.executable, "-P", "-m", "autosel.cli.main", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=settings.passed_to_children(), check=False)
     print(done.stderr, file=sys.stderr)

@@ -409,7 +409,7 @@ def test_a_missing_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tokens": [[5, 1]], "served": ["rmsnorm"]}, ""),
         ({"tokens": [[5, 9]], "served": None}, ""),  # a later token may differ: a rounding turned it
         ({"tokens": [[6, 1]], "served": ["rmsnorm"]}, "first tokens differ in 1 of 1"),
-        ({"tokens": [[5, 1]], "served": []}, "nothing that was decided served"),
+        ({"tokens": [[5, 1]], "served": []}, "no decision served"),
         ({"error_share": 1.5, "served": ["swiglu"]}, "1.50 of their bound"),
         ({"error_share": 0.5, "served": ["swiglu"]}, ""),
     ],
