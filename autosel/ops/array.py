@@ -7,9 +7,10 @@ share it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import combinations, product
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from autosel.ops.draw import Draw
 from autosel.values import Scalar, Workload
 
 PROBES = 40
+FORMATS = ("weight", "cache")  # the traits that name an operand's format
 
 Accepts = Callable[[Workload], bool]
 
@@ -72,8 +74,37 @@ class Array:
     def rows(self) -> list[Row]:
         """Return the rows for a candidate that accepts every workload."""
         sizes = [len(f.levels) for f in self.factors]
-        alone = [row for row in one_at_a_time(sizes) if self.admits(row)]
+        alone = [*filter(self.admits, one_at_a_time(sizes)), *self._sizes_of_formats()]
         return values_first([*alone, *covering(sizes, self.admits, self.rng, given=alone)])
+
+    def _sizes_of_formats(self) -> Iterator[Row]:
+        """Yield each size alone in each format: operands in a format have other code, and other contents in the same
+        row can hide an error in it. If that is too much work, one or two other sizes are smaller.
+        """
+        counts = [j for j, f in enumerate(self.factors) if f.domain.kind == "count"]
+        formats = [(i, at) for i, f in enumerate(self.factors) if f.name in FORMATS for at in range(1, len(f.levels))]
+        for (i, at), j in product(formats, counts):
+            for size in range(1, len(self.factors[j].levels)):
+                row = [0] * len(self.factors)
+                row[i], row[j] = at, size
+                found = self._affordable(row, [other for other in counts if other != j])
+                if found is not None:
+                    yield found
+
+    def _affordable(self, row: Sequence[int], sizes: Sequence[int]) -> Row | None:
+        """Return the row, or the one of most work with as few as possible of these sizes changed; at most two."""
+        for changed in range(3):
+            found = []
+            for those in combinations(sizes, changed):
+                for levels in product(*(range(1, len(self.factors[j].levels)) for j in those)):
+                    made = list(row)
+                    for j, level in zip(those, levels, strict=True):
+                        made[j] = level
+                    if self.admits(made):
+                        found.append(tuple(made))
+            if found:
+                return max(found, key=lambda r: self.op.bytes_moved(self._workload(self.level_of(r))))
+        return None
 
     def cases(self, accepts: Accepts) -> list[Case]:
         """Return the rows that a candidate accepts, and more if it accepts only some, to cover every pair that it

@@ -160,7 +160,7 @@ def test_best_takes_a_weight_or_a_tensor_each_with_its_own_decision(tmp_path: Pa
     with dispatch.use(tmp_path):
         best = dispatch.best("linear")
         assert is_right(x, w, best(x, w, None, None))
-        assert "torch:linear" in best.explain() and FP8 not in best.explain().replace(W.bucket, "")
+        assert "torch:linear" in best.explain() and "user:by_parts" not in best.explain()
     open_ledger(home=tmp_path).record(
         fp,
         W,
