@@ -1,17 +1,18 @@
-"""Two identical functions raced for real on this machine: how often does each rule prefer one of them?
+"""Race two identical functions on this machine and count how often each rule prefers one of them.
 
     python benchmarks/bench_aa.py                      300 races of PyTorch's rmsnorm against itself: a few minutes
-    python benchmarks/bench_aa.py --op linear          another op; this one is raced in the form for long calls
-    python benchmarks/bench_aa.py --races 20           to try the command, never to quote
-    python benchmarks/bench_aa.py --write              also keep it in benchmarks/results/cpu/aa-<op>.json
-    python benchmarks/bench_aa.py --parts FILE --minutes 3    as far as that goes; the next call goes on
-    python benchmarks/bench_aa.py --calibrate 59       instead: A/A sessions in fresh processes, kept in your ledger
+    python benchmarks/bench_aa.py --op linear          another op, raced in the form for long calls
+    python benchmarks/bench_aa.py --races 20           a trial, not to be quoted
+    python benchmarks/bench_aa.py --write              also store the result in benchmarks/results/cpu/aa-<op>.json
+    python benchmarks/bench_aa.py --parts FILE --minutes 3    stop after 3 minutes; the next call continues
+    python benchmarks/bench_aa.py --calibrate 59       instead: A/A sessions in fresh processes, stored in your ledger
 
-In a race the same candidate is loaded twice; the twin has operands and outputs of its own, as the clone in a tune. Each
-race takes a tape of 60 coin-ordered pairs, on which our one-session rule and the usual rules decide, blocks of 100
-samples an arm, on which the usual rules decide as they usually do, and, where our rule nominates, three confirming
-sessions. Sessions here share a process, so luck that is fixed in a process shows only in --calibrate. The usual rules
-are imitations on the race's own timer, not the peers' code. Nothing is recorded without --calibrate.
+In a race the same candidate is loaded twice; the twin has its own operands and outputs, like the clone in a tune. Each
+race takes a tape of 60 coin-ordered pairs, on which autosel's one-session rule and the usual rules decide, and blocks
+of 100 samples an arm, on which the usual rules decide as they usually do. If autosel's rule nominates, three
+confirming sessions follow. Sessions here share a process, so luck that is fixed in a process shows only in
+--calibrate. The usual rules are imitations on the race's own timer, not the peers' code. Only --calibrate writes to
+the ledger.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ UNFINISHED = 5
 SEED = 20
 PAIRS, BLOCK, FEW = 60, 100, 10
 WARM_NS = 20_000_000
-# llama-8b. Where one of LONG_OPS is long enough, and short enough to carry a clone, depends on the machine.
+# llama-8b. It depends on the machine which of LONG_OPS is long enough, and short enough to carry a clone.
 SHORT_OPS: Mapping[str, Mapping[str, int]] = {
     "rmsnorm": {"M": 1, "d": 4096},
     "swiglu": {"M": 1, "I": 14336},
@@ -61,22 +62,22 @@ RACED: Mapping[str, Mapping[str, int]] = {**SHORT_OPS, "linear": {"M": 1, "N": 4
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
     parser.add_argument("--races", type=int, default=300)
     parser.add_argument("--op", default="rmsnorm", choices=sorted(RACED))
-    parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the races in FILE, and add to them")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no new race after so long")
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="continue with the races in FILE and add to them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no new race after this time")
     parser.add_argument("--calibrate", type=int, metavar="N", help="N A/A sessions per time class, into your ledger")
     options = parser.parse_args()
     if options.write and options.races < 300:
-        parser.error("--write keeps whole results of at least 300 races only")
+        parser.error("--write requires at least 300 races")
     if options.minutes < float("inf") and not options.parts:
-        parser.error("--minutes needs --parts, or the races so far are lost")
+        parser.error("--minutes requires --parts FILE, which stores the races so far")
     sys.path.insert(0, str(ROOT))
     if options.calibrate:
         return calibrate(options.calibrate, options.op)
     with tempfile.TemporaryDirectory(prefix="autosel-aa-") as home:
-        os.environ["AUTOSEL_HOME"] = home  # nothing is read from the user's, or written there
+        os.environ["AUTOSEL_HOME"] = home  # neither read nor write the user's ledger
         document = measured(options, time.monotonic() + 60 * options.minutes)
     if document is None:
         return UNFINISHED
@@ -91,7 +92,7 @@ def main() -> int:
 
 
 def stored() -> list[dict[str, Any]]:
-    """Every kept document, the short ops first."""
+    """Return every stored document, the short ops first."""
     found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("aa-*.json"))]
     return sorted(found, key=lambda document: document["form"], reverse=True)
 
@@ -101,7 +102,7 @@ def stored() -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Live:
-    """`base` and its twin `same` on this machine; an Instrument, in this process."""
+    """Runs `base` and its twin `same` on this machine, in this process; an Instrument."""
 
     bench: Bench
     workload: Workload
@@ -110,10 +111,10 @@ class Live:
     random: Random
 
     def sit(self) -> None:
-        """Fresh allocations, then warm."""
+        """Allocate fresh operands and warm up."""
         from autosel.race.judge import CLONE
 
-        arms = {"base": self.loaded["base"], CLONE: self.loaded["same"]}  # a clone gets operands of its own
+        arms = {"base": self.loaded["base"], CLONE: self.loaded["same"]}  # a clone gets its own operands
         self.bench.prepare(self.workload, self.operands.inputs, arms, self.operands.copies)
         self.bench.warm(WARM_NS)
 
@@ -127,7 +128,7 @@ class Live:
         return {arm: times[seats[arm]] for arm in order}, disturbed
 
     def block(self, arm: str, calls: int, samples: int) -> np.ndarray:
-        """The samples of one arm alone, one after the other, after three to warm up: how most tuners measure."""
+        """Return consecutive samples of one arm after three warm-up samples, as most tuners measure."""
         while True:
             times, disturbed = self.pair([arm], calls, samples + 3)
             if not disturbed:
@@ -139,7 +140,7 @@ class Live:
 
 @dataclass(slots=True)
 class Tape:
-    """Coin-ordered pairs, recorded once and played as often as a rule wants to see them; an Instrument."""
+    """Records coin-ordered pairs once and replays them for every rule; an Instrument."""
 
     pairs: list[dict[str, list[float]]] = field(default_factory=list)
     orders: list[tuple[str, ...]] = field(default_factory=list)
@@ -173,9 +174,11 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One A/A race: which rules promoted the twin, and what it costs to come second, and to be the twin.
+    """Hold one A/A race: the rules that promoted the twin, and the cost of being second in a pair and of being the
+    twin.
 
-    `load`: of the machine, when the race ended. `form`: of the plan, from the baseline's time when its process began.
+    `load` is the machine's at the end of the race. `form` is the plan's, from the baseline's time at the process's
+    start.
     """
 
     op: str
@@ -188,7 +191,7 @@ class Outcome:
 
 
 def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """The document; None if the time was over first."""
+    """Return the document; None if the time was over first."""
     import torch
 
     from autosel import fingerprint
@@ -226,7 +229,7 @@ def kept_parts(path: Path | None, op: str) -> list[Outcome]:
 
 
 def seated(op: str, fp: Fingerprint, seed: int) -> Live:
-    """The baseline of the op, loaded twice."""
+    """Load the op's baseline twice and seat both."""
     from autosel.race.bench import Bench
     from autosel.race.contest import Operands
 
@@ -269,7 +272,7 @@ def entrant(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Entrant:
 
 
 def outcome(live: Live, full: Plan) -> Outcome:
-    """One A/A race on fresh allocations."""
+    """Run one A/A race on fresh allocations."""
     started, tape = time.monotonic(), Tape()
     live.sit()
     tape.record(live, full)
@@ -287,7 +290,7 @@ def outcome(live: Live, full: Plan) -> Outcome:
 
 
 def decisions(live: Live, tape: Tape, full: Plan) -> Iterator[tuple[tuple[str, str], bool]]:
-    """((rule, samples), did it promote the twin?) for every rule."""
+    """Yield ((rule, samples), True if it promoted the twin) for every rule."""
     from autosel.race.plan import DELTA_CALIBRATED, DELTA_UNCALIBRATED
 
     short = replace(full, max_pairs=PAIRS)
@@ -326,7 +329,7 @@ def screened(tape: Tape, plan: Plan, delta: float) -> Session:
 
 
 def attempt(live: Live, tape: Tape, plan: Plan, delta: float) -> bool:
-    """The tape screens; confirming sessions, each on fresh allocations, are live."""
+    """Screen on the tape, then run confirming sessions live, each on fresh allocations."""
     from autosel.race.judge import has_won, judge, nominees
     from autosel.race.plan import SESSIONS
     from autosel.race.session import Duel, Trial, confirm
@@ -359,9 +362,9 @@ def attempt(live: Live, tape: Tape, plan: Plan, delta: float) -> bool:
 
 
 def calibrate(count: int, op: str) -> int:
-    """A/A sessions as a tune holds them: fresh processes, the clone beside the baseline; into the ledger.
+    """Run A/A sessions as a tune does, in fresh processes and with a clone of the baseline; store them in the ledger.
 
-    Whether a shape is long enough, and short enough to carry a clone, shows only when it is timed.
+    Only timing shows whether a shape is long enough, and short enough to carry a clone.
     """
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
@@ -390,7 +393,7 @@ def calibrate(count: int, op: str) -> int:
 
 
 def aa_session(op: str, dims: Mapping[str, int], fp: Fingerprint) -> Race:
-    """The baseline of the op against its clone in one fresh process: a screening session without a challenger."""
+    """Race the op's baseline against its clone in one fresh process: a screening session without a challenger."""
     from autosel.race.contest import Contest
     from autosel.race.plan import SAMPLE_NS, margin
     from autosel.race.run import Disqualified, Terms, run
@@ -451,7 +454,7 @@ def describe(fp: Fingerprint, w: Workload, outcomes: Sequence[Outcome]) -> dict[
 
 
 def interval(n: int, x: int) -> dict[str, float]:
-    """95 % (Clopper-Pearson)."""
+    """Return the 95 % Clopper-Pearson interval."""
     from autosel.race.plan import clopper_pearson_upper
 
     return {"lo": 1 - clopper_pearson_upper(n, n - x, 0.975), "hi": clopper_pearson_upper(n, x, 0.975)}

@@ -1,16 +1,16 @@
-"""Decode attention against PyTorch's two formulations and against a plain streaming read, interleaved in one run.
+"""Time decode attention against PyTorch's two variants and a plain streaming read, interleaved in one run.
 
     python benchmarks/bench_attn.py [--length 8192 ...] [--dtype bf16] [--batch 1] [--heads 32/8] [--width 128]
                                     [--page 16] [--seconds 4] [--json] [--plot FILE]
 
-Each round visits read probe, kernel and PyTorch in a shuffled order; every visit runs once untimed, to wake its own
-threads, then once timed on the next of enough copies of K and V that the one at hand was last touched three last-level
-caches ago. The probe reads the very same copies, with as many threads as there are cores. On a shared machine the read
-rate itself moves by a factor of two or more within a run, so two figures stand side by side: best window over best
-window, and the median over rounds of the round's own ratio with its quartiles.
+Each round visits the read probe, the kernel and PyTorch in shuffled order. A visit runs once untimed, to wake its
+threads, then once timed. Copies of K and V rotate, so that three last-level caches of data were read since a copy was
+last used. The probe reads the same copies with one thread a core. On a shared machine the read rate varies by a factor
+of two or more within a run, so two figures are printed: best window over best window, and the median over rounds of
+each round's own ratio, with quartiles.
 
-sdpa is torch's SDPA with enable_gqa, packed the same call with the query heads of a KV head as its queries; with
---page, sdpa is what torch can do with pages: gather them, then attend.
+sdpa is torch's SDPA with enable_gqa; packed is the same call with the query heads of a KV head as its queries. With
+--page, sdpa gathers the pages first, as torch has no paged attention.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def parsed() -> argparse.Namespace:
     command_line.dtype(parser)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", default="32/8", help="query heads/KV heads")
-    parser.add_argument("--width", type=int, default=128, help="of a head")
+    parser.add_argument("--width", type=int, default=128, help="channels of a head")
     parser.add_argument("--page", type=int, default=0, help="tokens a page; 0: a contiguous cache")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each length; at least 9 rounds")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds a length; at least 9 rounds")
     parser.add_argument("--plot", metavar="FILE", help="also draw time against length (needs matplotlib)")
     return parser.parse_args()
 
@@ -88,7 +88,7 @@ def workload(options: argparse.Namespace, length: int) -> Workload:
 
 
 def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
-    """Best times of every arm in microseconds, and the ratios to ours, for one workload."""
+    """Return the best times of every arm in microseconds, and the ratios to autosel's kernel."""
     op = OPS[w.op]
     inputs = op.inputs(w, 1)
     streamed = [a.name for a in op.args if a.role == "streamed"]
@@ -115,7 +115,7 @@ def measure(w: Workload, fp: Fingerprint, budget_s: float) -> dict[str, Any]:
 
 
 def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
-    """The C++ kernel for w with the knobs of its closed forms."""
+    """Return the C++ kernel for w with the knobs of its closed forms."""
     kernel = next(k for k in KERNELS if k.op == w.op)
     knobs = kernel.knobs(w, fp)
     recipe = kernel.recipe(w, fp, knobs)
@@ -124,7 +124,7 @@ def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
 
 
 def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], float]:
-    """Seconds to read K and V of some operands once, by the fingerprint's own probe, on all cores."""
+    """Return a function that reads K and V once on all cores with the fingerprint's probe and returns seconds."""
     library, out = probe.load().library, (ctypes.c_double * 1)()
 
     def read(operands: dict[str, Any]) -> float:
@@ -173,7 +173,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 def table(rows: list[dict[str, Any]], fp: Fingerprint) -> None:
     print(f"{fp.name}, {fp.identity['cpus']} cores; {rows[0]['key']} and so on, cache cold")
-    print("share: of the read rate; over: times faster than; best window, then median (quartiles) over rounds")
+    print("share of the read rate; speedup over sdpa and packed; best window, then median (quartiles) over rounds")
     print(f"{'L':>6}{'us':>8}{'GB/s':>6}  {'share':^21}  {'over sdpa':^21}  {'over packed':^21}")
     for r in rows:
         us = r["best_us"]["cpp"]

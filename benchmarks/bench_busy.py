@@ -1,16 +1,16 @@
-"""Measure what other work on the machine does to decisions: a model's workloads tuned beside competing processes.
+"""Measure the effect of other load on decisions: tune a model's workloads in parallel with competing processes.
 
-    python benchmarks/bench_busy.py --load reference            a quiet machine, with which the others are compared;
-                                                                each further run is averaged with those before
+    python benchmarks/bench_busy.py --load reference            an idle machine, the reference for the other loads;
+                                                                each further run is averaged with the earlier ones
     python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
     python benchmarks/bench_busy.py --load 20 --resume --slice-s 200        the workloads that load 20 still lacks
 
-Every load is tuned in a home of its own, with the proofs of the reference and none of its decisions, beside so many
-processes that this script starts, each in a session of its own: endless loops, or with --copy copies of 64 MiB. They
-end with this script. Each workload is kept in --home as soon as it is decided; all that is kept is printed together. A
-decision misses if the interval of its effect does not hold the quiet ratio, which is the geometric mean of the
-reference's runs; it misses by more than 10 % if the nearer end does. Decisions are compared where memory was read at
-the reference's rate.
+Every load is tuned in its own home, with the proofs of the reference and none of its decisions. `--load` is the number
+of competing processes, each in its own session: endless loops, or with --copy copies of 64 MiB. They end with this
+script. Each workload is stored in --home as soon as it is decided; the output covers all stored results. A decision
+misses if the interval of its effect excludes the quiet ratio, which is the geometric mean of the reference's runs. It
+misses by more than 10 % if the nearer end of the interval does. Decisions are compared only if memory was read at the
+reference's rate.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 MODEL, CONTEXT = "llama-1b", 8192
-FAR = 1.1  # a miss by more than this factor is counted by itself
+FAR = 1.1  # misses by more than this factor are also counted separately
 SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
-# The system kills the process when its parent ends (PR_SET_PDEATHSIG); the parent may have ended before it is asked to.
+# PR_SET_PDEATHSIG kills the process when its parent ends. The parent may end before that call, hence the check.
 TOGETHER = "import ctypes, os; ctypes.CDLL(None).prctl(1, 9); os.getppid() == {} or os._exit(1)\n"
 NO_END_S = 1e9
 KEPT = Path(__file__).parent / "results" / "cpu" / "busy.json"
@@ -54,14 +54,14 @@ Rows = Mapping[str, Row]  # by workload
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write=f"keep the table in {command_line.KEPT}busy.json")
+    parser = command_line.parser(__doc__, write=f"store the table in {command_line.KEPT}busy.json")
     parser.add_argument("--load", action="append", default=[], help="competing processes, or `reference`; repeatable")
     parser.add_argument("--only", action="append", default=[], help="an op or a workload's key; repeatable  [all]")
     parser.add_argument("--copy", action="store_true", help="competing processes copy memory")
-    parser.add_argument("--realtime", action="store_true", help="as tune --realtime does")
-    parser.add_argument("--resume", action="store_true", help="leave out the workloads that --home has of this load")
-    parser.add_argument("--slice-s", type=float, default=NO_END_S, help="begin no workload after so many seconds")
-    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="where results lie")
+    parser.add_argument("--realtime", action="store_true", help="tune with --realtime")
+    parser.add_argument("--resume", action="store_true", help="skip workloads that --home has for this load")
+    parser.add_argument("--slice-s", type=float, default=NO_END_S, help="start no workload after this many seconds")
+    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="folder for results")
     options = parser.parse_args()
     for load in options.load:
         asked = Asked(
@@ -85,17 +85,19 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Which workloads are tuned: all, or those of these ops and keys; and whether at real-time priority."""
+    """Options of a tune: the workloads, by op or key, and the priority."""
 
     only: Collection[str] = ()
     without: Collection[str] = ()  # keys
     realtime: bool = False
-    slice_s: float = NO_END_S  # no workload begins later
+    slice_s: float = NO_END_S  # no workload starts later
 
 
 def run(home: Path, load: str, asked: Asked, work: str) -> None:
-    """Tune in a fresh process, whose home is made for this load, beside `load` competing processes. Each workload is
-    kept when it is decided."""
+    """Tune in a fresh process with the load's own home and `load` competing processes.
+
+    Each workload is stored when it is decided.
+    """
     place, path = home / f"load-{load}", home / f"{load}.json"
     _furnish(place, home / f"load-{REFERENCE}")
     environment = {**os.environ, "AUTOSEL_HOME": str(place)}
@@ -106,7 +108,7 @@ def run(home: Path, load: str, asked: Asked, work: str) -> None:
         for line in tuner.stdout:
             keep(path, _joined(_stored(path), {**json.loads(line), "load": load}))
     if tuner.returncode:
-        sys.exit(f"tune beside load {load} ended with {tuner.returncode}")
+        sys.exit(f"tune with load {load} ended with {tuner.returncode}")
 
 
 def ours(code: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
@@ -115,7 +117,7 @@ def ours(code: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def _furnish(place: Path, reference: Path) -> None:
-    """Begin with the builds, rates and proofs of the reference; nothing serves yet."""
+    """Copy the builds, rates and proofs of the reference; no decision serves yet."""
     if place != reference:
         shutil.rmtree(place, ignore_errors=True)
         left_out = shutil.ignore_patterns("run", "locks", "decisions.json")
@@ -127,7 +129,7 @@ def _furnish(place: Path, reference: Path) -> None:
 
 @contextmanager
 def competing(count: int, work: str) -> Iterator[list[int]]:
-    """Start so many processes, each in a session of its own, as those of other users are; give their numbers."""
+    """Start `count` processes, each in its own session like processes of other users; yield their ids."""
     started = [ours(work, "-S", start_new_session=True) for _ in range(count)]
     try:
         time.sleep(1.0 if started else 0.0)
@@ -163,14 +165,14 @@ def tuned(asked: Asked) -> None:
 
 
 def _reads(evidence: Evidence) -> list[float]:
-    """The lowest and the highest read rate of the sessions that count, GB/s; empty where memory is not read."""
+    """Return the lowest and highest read rate of the valid sessions in GB/s; empty if memory is not read."""
     sessions = evidence.race.sessions if evidence.race is not None else ()
     found = [s.read_bytes_per_s / 1e9 for s in sessions if s.kind == "confirming" and not s.voided]
     return [min(found), max(found)] if any(found) else []
 
 
 class _Progress:
-    """A line of stderr for each decision."""
+    """Prints a line to stderr for each decision."""
 
     def stage(self, *_: object) -> None: ...
 
@@ -210,7 +212,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """With the workloads that were tuned beside this load before; a decided one stays if it is undecided now."""
+    """Add new workloads to those tuned earlier under this load; a decided one is not replaced by an undecided one."""
     rows = dict(before["rows"])
     for key, row in found["rows"].items():
         former = rows.get(key, {})
@@ -229,7 +231,7 @@ def _kept(home: Path) -> dict[str, Any]:
 
 
 def summaries(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each load but the reference."""
+    """Return a row for each load except the reference."""
     reference: Rows = kept[REFERENCE]["rows"]
     return [
         {"load": load, "seconds": one["seconds"], **summary(one["rows"], reference)}
@@ -239,8 +241,10 @@ def summaries(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
-    """Count what was decided, whose interval holds the reference's ratio, and whose winner is another. A workload that
-    the reference left undecided says nothing."""
+    """Count decided workloads, intervals that contain the reference's ratio, and different winners.
+
+    Workloads that the reference left undecided are ignored.
+    """
     known = {key: row for key, row in rows.items() if key in reference and reference[key]["outcome"] != "undecided"}
     decided = {key: row for key, row in known.items() if row["outcome"] != "undecided"}
     differ = [key for key, row in decided.items() if row["winner"] != reference[key]["winner"]]
@@ -258,14 +262,17 @@ def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
 
 
 def alike(row: Row, reference: Row) -> bool:
-    """Return True if memory was read at the same rate. A hypervisor that moves its guest's cores apart doubles the rate
-    and slows barriers: ratios of before and after are those of two machines."""
+    """Return True if memory was read at the same rate.
+
+    If a hypervisor moves its guest's cores apart, the rate doubles and barriers slow down: ratios before and after are
+    not comparable.
+    """
     now, then = row.get("read_gb_per_s") or [0, 0], reference.get("read_gb_per_s") or [0, 0]
     return bool(now[0] <= ONE_STATE * then[1] and then[0] <= ONE_STATE * now[1])
 
 
 def miss(row: Row, reference: Row) -> float:
-    """Return the factor between the quiet ratio and the nearer end of the interval; 1 where the interval holds it."""
+    """Return the factor between the quiet ratio and the nearer end of the interval; 1 if the interval contains it."""
     if row["effect"] is None or reference["effect"] is None:
         return 1.0
     _, lo, hi = row["effect"]
@@ -281,7 +288,7 @@ def text(kept: Mapping[str, Any]) -> str:
             f"  {s['cover']:>15} of {s['compared']:>2}"
             f"  {s['worst'] - 1:>13.1%}  {len(s['far']):>13}  {len(s['differ']):>12}  {s['seconds'] / 60:>7.1f}"
         )
-        lines += [f"      {key} is far off" for key in s["far"]]
+        lines += [f"      {key} misses by more than 10 %" for key in s["far"]]
         lines += [f"      {key} has another winner" for key in s["differ"]]
     return "\n".join(lines)
 

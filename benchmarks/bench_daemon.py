@@ -1,23 +1,23 @@
-"""What the daemon can take: start, lookups, writes, memory, kill -9; each beside the figure it is held to.
+"""Measure the daemon's start, lookups, writes, memory and durability under kill -9, and compare them with goals.
 
     python benchmarks/bench_daemon.py                      about a minute on two quiet cores
-    python benchmarks/bench_daemon.py --only lookups       one part, of those below; repeatable
+    python benchmarks/bench_daemon.py --only lookups       one of the parts below; repeatable
     python benchmarks/bench_daemon.py --full               10^6 requests and 1,000 kills: about an hour
-    python benchmarks/bench_daemon.py --only kills --kills 100 --seed 3      a part of them
+    python benchmarks/bench_daemon.py --only kills --kills 100 --seed 3      a number of kills
     python benchmarks/bench_daemon.py --json
 
-Clients are processes of their own on the same cores, over the Unix socket, each waiting for an answer before it asks
-again: what is printed is for daemon and clients together on this machine. Every request loop is bounded in count.
+Clients are separate processes on the same cores. They use the Unix socket and wait for each answer before the next
+request, so the figures are for daemon and clients together. Every request loop has a fixed count.
 
-start    from the command to READY, median of some
-lookups  GET /v1/best/OP?workload=KEY of 8 processes
-tuning   the same, while a tune in a child of the daemon takes the cores
-writes   32 processes, each so many debits of an error budget: on disk when acknowledged, each counted again afterwards
-records  the same with whole decisions, published before they are acknowledged
-memory   resident size of the daemon before and after the requests
-kills    kill -9 at a random moment under four writers; every acknowledged decision is looked up afterwards
-news     from a decision that another host has recorded in a shared ledger until this host's snapshot holds it, through
-         PostgreSQL and a daemon that listens; needs the extra `fleet` and a server's programs
+    start    from the command to READY, median of several starts
+    lookups  GET /v1/best/OP?workload=KEY by 8 processes
+    tuning   the same while a tune in a child of the daemon uses the cores
+    writes   32 processes debit error budgets; each write is on disk when acknowledged and is counted afterwards
+    records  the same with whole decisions, which are published before they are acknowledged
+    memory   resident size of the daemon before and after the requests
+    kills    kill -9 at a random moment with four writers; every acknowledged write is looked up afterwards
+    news     from a decision by another host in a shared ledger until this host's snapshot has it, through PostgreSQL
+             and a listening daemon; needs the extra `fleet` and PostgreSQL's server programs
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Latencies = list[float]  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`reached` says whether the goals hold; None: there is none."""
+    """Hold the result of one part. `reached` is True if the goal holds, and None without a goal."""
 
     name: str
     text: str
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=sorted(PARTS), help="repeatable")
     parser.add_argument("--full", action="store_true", help="10^6 requests, 1,000 kills")
     parser.add_argument("--kills", type=int, default=0, help="default 15, with --full 1,000")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments of the kills")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random moments of the kills")
     options = parser.parse_args()
     results = []
     for name in options.only or PARTS:
@@ -97,7 +97,7 @@ def spread(times: Latencies) -> dict[str, float]:
 
 
 def together(count: int, work: Callable[[int], Latencies]) -> tuple[float, Latencies]:
-    """Seconds from the moment all begin until the last has ended, and every latency."""
+    """Return the seconds from the common start until the last process has ended, and every latency."""
     context = mp.get_context("fork")
     gate, out = context.Barrier(count + 1), context.Queue()
 
@@ -118,7 +118,7 @@ def together(count: int, work: Callable[[int], Latencies]) -> tuple[float, Laten
 
 
 def exchange(line: Any, request: bytes) -> bytes:
-    """Send, and take the whole answer."""
+    """Send a request and return the body of the whole answer."""
     line.sendall(request)
     data = line.recv(65536)
     while b"\r\n\r\n" not in data:
@@ -147,7 +147,7 @@ def looking(path: Path, count: int) -> Callable[[int], Latencies]:
 
 
 def posted(path: Path, bodies: Callable[[int], Sequence[Any]]) -> Callable[[int], Latencies]:
-    """One command of the ledger after the other, over one line."""
+    """Send ledger commands one after the other over one connection."""
 
     def work(number: int) -> Latencies:
         found = []
@@ -166,7 +166,7 @@ def posted(path: Path, bodies: Callable[[int], Sequence[Any]]) -> Callable[[int]
 
 @contextmanager
 def quiet_daemon(home: Path) -> Iterator[Daemon]:
-    """One that does not tune, and whose child has looked at the device: that takes a core for seconds after a start."""
+    """Start a daemon that does not tune, and wait until its child, which uses a core for seconds, knows the device."""
     with running(home, "--no-tune") as daemon:
         with daemon.client() as ask:
             wait_for(ask, lambda found: "hw_id" in found, "/v1/fingerprint")
@@ -174,7 +174,7 @@ def quiet_daemon(home: Path) -> Iterator[Daemon]:
 
 
 def fill(home: Path) -> None:
-    """Some decisions that serve this machine."""
+    """Record several decisions that serve this machine."""
     with open_ledger(home=home, alone=True) as ledger:
         for power in range(6, 14):
             record(ledger, f"{power}", fp=here(), workload=ATTN.at(L=1 << power))
@@ -220,7 +220,7 @@ def _lookups(name: str, home: Path, count: int) -> Result:
 
 
 def tuning(home: Path, full: bool) -> Result:
-    """The tune takes all cores, and what is left is shared by daemon and clients."""
+    """Measure lookups while a tune uses all cores; daemon and clients share the remaining time."""
     fill(home)
     w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
     with running(home, "--busy", "1000") as daemon, daemon.client() as ask:
@@ -239,7 +239,7 @@ def wait_for(
 ) -> None:
     until = time.monotonic() + seconds
     while not _is(ask, address, true):
-        assert time.monotonic() < until, "it never came"
+        assert time.monotonic() < until, "timeout"
         time.sleep(0.05)
 
 
@@ -279,7 +279,7 @@ def records(home: Path, full: bool) -> Result:
         commits = figure(daemon, "autosel_ledger_commits_total")
     with open_ledger(home=home, alone=True) as ledger:
         lost = WRITERS * each - len(ledger.history())
-    return _written("records", seconds, used_s, found, lost, commits, "none lost (the rate has no goal of its own)", 0)
+    return _written("records", seconds, used_s, found, lost, commits, "none lost (no goal for the rate)", 0)
 
 
 def _decision(number: int, count: int) -> commands.Record:
@@ -315,7 +315,7 @@ def _written(
 
 
 def core_seconds(daemon: Daemon) -> float:
-    """That it has used since its start, its children not counted."""
+    """Return the CPU seconds of the daemon since its start, without its children."""
     used = psutil.Process(daemon.process.pid).cpu_times()
     return float(used.user + used.system)
 
@@ -327,7 +327,7 @@ def figure(daemon: Daemon, name: str) -> float:
 
 
 def memory(home: Path, full: bool) -> Result:
-    """Lookups, and one in ten a request of each other kind; a first part warms caches up."""
+    """Send lookups, with other requests as one in ten; a first part warms the caches."""
     fill(home)
     total = 1_000_000 if full else 100_000
     with quiet_daemon(home) as daemon:
@@ -401,7 +401,7 @@ def kills(home: Path, full: bool, count: int = 0, seed: int = 1) -> Result:
 
 
 def _claims(found: list[tuple[str, float]], ledger: Any) -> list[tuple[float, float]]:
-    """(what was acknowledged of a key, what the ledger holds)."""
+    """Return (acknowledged amount, amount in the ledger) for each key."""
     told: dict[str, float] = {}
     for key, amount in found:
         told[key] = told.get(key, 0.0) + amount

@@ -1,11 +1,11 @@
-"""What `best()` costs: the kernel called directly, bound, and dispatched by shape, in one process, interleaved.
+"""Measure the overhead of `best()`: direct, bound and dispatched by shape, interleaved in one process.
 
     python benchmarks/bench_dispatch.py [--rounds 31] [--calls 2000] [--json]
 
-Each round times every way once, in an order rotated by one; the overhead is the median over rounds of the difference to
-the direct call of the same round, with the quartiles. "direct again" is the A/A control: its median must be within
-30 ns of zero, or the run is void (exit code 5). The kernel that does nothing shows the overhead alone; the real ones,
-that it does not change where there is work. The guard's countdown runs, its checks do not: see bench_guard.py.
+Each round times every variant once, in rotated order. The overhead is the median over rounds of the difference to the
+direct call of the same round, with quartiles. "direct again" is the A/A control: its median must be within 30 ns of
+zero, or the run is void (exit code 5). A kernel that does nothing shows the overhead alone; real kernels show that the
+overhead does not change with work. The guard's countdown is on and its checks are off: see bench_guard.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
     else:
         show(lines, imported)
     if any(abs(line["direct again"]["median_ns"]) > CONTROL_NS for line in lines):
-        print("void: the direct call does not agree with itself", file=sys.stderr)
+        print("void: two timings of the direct call differ beyond the limit", file=sys.stderr)
         return 5
     return 0
 
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def cases(folder: Path) -> list[tuple[str, Op, Arm, tuple[Any, ...]]]:
-    """(name, op, arm, arguments with the output last)."""
+    """Return (name, op, arm, arguments with the output last)."""
     (folder / "bench_dispatch_nothing.py").write_text(NOTHING)
     rms, attn = ops.find("rmsnorm"), ops.find("attn")
     x, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
@@ -97,7 +97,7 @@ def nothing(name: str, folder: Path) -> Arm:
 
 
 def native(op: Op, w: Workload) -> Arm | None:
-    """The op's C++ kernel, compiled now; None where there is none that runs this."""
+    """Compile the op's C++ kernel and return its arm; None if no kernel supports the workload."""
     device = this_device()
     for candidate in registry.all_candidates(op.name):
         if candidate.backend == "CPP" and not hasattr(candidate.supports(w, device), "reason"):
@@ -163,7 +163,7 @@ def publish(home: Path, op: Op, w: Workload, arm: Arm) -> None:
 def interleaved(
     ways: dict[str, Callable[..., Any]], call: tuple[Any, ...], rounds: int, calls: int
 ) -> dict[str, list[float]]:
-    """Nanoseconds a call, per round."""
+    """Return nanoseconds a call, one entry a round."""
     names = [f"a{i}" for i in range(len(call))]
     scope = dict(zip(names, call, strict=True))
     timers = {n: timeit.Timer(f"f({', '.join(names)})", globals={"f": f, **scope}) for n, f in ways.items()}
@@ -179,7 +179,7 @@ def interleaved(
 
 
 def import_times(count: int) -> dict[str, Any]:
-    """`import autosel` in fresh processes, after one that fills the page cache."""
+    """Time `import autosel` in fresh processes, after one that fills the page cache."""
     code = (
         "import sys, time; t = time.perf_counter(); import autosel; "
         "print(time.perf_counter() - t, 'torch' in sys.modules)"
@@ -200,7 +200,7 @@ def import_times(count: int) -> dict[str, Any]:
 
 def show(lines: Sequence[dict[str, Any]], imported: dict[str, Any]) -> None:
     print(
-        f"time over the direct call, ns: median (quartiles); wanted: bound <= {BOUND_LIMIT_NS}, "
+        f"time over the direct call, ns: median (quartiles); goals: bound <= {BOUND_LIMIT_NS}, "
         f"by shape <= {SHAPE_LIMIT_NS}\n"
     )
     print(f"{'':36}{'direct':>8}  {'A/A':>6}  {'bound':>16}  {'by shape':>17}")
@@ -212,7 +212,7 @@ def show(lines: Sequence[dict[str, Any]], imported: dict[str, Any]) -> None:
         print(f"{line['case']:36}{line['direct_ns']:8.0f}  {control:6.0f}  {cells[0]:>16}  {cells[1]:>17}")
     torch_too = "loads torch" if imported["loads_torch"] else "without torch"
     print(
-        f"\nimport autosel: {imported['median_ms']:.1f} ms (most {imported['most_ms']:.1f}), {torch_too}; wanted <= 100"
+        f"\nimport autosel: {imported['median_ms']:.1f} ms (most {imported['most_ms']:.1f}), {torch_too}; goal <= 100"
     )
 
 

@@ -1,19 +1,20 @@
-"""Is our eager baseline honest? Its decode step against Hugging Face's own model class, in turn, on the same weights.
+"""Compare the eager baseline's decode step with Hugging Face's own model class, in turn, on the same weights.
 
     python benchmarks/bench_eager.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--dtype bf16]
                                      [--rounds 40] [--json]
 
-Hugging Face's model runs under torch.inference_mode with SDPA and its default cache (DynamicCache, which concatenates;
-put back after each step, untimed), exactly as `generate` calls it; ours is autosel.decode.eager, the arm
-that every certificate's speedup is over. Both are fed the same token in the same state, the order of each pair is a
-coin's, every step waits for the other's threads to sleep, and the tokens they choose are compared.
+Hugging Face's model runs under torch.inference_mode with SDPA and its default cache, exactly as `generate` calls it.
+DynamicCache concatenates; it is restored after each step, untimed. autosel's arm is autosel.decode.eager, the baseline
+of every certificate's speedup. Both get the same token in the same state, in random order. Every step waits until the
+other arm's threads sleep, and the chosen tokens are compared.
 
-The figure is ours / theirs: median over median, with the interval of resampled pairs. Above 1.05 the baseline is a
-straw man and every speedup is overstated by as much; below 1 it asks more of us than Hugging Face's model would.
+The figure is autosel's time over Hugging Face's: median over median, with the interval of resampled pairs. Above 1.05
+the baseline is too slow and overstates every speedup by that factor; below 1 it is a stricter baseline than Hugging
+Face's model.
 
-What makes ours faster at long contexts is the cache alone: DynamicCache copies every key and value it holds into new
-memory at each step, ours writes the new ones beside the old. A third arm shows it, Hugging Face's model with a cache
-that does as ours does (hugging_face.in_place_cache): against that one ours is the same step.
+At long contexts only the cache makes autosel's step faster: DynamicCache copies all keys and values into new memory at
+each step, while autosel's appends in place. A third arm shows it: Hugging Face's model with a cache that appends in
+place (hugging_face.in_place_cache) takes as long as autosel's step.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> int:
 
 
 def compared(weights: Any, theirs: Any, seq: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Both steps at one context: medians in milliseconds, and the ratio with its interval."""
+    """Time all steps at one context; return medians in milliseconds, and ratios with their intervals."""
     generator = torch.Generator().manual_seed(options.seed)
     ours_cache = make_cache(weights.shape, weights.dtype, rows=1, room=seq, device="cpu")
     for tensor in (*ours_cache.k, *ours_cache.v):
@@ -118,13 +119,13 @@ def compared(weights: Any, theirs: Any, seq: int, options: argparse.Namespace) -
 
 
 def _table(rows: list[dict[str, Any]], device: str) -> None:
-    print(f"{device}: our eager step over Hugging Face's own (SDPA); in milliseconds, with 95 % intervals")
-    print(f"{'model':<12} {'layers':>6} {'context':>8} {'ours':>8}   {'DynamicCache':<32} the same, written in place")
+    print(f"{device}: autosel's eager step over Hugging Face's (SDPA), in milliseconds, with 95 % intervals")
+    print(f"{'model':<12} {'layers':>6} {'context':>8} {'ours':>8}   {'DynamicCache':<32} in-place cache")
     for r in rows:
         columns = [("hugging_face_ms", "ours_over_theirs", "interval")]
         columns.append(("in_place_ms", "ours_over_in_place", "in_place_interval"))
         told = [f"{r[ms]:.2f}: {r[ratio]:.3f} ({r[span][0]:.3f} .. {r[span][1]:.3f})" for ms, ratio, span in columns]
-        verdict = "" if r["ours_over_theirs"] <= LIMIT else "  slower than the limit allows"
+        verdict = "" if r["ours_over_theirs"] <= LIMIT else "  above the limit"
         sizes = f"{r['layers']:>6} {r['seq']:>8} {r['ours_ms']:>8.2f}"
         print(f"{r['model']:<12} {sizes}   {told[0]:<32} {told[1]}{verdict}")
 
@@ -132,7 +133,7 @@ def _table(rows: list[dict[str, Any]], device: str) -> None:
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", action="append", help="a preset or checkpoint folder; repeatable  [llama-1b]")
-    parser.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
+    parser.add_argument("--layers", type=int, default=1 << 10, help="use only the first N layers")
     parser.add_argument("--seq", type=int, action="append", help="context; repeatable  [128 and 2048]")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
     parser.add_argument("--rounds", type=int, default=40)

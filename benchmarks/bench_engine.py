@@ -1,17 +1,17 @@
-"""vLLM on this CPU with the plug-in and without: output tokens per second in its default, compiled mode.
+"""Measure vLLM on this CPU with and without the plug-in: output tokens per second in its default, compiled mode.
 
-    autosel record -o asked.json -- python benchmarks/bench_engine.py --record       which workloads vLLM has
-    autosel tune --recorded asked.json --threads N                                   N: threads, as the run before said
+    autosel record -o asked.json -- python benchmarks/bench_engine.py --record       record vLLM's workloads
+    autosel tune --recorded asked.json --threads N                                   N: threads printed by that run
     python benchmarks/bench_engine.py [--model llama-1b] [--batch 1 --batch 8] [--rounds 5] [--keep FILE] [--json]
 
-A round starts vLLM once with the plug-in and once without (AUTOSEL_DISABLE), in an order drawn anew, each in a process
-of its own that has the machine to itself. Weights are vLLM's dummies, prompts have 32 tokens, each sequence gets 32.
-What a process does first is not timed: it compiles, prepares weights, and the plug-in compares its kernels with vLLM's
-own. Then every batch is generated twice. The ratio of a round is that of the medians; the interval is the whole
-range of rounds where they are fewer than eight. --keep adds each round to a file and counts those that are in it.
+A round starts vLLM once with the plug-in and once without (AUTOSEL_DISABLE), in random order, each in its own process
+with no other load. Weights are vLLM's dummies; prompts and outputs have 32 tokens. The first generation of a process
+is not timed: it compiles, prepares weights, and compares the plug-in's kernels with vLLM's. Then every batch is
+generated twice. The ratio of a round is that of the medians; with fewer than eight rounds the interval is their whole
+range. --keep adds each round to a file, and the rounds in the file count.
 
-Needs `python tests/engines.py` (vLLM's wheel), and the decisions of AUTOSEL_HOME for the threads that vLLM leaves its
-worker; without decisions both arms are the same.
+Needs `python tests/engines.py` (vLLM's wheel), and decisions in AUTOSEL_HOME for the threads of vLLM's worker; without
+decisions both arms are the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _parsed() -> argparse.Namespace:
     made.add_argument("--keep", type=Path, help="add the rounds to this file")
     made.add_argument("--record", action="store_true", help="run the plug-in's arm once, for `autosel record`")
     made.add_argument("--child", choices=ARMS, help="measure in this process")
-    made.add_argument("--folder", type=Path, help="where config.json is")
+    made.add_argument("--folder", type=Path, help="folder of config.json")
     return made.parse_args()
 
 
@@ -152,7 +152,7 @@ def _uses(worker: Any) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "uses": uses}
 
 
-# --- what it says ----------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _ratios(rounds: list[dict[str, Any]], batch: str) -> list[float]:

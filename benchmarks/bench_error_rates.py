@@ -1,15 +1,15 @@
-"""How often the race's rules err, and how often the usual rules do, on simulated arms whose speed is known.
+"""Measure how often the race's rules and the usual rules err, on simulated arms with known speed.
 
     python benchmarks/bench_error_rates.py                   4,000 races a cell: about twenty minutes on two cores
-    python benchmarks/bench_error_rates.py --races 200       a glance
-    python benchmarks/bench_error_rates.py --only power      studies whose name contains a word; may be repeated
+    python benchmarks/bench_error_rates.py --races 200       a quick look
+    python benchmarks/bench_error_rates.py --only power      studies whose name contains a word; repeatable
     python benchmarks/bench_error_rates.py --json            a document on stdout
-    python benchmarks/bench_error_rates.py --write           also keep it in benchmarks/results/cpu/
-    python benchmarks/bench_error_rates.py --parts FILE --minutes 3    as far as that goes; the next call goes on
+    python benchmarks/bench_error_rates.py --write           also store it in benchmarks/results/cpu/
+    python benchmarks/bench_error_rates.py --parts FILE --minutes 3    stop after 3 minutes; the next call continues
 
-The rules are those of autosel/race/{session,judge}.py; only the instrument is synthetic (tests/null/synthetic.py). The
-cells and what each must show are in tests/null/error_rates.py. Seeded: the same numbers on every machine. Exit code 1
-if a promise does not hold, or if a usual rule fails to fail; 5 if the minutes were over first.
+The rules are those of autosel/race/{session,judge}.py; only the instrument is synthetic (tests/null/synthetic.py).
+tests/null/error_rates.py defines the cells and their limits. Runs are seeded: the same numbers on every machine. Exit
+code 1 if a limit is exceeded, or if a usual rule unexpectedly passes; 5 if the minutes were over first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "cpu" / "error_rates.json"
 SCHEMA = 2
 UNFINISHED = 5
-# What the numbers depend on: parts measured with other sources are not gone on with.
+# The numbers depend on these sources; parts measured with other sources are ignored.
 SOURCES = (
     "autosel/race/evidence.py",
     "autosel/race/judge.py",
@@ -64,17 +64,17 @@ SAYS = {
     "demotion": "A served kernel: demotions",
 }
 NOTES = {
-    "power": "\\* Not promised: coming second costs 3 %, as much as the effect beyond the margin, so half of the pairs "
-    "are lost whoever is faster.",
-    "session bias": "pi: A/A sessions that cross, either way round. All three columns are seen, none is promised but "
-    "that the attempt keeps its bound.",
-    "calibration": "Somebody looks after each of 400 A/A sessions. An interval: the Clopper-Pearson limit at 95 %, "
-    "right for a number of sessions that was fixed beforehand.",
-    "tail": "A candidate with as many slow samples as the gate allows, 10 %, may pass in 1 % of all attempts, and in "
-    "5 % more where the baseline's percentile was overestimated.",
+    "power": "\\* No limit: coming second costs 3 %, as much as the effect beyond the margin, so half of the pairs "
+    "are lost regardless of speed.",
+    "session bias": "pi: A/A sessions that cross, in either direction. The rates are measured; only the "
+    "attempt has a limit, its bound.",
+    "calibration": "The estimate is read after each of 400 A/A sessions. Interval: the Clopper-Pearson limit at "
+    "95 %, valid for a number of sessions fixed in advance.",
+    "tail": "A candidate with 10 % slow samples, the most that the gate allows, may pass in 1 % of all attempts, and "
+    "in 5 % more if the baseline's percentile was overestimated.",
     "controls": "Blocks of 100 samples, the baseline's first; the t test: 100 pairs, the candidate first. A rule "
     "fails if it exceeds .05 under one noise.",
-    "demotion": "Shadow pairs of one call an arm, in the order of a coin. The detector may speak in n of 10^4 pairs.",
+    "demotion": "Shadow pairs of one call an arm, in random order. The detector may raise an alarm in n of 10^4 pairs.",
 }
 COLUMNS = {
     "iid": "iid",
@@ -90,17 +90,19 @@ COLUMNS = {
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
     parser.add_argument("--races", type=int, default=4_000, help="races a cell (default 4000)")
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="studies whose name contains it")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="only studies whose name contains WORD"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-    parser.add_argument("--parts", type=Path, metavar="FILE", help="go on with the cells in FILE, and add to them")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so long")
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="continue with the cells in FILE and add to them")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no new cell after this time")
     options = parser.parse_args()
     if options.write and (options.only or options.races < 4_000):
-        parser.error("--write keeps whole results of at least 4,000 races only")
+        parser.error("--write requires all studies and at least 4,000 races")
     if options.minutes < float("inf") and not options.parts:
-        parser.error("--minutes needs --parts, or the cells measured so far are lost")
+        parser.error("--minutes requires --parts FILE, which stores the cells measured so far")
     document = measured(options, time.monotonic() + 60 * options.minutes)
     if document is None:
         return UNFINISHED
@@ -115,7 +117,7 @@ def main() -> int:
 
 
 def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """The document; None if the time was over first."""
+    """Return the document; None if the time was over first."""
     sys.path.insert(0, str(ROOT))
     from tests.null import error_rates
 
@@ -143,7 +145,7 @@ def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | N
 
 
 class Parts:
-    """The cells measured so far, one a line of a file, if there is one."""
+    """Store the cells measured so far, one a line, if there is a file."""
 
     def __init__(self, path: Path | None, races: int) -> None:
         self.path, self.races = path, races
@@ -169,7 +171,7 @@ class Parts:
 
 
 def stored() -> dict[str, Any] | None:
-    """The kept document."""
+    """Return the stored document."""
     return json.loads(KEPT.read_text()) if KEPT.is_file() else None
 
 
@@ -185,7 +187,7 @@ def say(what: str) -> None:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    races = f"{document['races']:,} races a cell unless said otherwise"
+    races = f"{document['races']:,} races a cell unless noted otherwise"
     parts = [f"Simulated, seeded, {races}; {document['date']}, commit {document['commit']}."]
     shapes = {"lifetime": plain, "tail": plain, "calibration": plain, "session bias": bias}
     for study, title in SAYS.items():
@@ -194,12 +196,12 @@ def markdown(document: Mapping[str, Any]) -> str:
             parts += [f"**{title}**", shapes.get(study, by_noise)(rates)]
             parts += [NOTES[study]] if study in NOTES else []
     if document["demotion"]:
-        parts += ["**Shadow pairs until the guard's detector speaks**", lengths(document["demotion"])]
+        parts += ["**Shadow pairs until the guard's detector raises an alarm**", lengths(document["demotion"])]
     return "\n\n".join(parts)
 
 
 def by_noise(rates: Sequence[Mapping[str, Any]]) -> str:
-    """One row a rule, one column a noise."""
+    """Format one row a rule, one column a noise."""
     rows = [["rule", "allowed", *COLUMNS.values()]]
     for what in dict.fromkeys(r["what"] for r in rates):
         found = {r["noise"]: r for r in rates if r["what"] == what}
@@ -210,7 +212,7 @@ def by_noise(rates: Sequence[Mapping[str, Any]]) -> str:
 
 
 def bias(rates: Sequence[Mapping[str, Any]]) -> str:
-    """One row a setting: pi, one session, the attempt, its bound."""
+    """Format one row a setting: pi, one session, the attempt, its bound."""
     rows = [["luck", "noise", "pi", "one session", "attempt", "bound max(pi, .05)^3"]]
     keys = dict.fromkeys((r["what"].rpartition(":")[0], r["noise"]) for r in rates)
     for luck, noise in keys:
@@ -250,12 +252,12 @@ def figure(rate: Mapping[str, Any], star: str = "") -> str:
 
 
 def number(value: float) -> str:
-    """A probability: at least two digits that count, no leading zero."""
+    """Format a probability with at least two significant digits and no leading zero."""
     if value in (0.0, 1.0):
         return f"{value:.0f}"
     if value < 0.0001:
         return f"{value:.1e}"
-    if value < 0.001 or value >= 0.99995:  # the neighbours of 0 and 1, told apart from them
+    if value < 0.001 or value >= 0.99995:  # keep values near 0 and 1 distinct from them
         return f"{value:.3g}"[1:] if value < 0.001 else f"{math.floor(value * 1e6) / 1e6:.6f}"[1:]
     return (f"{value:.4f}" if value < 0.1 or value > 0.9 else f"{value:.3f}")[1:]
 

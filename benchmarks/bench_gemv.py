@@ -1,15 +1,14 @@
-"""The projections of a decode step against PyTorch and against a plain streaming read, interleaved in one run.
+"""Time the projections of a decode step against PyTorch and a plain streaming read, interleaved in one run.
 
     python benchmarks/bench_gemv.py [--m 1] [--dtype bf16] [--seconds 4] [--only o --only lm_head] [--json]
-    python benchmarks/bench_gemv.py --only o --small-pages     weights on 4 KiB pages instead of 2 MiB ones
-    python benchmarks/bench_gemv.py --only o --no-wait         each arm beside the spinning threads of the one before
+    python benchmarks/bench_gemv.py --only o --small-pages     weights on 4 KiB pages instead of 2 MiB pages
+    python benchmarks/bench_gemv.py --only o --no-wait         without waiting for spinning threads of other arms
 
-Each round visits read probe, kernel and PyTorch in a shuffled order; every visit waits until the threads of the one
-before have stopped spinning, runs once untimed, to wake its own, then once timed on the next of enough copies of the
-weights that the one at hand was last touched three last-level caches ago. The probe reads the very same copies, with
-the same threads. On a shared machine the read rate itself moves by a factor of two or more within a run, so three
-figures stand side by side: best window over best window, and the median over rounds of the round's own ratio with its
-quartiles.
+Each round visits the read probe, the kernel and PyTorch in shuffled order. A visit waits until the previous arm's
+threads have stopped spinning, runs once untimed, to wake its own threads, then once timed. Copies of the weights
+rotate, so that three last-level caches of data were read since a copy was last used. The probe reads the same copies
+with as many threads. On a shared machine the read rate varies by a factor of two or more within a run, so two figures
+are printed: best window over best window, and the median over rounds of each round's own ratio, with quartiles.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ def main() -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--m", type=int, default=1, help="rows of x")
     command_line.dtype(parser)
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="for each shape; at least 9 rounds whatever it takes"
-    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds a shape; at least 9 rounds")
     parser.add_argument("--only", action="append", default=[], choices=[name for name, *_ in SHAPES])
-    parser.add_argument("--small-pages", action="store_true", help="as a server holds them that asks for nothing")
+    parser.add_argument(
+        "--small-pages", action="store_true", help="keep weights on 4 KiB pages, as a server does by default"
+    )
     parser.add_argument("--no-wait", action="store_true", help="do not wait for the other arm's threads to sleep")
     options = parser.parse_args()
     fp = fingerprint.take("cpu")
@@ -84,7 +83,7 @@ def main() -> int:
 def measure(
     w: Workload, fp: Fingerprint, budget_s: float, *, small_pages: bool = False, wait: bool = True
 ) -> dict[str, Any]:
-    """Times of every arm in microseconds, and the two ratios, for one workload."""
+    """Return the times of every arm in microseconds, and the two ratios, for one workload."""
     op = OPS[w.op]
     inputs = op.inputs(w, 1)
     streamed = [a.name for a in op.args if a.role == "streamed"]
@@ -113,7 +112,7 @@ def measure(
 
 
 def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
-    """The C++ kernel for w with the knobs of its closed forms."""
+    """Return the C++ kernel for w with the knobs of its closed forms."""
     kernel = next(k for k in KERNELS if k.op == w.op and isinstance(k.supports(w, fp), Accepted))
     knobs = kernel.knobs(w, fp)
     recipe = kernel.recipe(w, fp, knobs)
@@ -122,7 +121,7 @@ def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
 
 
 def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], float]:
-    """Seconds to read the weights of some operands once, by the fingerprint's own probe, on all cores."""
+    """Return a function that reads the weights once on all cores with the fingerprint's probe and returns seconds."""
     library, out = probe.load().library, (ctypes.c_double * 1)()
 
     def read(operands: dict[str, Any]) -> float:

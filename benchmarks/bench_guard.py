@@ -1,15 +1,15 @@
-"""What the guard costs, and how soon it notices: on real kernels, and by simulation with the guard's own code.
+"""Measure the guard's cost and its time to detection, on real kernels and by simulation with the guard's own code.
 
     python benchmarks/bench_guard.py [--steps 200] [--checks 60] [--runs 2000] [--json]
 
-Cost: a decode-like step (16 layers of nine bound calls) with the guard on and off, interleaved in an order rotated by
-one; the countdown alone, the shadow checks of a bucket in use for long, and what the first calls cost once. "off again"
-is the A/A control. A check is so rare that a mean over steps holds a handful of them, and says as much of the machine's
-other work as of them. So the mean is also put together from its parts: the countdown by the median of steps, and of
-each bound call its chance to be checked times what a check of it adds to the step it falls into and to the one after
-it, measured many times.
-Finding: calls until a fault that shows in a share f of the calls is found, against ln(100) / (p f). Slowing: pairs
-until the detector's alarm, and a real kernel that becomes 1.3 times as slow as the baseline.
+Cost: time a decode-like step (16 layers of nine bound calls) with the guard on and off, interleaved in rotated order.
+It reports the countdown alone, the shadow checks of a bucket after long use, and the one-time cost of the first calls.
+"off again" is the A/A control. Checks are so rare that a mean over steps contains only a few and mostly reflects other
+load. So the mean is also composed of parts: the median cost of the countdown, and for each bound call its probability
+of a check times the time that a check adds to its step and the next, measured many times.
+
+Finding: calls until a fault in a share f of the calls is found, compared with ln(100) / (p f). Slowing: pairs until
+the detector's alarm, and a real kernel that becomes 1.3 times as slow as the baseline.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ OFF, COUNTDOWN, SHADOW = Policy(on=False), Policy(shadow_rate=0.0), Policy()
 
 def main() -> int:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="decode steps a way")
-    parser.add_argument("--checks", type=int, default=60, help="checks of each bound call, for what one costs")
+    parser.add_argument("--steps", type=int, default=200, help="decode steps of each variant")
+    parser.add_argument("--checks", type=int, default=60, help="timed checks of each bound call")
     parser.add_argument("--runs", type=int, default=2000, help="simulated faults and slowdowns")
     options = parser.parse_args()
-    logging.getLogger("autosel").setLevel(logging.CRITICAL)  # the faults are meant
+    logging.getLogger("autosel").setLevel(logging.CRITICAL)  # the faults are intentional
     with tempfile.TemporaryDirectory() as folder:
         found = {
             "cost": cost(Path(folder), options.steps, options.checks),
@@ -110,10 +110,10 @@ def cost(folder: Path, steps: int, checks_each: int) -> dict[str, Any]:
     for name, way in ways.items():
         for _ in range(4):
             way()
-        for watch in boards[name]._watches.values():  # in use for long
+        for watch in boards[name]._watches.values():  # as after long use
             assert watch.fault is None, watch.fault
             watch.rate.checks = max(watch.rate.checks, CANARY + FRESH_CHECKS)
-        for held in boards[name]._bound:  # not the gap that was drawn at the first calls' rate
+        for held in boards[name]._bound:  # discard the gap that was drawn at the first calls' rate
             if held.watch is not None:
                 held.cell.grant(held.watch.gap())
     in_service(boards["shadow"], ways["shadow"])
@@ -158,13 +158,15 @@ def cost(folder: Path, steps: int, checks_each: int) -> dict[str, Any]:
 
 
 def guarded(board: Board) -> list[Any]:
-    """Bound calls that are checked."""
+    """Return the bound calls that are checked."""
     return [held for held in board._bound if held.watch is not None]
 
 
 def checked_call(board: Board, step: Callable[[], None], held: Any, count: int) -> dict[str, Any]:
-    """What a check of one bound call adds to the step it falls into, and to the next, which finds other caches; its
-    chance to be checked; and what the guard itself takes a check to cost."""
+    """Measure the time that a check of one bound call adds to its step and to the next one, whose caches differ.
+
+    Also return the call's probability of a check and the guard's own estimate of a check's time.
+    """
     added_ms: list[float] = []
     chances: list[float] = []
     allotted_ms: list[float] = []
@@ -177,7 +179,7 @@ def checked_call(board: Board, step: Callable[[], None], held: Any, count: int) 
         held.cell.grant(1)
         checked, after = timed(step), timed(step)
         assert held.watch.fault is None, held.watch.fault
-        if sum(w.rate.checks for w in board._watches.values()) == before + 1:  # else one came by itself
+        if sum(w.rate.checks for w in board._watches.values()) == before + 1:  # otherwise the step had another check
             added_ms.append(checked + after - 2 * plain)
     return {
         "workload": held.watch.subject.decision.workload.key,
@@ -190,7 +192,7 @@ def checked_call(board: Board, step: Callable[[], None], held: Any, count: int) 
 
 
 def mean_of(parts: Sequence[dict[str, Any]], step_ms: float, countdown: float, steps: int) -> dict[str, float]:
-    """Of a step in use for long, as shares of it: every bound call is made once a layer."""
+    """Return the guard's mean cost after long use as shares of a step; every bound call runs once a layer."""
     found = {
         name: LAYERS * sum(p["chance"] * p[of] for p in parts) / step_ms
         for name, of in (("checks", "added_ms"), ("checks median", "added_ms median"), ("allotted", "allotted_ms"))
@@ -202,7 +204,7 @@ def mean_of(parts: Sequence[dict[str, Any]], step_ms: float, countdown: float, s
 
 
 def in_service(board: Board, step: Callable[[], None]) -> None:
-    """Some checks of each op, with unchecked steps between them: how long its calls take is then known as in use."""
+    """Check each op several times between unchecked steps, so that the guard knows its time in use."""
     for held in guarded(board):
         for _ in range(8):  # half of them run the candidate first
             step()
@@ -225,7 +227,7 @@ def step_of(board: Board, calls: Sequence[tuple[Op, Workload]], inputs: dict[str
 
 
 def timed(way: Callable[[], None]) -> float:
-    """Milliseconds."""
+    """Run one step and return its time in milliseconds."""
     start = time.perf_counter()
     way()
     return (time.perf_counter() - start) * 1e3
@@ -240,7 +242,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def native(op: Op, w: Workload) -> Arm | None:
-    """The op's first C++ kernel that runs this, compiled now."""
+    """Compile the op's first C++ kernel that supports the workload and return its arm."""
     device = this_device()
     for candidate in registry.all_candidates(op.name):
         if candidate.backend == "CPP" and not hasattr(candidate.supports(w, device), "reason"):
@@ -289,7 +291,7 @@ def python_arm(folder: Path, name: str, source: str) -> Arm:
 
 
 def finding(f: float, runs: int) -> dict[str, Any]:
-    """Calls until a fault of rate f is found, present from a process's first call, and after long use."""
+    """Return the calls until a fault of rate f is found, present from the first call or after long use."""
     p = SHADOW.shadow_rate
     chance = Random(5)
     late = sorted(calls_until(f, seed, chance, CANARY + FRESH_CHECKS) for seed in range(runs))
@@ -323,7 +325,7 @@ def kernel(x, weight, eps, offset):
 
 
 def found_for_real(f: float, folder: Path, runs: int) -> dict[str, Any]:
-    """The same on real calls: a kernel goes wrong in a share f of them, after long use; shadow rate 1/100."""
+    """Count the real calls until a kernel that is wrong in a share f of them is found; shadow rate 1/100."""
     policy = Policy(shadow_rate=0.01, max_share=math.inf)
     op = ops.find("rmsnorm")
     w = op.workload("fp32", {"M": 1, "d": 64})
@@ -388,7 +390,7 @@ def kernel(x, weight, eps, offset):
 
 
 def slowed_for_real(folder: Path) -> dict[str, Any]:
-    """A real kernel, faster than the baseline (which is given a delay here), then 1.3 times as slow as it."""
+    """Demote a real kernel: first faster than the baseline (which is delayed here), then 1.3 times as slow."""
     op = ops.find("rmsnorm")
     w = op.workload("fp32", {"M": 1, "d": 1024})
     inputs = op.inputs(w, 1)
@@ -447,17 +449,17 @@ def show(found: dict[str, Any]) -> None:
         print(f"  {name:12}{r['median']:.4f}  ({r['q25']:.4f} .. {r['q75']:.4f})")
     m, control = c["mean"], c["off again"]["median"] - 1
     print(f"  shadow, mean{c['shadow mean']:.4f}  ({c['shadow checks']} checks, expected {m['expected checks']:.1f})\n")
-    print("the mean from its parts, of a step\n")
-    print(f"  countdown   {m['countdown']:+.2%}   the median above; its control is off by {control:+.2%}")
+    print("the mean from its parts, as shares of a step\n")
+    print(f"  countdown   {m['countdown']:+.2%}   from the median above; A/A control {control:+.2%}")
     print(f"  checks      {m['checks']:+.2%}   +- {m['checks error']:.2%}, by medians {m['checks median']:+.2%}")
-    print(f"  allotted    {m['allotted']:+.2%}   to the checks, by the guard's own clock")
+    print(f"  allotted    {m['allotted']:+.2%}   estimated by the guard for the checks")
     print(f"  together    {m['together']:+.2%}   goal <= +0.50%\n")
     print(f"  first {CANARY} calls of {c['ops guarded']} buckets: {c['first calls extra_ms']:.0f} ms more, once\n")
     for b in c["per bucket"]:
         print(
             f"  {b['workload']:48} {b['own_us']:8.1f} us, check {b['check_us']:9.1f} us, 1 in {b['one check in']:.0f}"
         )
-    print("\n  a check adds to its step and the next: by the guard's clock, measured")
+    print("\n  a check adds to its step and the next: the guard's estimate, measured")
     for p in c["parts"]:
         print(f"  {p['workload']:48} {p['allotted_ms']:8.2f} ms {p['added_ms']:8.2f} +- {p['error_ms']:.2f} ms")
     print("\ncalls until a fault is found (p = 1/2000)")
@@ -468,7 +470,7 @@ def show(found: dict[str, Any]) -> None:
     for x in found["found for real"]:
         print(f"  {x['rate']:8.0%}  real calls, p = 1/100: mean {x['mean']:,.0f} of {x['runs']} runs "
               f"(expected {x['theory_mean']:,.0f}), most {x['most']:,}")  # fmt: skip
-    print("\nshadow pairs until a slower arm is noticed")
+    print("\nshadow pairs until a slower arm is detected")
     for x in found["slowing"]:
         print(f"  loses {x['loses']:.0%}: mean {x['mean']:.0f}, 99 %: {x['p99']}")
     a = found["false alarm"]

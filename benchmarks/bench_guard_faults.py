@@ -1,22 +1,21 @@
-"""Calls until the guard demotes a kernel that turns wrong after long use, by op, fault rate and fault size; and what
-its checks cost a decode step of llama-1b.
+"""Measure the calls until the guard demotes a kernel that turns wrong after long use, and the cost of its checks.
 
     python benchmarks/bench_guard_faults.py [--model llama-1b] [--context 2048] [--json]
     python benchmarks/bench_guard_faults.py --right 1000000 [--op attn] [--load 20] [--most-s 60]
 
-For each op of a decode step the chance that one spot check sees a fault is measured on real results (PyTorch's, at the
-model's shapes) that were made wrong in the whole output (times 1.5, plus 0.5) or in one row (one output feature of a
-product, one head, one row). The calls until a demotion follow by the law of the guard's gaps at its default settings: a
-call shows a fault with the given rate, a shadow check sees it where it is in the whole output, a spot check with the
-chance that was measured. `tests/cpu/test_guard_spot.py` does the same with real calls.
+For each op of a decode step, the chance that one spot check sees a fault is measured on real results (PyTorch's, at
+the model's shapes). Either the whole output is made wrong (times 1.5, plus 0.5), or one row (one output feature of a
+product, one head, one row). The calls until demotion follow from the distribution of the guard's gaps at its default
+settings: a call has the fault with the given rate; a shadow check detects a fault in the whole output; a spot check
+detects it with the measured chance. `tests/cpu/test_guard_spot.py` does the same with real calls.
 
-Cost: the median time of a spot check, Python's part included, times the checks of a step; the process's allowance (0.11
-% of the time) caps it, and where it does, checks are rarer in proportion. The step is taken to last as long as reading
-its bytes at the rate measured here, so that the share is not flattered by a slow step.
+The cost is the median time of a spot check, Python included, times the checks of a step. The process's allowance (0.11
+% of the time) is an upper limit; above it, checks become rarer in proportion. The step is assumed to last as long as
+reading its bytes at the rate measured here, so that a slow step does not reduce the share.
 
-`--right N`: N calls of the C++ kernel of each op, promoted for the benchmark, with the guard's default settings, beside
-`--load` processes in endless loops: how many checks of each kind were made, and whether the kernel was given up (wrong,
-or slower than the baseline). No op takes longer than `--most-s`; the calls that were made are printed.
+`--right N` makes N calls of the C++ kernel of each op, promoted for the benchmark, with the guard's default settings,
+in parallel with `--load` busy processes. It counts the checks of each kind and reports whether the kernel was demoted
+(wrong, or slower than the baseline). An op runs for at most `--most-s` seconds; the number of calls is printed.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ eager = import_module("autosel.ops.eager")
 
 def main() -> int:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--model", default="llama-1b", help="whose decode step")
+    parser.add_argument("--model", default="llama-1b", help="model of the decode step")
     parser.add_argument("--context", type=int, default=2048, help="tokens in the cache")
-    parser.add_argument("--right", type=int, default=0, metavar="N", help="only call right kernels N times")
-    parser.add_argument("--op", action="append", default=[], help="of those; repeatable  [all]")
-    parser.add_argument("--load", type=int, default=0, help="competing processes beside them")
-    parser.add_argument("--most-s", type=float, default=60.0, help="seconds for an op")
+    parser.add_argument("--right", type=int, default=0, metavar="N", help="only call correct kernels, N times each")
+    parser.add_argument("--op", action="append", default=[], help="with --right: this op; repeatable  [all]")
+    parser.add_argument("--load", type=int, default=0, help="with --right: number of busy processes")
+    parser.add_argument("--most-s", type=float, default=60.0, help="with --right: maximum seconds of an op")
     options = parser.parse_args()
     if options.right:
         return right_kernels(options)
@@ -84,7 +83,7 @@ def main() -> int:
     found = {
         "rows": [{**r, "calls until demotion": until_demotion(r["chance"], spot_rate)} for r in rows],
         "step_us": step_us,
-        "checks asked for, us a step": asked_us,
+        "checks wanted, us a step": asked_us,
         "allowed, us a step": spot.SHARE * step_us,
         "share of the step": min(asked_us, spot.SHARE * step_us) / step_us,
         "share of calls that are spot-checked": spot_rate,
@@ -109,7 +108,7 @@ def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
     results = returned if isinstance(returned, tuple) else (returned,)
     random = Random(1)
     right = max(check(args, outs, random.getrandbits(60)) for _ in range(LOOKS))
-    assert right <= 1.0, f"{label}: a right result is suspected ({right:.2f} times its tolerance)"
+    assert right <= 1.0, f"{label}: a correct result is suspected ({right:.2f} times its tolerance)"
     check_us = statistics.median(timed(lambda: check(args, outs, random.getrandbits(60))) for _ in range(TIMED))
     chances = {size: seen(check, args, outs, results, make, random) for size, make in FAULTS.items()}
     return {
@@ -121,7 +120,7 @@ def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
 
 
 def timed(check: Callable[[], float]) -> float:
-    """Microseconds."""
+    """Run the check and return its time in microseconds."""
     begin = time.perf_counter_ns()
     check()
     return (time.perf_counter_ns() - begin) / 1e3
@@ -135,7 +134,7 @@ def whole(out: torch.Tensor) -> None:
 
 
 def one_row(out: torch.Tensor) -> None:
-    """The last feature of a row of results, the last head, the last batch row of tokens."""
+    """Make one row wrong: the last feature of results, the last head, or the last batch row of tokens."""
     part = out[-1:] if out.dtype == torch.int64 else out[..., -1:] if out.dim() == 2 else out[:, -1:]
     whole(part)
 
@@ -151,7 +150,7 @@ def seen(
     make: Callable[[torch.Tensor], None],
     random: Random,
 ) -> float:
-    """Share of spot checks that suspect a result with this fault; the result is mended again."""
+    """Return the share of spot checks that suspect a result with this fault; the result is restored."""
     kept = [r.clone() for r in results]
     for result in results:
         make(result)
@@ -170,8 +169,10 @@ def until_demotion(chances: dict[str, float], spot_rate: float) -> dict[str, Any
 
 
 def calls_until(fault: float, chance: float, shadow_sees: bool, spot_rate: float) -> dict[str, int] | None:
-    """Median and 95th percentile of the calls until a check meets a faulty call and sees it: a geometric law, for calls
-    are checked independently of each other."""
+    """Return the median and 95th percentile of the calls until a check detects the fault.
+
+    The distribution is geometric, because calls are checked independently of each other.
+    """
     shadow_rate = Policy().shadow_rate
     sees = shadow_rate * shadow_sees + (1 - shadow_rate) * spot_rate * chance
     if not sees:
@@ -180,7 +181,7 @@ def calls_until(fault: float, chance: float, shadow_sees: bool, spot_rate: float
     return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
 
 
-# --- right kernels ----------------------------------------------------------------------------------------------------
+# --- correct kernels --------------------------------------------------------------------------------------------------
 
 
 SIZES = {"M": 1, "B": 1, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 1024, "Hq": 8, "Hkv": 2, "D": 64,
@@ -188,7 +189,7 @@ SIZES = {"M": 1, "B": 1, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 10
 
 
 def right_kernels(options: argparse.Namespace) -> int:
-    """Call each op's kernel, on fresh inputs now and then. Return 1 if one was given up."""
+    """Call each op's kernel and renew its inputs every 1,000 calls. Return 1 if one was demoted."""
     made = spot.recipe("bf16", best_isa(tuple(this_device().identity["isa"])))
     compile_source(made.source, made.flags)
     names = options.op or spot.OPS
@@ -197,7 +198,7 @@ def right_kernels(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        print("| op | calls | load | shadow checks | spot checks | pairs lost | given up |")
+        print("| op | calls | load | shadow checks | spot checks | pairs lost | demoted |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
         for f in found:
             lost = f"{f['lost']} of {f['pairs']}"
@@ -207,7 +208,7 @@ def right_kernels(options: argparse.Namespace) -> int:
 
 
 def right_kernel(name: str, calls: int, most_s: float) -> dict[str, Any] | None:
-    """None for an op without a C++ kernel here."""
+    """Call an op's kernel under the guard; return None for an op without a C++ kernel here."""
     op = ops.find(name)
     sizes = SIZES | {"S": 16} if name == "prefill_attn" else SIZES
     w = op.workload("bf16", {n: sizes[n] for n in op.dim_names})
@@ -239,7 +240,7 @@ def right_kernel(name: str, calls: int, most_s: float) -> dict[str, Any] | None:
     }
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ def show(found: dict[str, Any]) -> None:
     print(f"calls until demotion: median (p95). Step {found['step_us'] / 1e3:.1f} ms by its bytes;", end=" ")
     print(f"checks take {found['share of the step']:.2%} of it", end=" ")
     print(
-        f"({found['checks asked for, us a step']:.0f} us asked for, {found['allowed, us a step']:.0f} allowed);",
+        f"({found['checks wanted, us a step']:.0f} us wanted, {found['allowed, us a step']:.0f} allowed);",
         end=" ",
     )
     print(f"1 call in {1 / found['share of calls that are spot-checked']:.0f} is spot-checked")

@@ -1,18 +1,19 @@
-"""Measure the guard of a thread team's steps: what a check costs, and how many steps a fault survives.
+"""Measure the guard of a thread team's steps: the cost of a check, and the steps until a fault is found.
 
     python benchmarks/bench_guard_step.py [--model llama-1b] [--context 2048] [--rounds 60] [--json]
-    python benchmarks/bench_guard_step.py --model smollm2-135m --right 100000      # right steps: none may be given up
+    python benchmarks/bench_guard_step.py --model smollm2-135m --right 100000      # correct steps: no demotion expected
 
-Weights and cache are random; every op is served as this home decides. Steps with and without a stop after a random task
-take turns: the median of their differences is what stopping costs, the check is timed by itself. Steps during which a
-thread waited for a core do not count. Checks a step follow from the guard's allowance (0.27 % of the time).
+Weights and cache are random; ops are served by this home's decisions. Steps with and without a stop after a random
+task alternate: the median of their differences is the cost of a stop, and the check is timed separately. Steps during
+which a thread waited for a core are discarded. The checks of a step follow from the guard's allowance (0.27 % of the
+time).
 
-For each kind of task a fault is planted in the program that the native step runs, in all layers or in the last one, and
-the chance that a check of a random task sees it is measured. Steps until the team is given up follow by the geometric
-law, for faults that show in every step, in one of 10 and in one of 100.
+For each kind of task a fault is planted in the program of the native step, in all layers or in the last one, and the
+chance that a check of a random task sees it is measured. The steps until demotion follow a geometric distribution, for
+faults in every step, in one of 10 and in one of 100.
 
-`--right N`: N steps under the guard's default settings, at whatever load is: the checks that were made, the largest
-ratio of an error to its tolerance, and whether the team was given up.
+`--right N` runs N steps with the guard's default settings at the present load. It reports the number of checks, the
+largest ratio of an error to its tolerance, and whether the team was demoted.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ DOUBLED = struct.unpack("q", struct.pack("d", 2.0))[0]
 
 def main() -> int:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--model", default="llama-1b", help="whose decode step")
-    parser.add_argument("--layers", type=int, default=0, help="only the first so many")
+    parser.add_argument("--model", default="llama-1b", help="model of the decode step")
+    parser.add_argument("--layers", type=int, default=0, help="use only the first N layers")
     parser.add_argument("--context", type=int, default=2048, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--right", type=int, default=0, metavar="N", help="only run N right steps")
+    parser.add_argument("--right", type=int, default=0, metavar="N", help="only run N correct steps")
     options = parser.parse_args()
     model = models.load(options.model)
     plan = Plan(model=model, layers=options.layers, seq=options.context, prompt="synthetic")
@@ -104,8 +105,8 @@ def in_two(step: TeamStep, task: int) -> None:
 
 
 def sample_us(watching: Watch, call: Callable[[], object]) -> float | None:
-    """The time of a call during which no thread waited for a core that another process used; None if there was none in
-    two seconds."""
+    """Return the time of a call without waits for a core used by another process; None if none succeeds in two
+    seconds."""
 
     def timed() -> float:
         begin = time.perf_counter_ns()
@@ -118,7 +119,7 @@ def sample_us(watching: Watch, call: Callable[[], object]) -> float | None:
 
 
 def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
-    """The time of a check of a task that has just run."""
+    """Return the time of a check of a task that has just run."""
     check = step.checks[task]
     assert check is not None
     step.part(0, task + 1)
@@ -130,7 +131,7 @@ def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
-# kind of a task, its place among those of a layer, a word of it (kernels/cpu/step.cpp), what stands there instead
+# task kind, index among a layer's tasks of this kind, word of the task (kernels/cpu/step.cpp), its faulty value
 FAULTS: dict[str, tuple[int, int, int, Callable[[list[int]], int]]] = {
     "embedding: another row": (EMBED, 0, 5, lambda words: words[5] + 2 * words[6]),
     "qkv: weights one row off": (PROJECT, 0, 14, lambda words: words[14] + 2 * words[16]),
@@ -167,7 +168,7 @@ def fault(step: TeamStep, name: str, everywhere: bool, checks: float) -> dict[st
 
 
 def tasks_of(program: list[list[int]], kind: int, place: int) -> list[int]:
-    """The tasks of a kind; of projections those at a place of their layer, the output head apart."""
+    """Return the tasks of a kind; of projections those at one index of their layer; the output head separately."""
     found = [i for i, words in enumerate(program) if words[0] == kind]
     if kind != PROJECT:
         return found
@@ -181,11 +182,11 @@ def steps_until(rate: float, seen: float) -> dict[str, int] | None:
     return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
 
 
-# --- right steps -----------------------------------------------------------------------------------------------------
+# --- correct steps ---------------------------------------------------------------------------------------------------
 
 
 def right_steps(step: TeamStep, count: int) -> dict[str, Any]:
-    """Run right steps; the ratios of all checks are kept."""
+    """Run correct steps and record the ratios of all checks."""
     ratios: list[float] = []
 
     def heard(check: Callable[[int], float]) -> Callable[[int], float]:
@@ -213,7 +214,7 @@ def right_steps(step: TeamStep, count: int) -> dict[str, Any]:
     }
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def told(found: dict[str, Any]) -> str:

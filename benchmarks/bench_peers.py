@@ -1,30 +1,30 @@
-"""The whole decode step beside what else serves the same model on this machine, in turn, at the same shapes.
+"""Time the whole decode step of autosel and of other servers of the same model, in turn, at the same shapes.
 
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
                                      [--write]
 
-    autosel     the step as `autosel run --step whole` takes it: one native call, C++ kernels at their formulas' knobs,
-                weights packed without loss to 12 bits (kernels/cpu/packed.h)
+    autosel     the step of `autosel run --step whole`: one native call, C++ kernels at their formulas' knobs, lossless
+                12-bit weights (kernels/cpu/packed.h)
     autosel, 16 bits
-                the same with the weights as they are (`--weights-layout plain`)
+                the same with plain weights (`--weights-layout plain`)
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
     compile     the same model under torch.compile, StaticCache of exactly the context
     llama.cpp   the package llama-cpp-python, built from source, on a bf16 GGUF of the same tensors, written by the
                 package gguf: bf16 weights, fp16 cache, flash attention, mmap off
     llama.cpp as installed
-                the same with the package's own default, `Llama(flash_attn=False)`: attention in three operations
+                the same with the package's default, `Llama(flash_attn=False)`: attention in three operations
 
-Every arm is one greedy step that attends to --seq tokens, the cache rewound after each, with as many threads as there
-are cores. The arms take turns in random order; before each, every thread of this process has gone to sleep, and each
-arm takes one step untimed, to wake its own, then one timed. Caches hold random keys and values (llama.cpp's come from a
-prompt of random tokens). The figure is an arm's step over autosel's, median over median, with the interval of
-resampled rounds; on a shared machine only ratios within one run mean anything. What memory gives there changes from
-minute to minute, and the ratios with it (the faster, the more arithmetic counts): --split 50 makes a row of the rounds
-below 50 GB/s and one of the others. --write keeps the rows, in place of those of the same contexts on the same side.
+Every arm is one greedy step that attends to --seq tokens, with one thread a core; the cache is rewound after each
+step. The arms take turns in random order. Before each, all threads of this process sleep; an arm takes one step
+untimed, to wake its threads, then one timed. Caches hold random keys and values (llama.cpp's come from a prompt of
+random tokens). The figure is an arm's step over autosel's, median over median, with the interval of resampled rounds;
+on a shared machine only ratios within one run are meaningful. There the read rate changes from minute to minute, and
+the ratios with it, since arithmetic counts more at a higher rate. --split 50 makes one row of the rounds below 50 GB/s
+and one of the others. --write stores the rows and replaces those of the same contexts on the same side of --split.
 
-llama.cpp needs a compiler and some minutes once: pip install llama-cpp-python gguf (in an environment of its own, if
-you like, with this one's packages on its path).
+llama.cpp is built once, which needs a compiler and several minutes: pip install llama-cpp-python gguf (possibly in a
+separate environment with this one's packages on its path).
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted
 
 ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
-LEAST_ROUNDS = 5  # that a row of a table is made of
+LEAST_ROUNDS = 5  # minimum rounds of a row
 KEPT: list[Any] = []
-SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> how many ops of the autosel step it serves
-Step = Callable[[], int]  # one greedy step: the token
+SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> number of ops that it serves in the autosel step
+Step = Callable[[], int]  # one greedy step; returns the token
 
 
 def main() -> int:
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def _keep(found: dict[str, Any], path: Path, split: float) -> None:
-    """With the rows of other contexts, or of the other side of --split, that an earlier run of the same layers left."""
+    """Store the rows, and keep earlier rows of the same layers for other contexts or sides of --split."""
     before = json.loads(path.read_text()) if path.is_file() else {"rows": []}
     same = before.get("layers") == found["layers"] and before.get("device") == found["device"]
     measured = {(row["seq"], row["read_gb_s"] < split) for row in found["rows"]}
@@ -118,28 +118,27 @@ def _keep(found: dict[str, Any], path: Path, split: float) -> None:
 
 
 def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What `figures` makes of all rounds; or, with --split, of those in which memory gave less than that, and of the
-    others, each where there are enough of them."""
+    """Time all arms; return the figures of all rounds, or with --split one row for each side with enough rounds."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     rates, rng = [], random.Random(options.seed)
     for _ in range(options.rounds):
         rates.append(median(probe.load().read(torch.get_num_threads(), 0.02)))
         for name in rng.sample(list(arms), len(arms)):
             wait_until_idle()
-            arms[name]()  # its own threads wake
+            arms[name]()  # wakes its own threads
             begin = time.perf_counter_ns()
             arms[name]()
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
     slow = [i for i, rate in enumerate(rates) if rate < options.split * 1e9]
     parts = [slow, [i for i in range(len(rates)) if i not in slow]]
     if not any(len(part) >= min(LEAST_ROUNDS, options.rounds) for part in parts):
-        print(f"fewer than {LEAST_ROUNDS} rounds on either side of --split: no row", file=sys.stderr)
+        print(f"fewer than {LEAST_ROUNDS} rounds on each side of --split: no row", file=sys.stderr)
     enough = [part for part in parts if len(part) >= min(LEAST_ROUNDS, options.rounds)]
     return [figures({n: [t[i] for i in part] for n, t in times.items()}, [rates[i] for i in part]) for part in enough]
 
 
 def figures(times: Mapping[str, list[float]], rates: list[float]) -> dict[str, Any]:
-    """Median step of each arm in milliseconds, over the first arm's with its interval, and the read rate beside it."""
+    """Return each arm's median step in milliseconds, its ratio to the first arm with interval, and the read rate."""
     first = next(iter(times))
     found: dict[str, Any] = {"rounds": len(rates), "read_gb_s": median(rates) / 1e9, "arms": {}}
     for name, took in times.items():
@@ -189,7 +188,7 @@ def _eager(weights: Weights, seq: int, _: Path) -> Step:
 
 
 def _compile(weights: Weights, seq: int, _: Path) -> Step:
-    """A static cache of the context's size, so that one graph serves; its counter is put back by hand."""
+    """Use a static cache of the context's size, so that one graph serves; its counter is restored by hand."""
     from transformers import StaticCache
 
     model, token = model_of(weights), torch.tensor([[7]])
@@ -206,13 +205,13 @@ def _compile(weights: Weights, seq: int, _: Path) -> Step:
             _restore(layer, before)
         return int(out.logits[:, -1].argmax())
 
-    for _ in range(3):  # compiled at the first, guards settled at the second
+    for _ in range(3):  # compiles at the first call, settles guards at the second
         run()
     return run
 
 
 def _counter(layer: Any) -> dict[str, Any]:
-    """What a static layer counts by; its keys and values stay where they are."""
+    """Return the counters of a static layer, without its keys and values."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in vars(layer).items()
@@ -267,7 +266,7 @@ def _llama_cpp(weights: Weights, seq: int, folder: Path, *, flash: bool = True) 
 
 @cache
 def _llama_cpp_model(path: Path) -> Any:
-    """Its weights: one copy for all contexts."""
+    """Load the weights, once for all contexts."""
     import llama_cpp as L  # noqa: N812
 
     L.llama_backend_init()
@@ -282,7 +281,7 @@ def _be_quiet(L: Any) -> None:
     def say_nothing(level: int, text: bytes, data: Any) -> None:
         pass
 
-    KEPT.append(say_nothing)  # the library keeps a bare pointer to it
+    KEPT.append(say_nothing)  # the library keeps only a pointer to it
     L.llama_log_set(say_nothing, None)
 
 
@@ -308,13 +307,15 @@ ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
 
 
 def write_gguf(weights: Weights, path: Path) -> None:
-    """Llama's family alone, bf16, no vocabulary but its size. Rows of queries and keys are laid out as llama.cpp turns
-    them: neighbours in pairs."""
+    """Write a bf16 GGUF file of a Llama model, with a vocabulary size but no vocabulary.
+
+    Rows of queries and keys are reordered for llama.cpp's rope: neighbours in pairs.
+    """
     import gguf
 
     s = weights.shape
     if s.family != "llama":
-        raise SystemExit(f"bench_peers writes GGUF files of Llamas, not of {s.family}: leave llama.cpp out with --arm")
+        raise SystemExit(f"cannot write a GGUF file of {s.family}, only of llama: select other arms with --arm")
     out = gguf.GGUFWriter(str(path), "llama")
     out.add_block_count(s.layers)
     out.add_context_length(s.max_context)
@@ -367,11 +368,11 @@ def _tensors(weights: Weights) -> list[tuple[str, Tensor]]:
 
 
 def _paired(w: Tensor, heads: int) -> Tensor:
-    """Rows j and j + D/2 of each head side by side."""
+    """Place rows j and j + D/2 of each head next to each other."""
     return w.view(heads, 2, -1, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
-# --- what is said ----------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _versions() -> dict[str, str]:
@@ -387,13 +388,17 @@ def _versions() -> dict[str, str]:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
     command_line.decoding(parser, seqs=(128, 2048), rounds=12)
-    parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; the first is what ratios are over")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; ratios are relative to the first")
     parser.add_argument(
-        "--split", type=float, default=0.0, metavar="GB/s", help="a row below that read rate, one above"
+        "--split",
+        type=float,
+        default=0.0,
+        metavar="GB/s",
+        help="separate rows below and above this read rate",
     )
-    parser.add_argument("--gguf", metavar="DIR", help="keep the GGUF file there, and use it again (the same layers!)")
+    parser.add_argument("--gguf", metavar="DIR", help="store the GGUF file in DIR and reuse it (same layers only)")
     return parser.parse_args()
 
 

@@ -1,14 +1,15 @@
-"""What a call costs before its kernel runs: autosel beside the ways PyTorch and Triton offer, around one same function.
+"""Measure the overhead of a call before its kernel runs: autosel, PyTorch and Triton around the same function.
 
     python benchmarks/bench_peers_dispatch.py [--rounds 30] [--calls 5000] [--json] [--write]
 
-The kernel does nothing, so what is timed is the way to it: two tensors and two numbers in, one tensor out. One thread,
-the collector off, all ways timed once a round in a drawn order, each after a tenth of its calls untimed; a figure is
-the median over rounds of the difference to the direct call of the same round, with quartiles. "direct again" is the
-control: a ratio to "direct" outside 1 +- 3 % voids the run (exit code 5), and nothing is written. A peer that is not
-installed, or that cannot make a call here, is said to be "not covered", with the reason, not given a number. Serving
-engines are taken from the environment, or from the wheels that `python tests/engines.py` fetches.
-Goals: bound at most 0.1 us, by shape at most 1 us, and ahead of every peer that looks at shapes or dispatches.
+The kernel does nothing, so only the dispatch is timed: two tensors and two numbers in, one tensor out. The benchmark
+uses one thread with the garbage collector off. Each round times all variants once in random order, each after a tenth
+of its calls untimed. A figure is the median over rounds of the difference to the direct call of the same round, with
+quartiles. "direct again" is the control: a ratio to "direct" outside 1 +- 3 % voids the run (exit code 5), and nothing
+is written. A peer that is not installed, or that cannot make a call here, is listed as "not covered" with the reason.
+Serving engines are imported from the environment, or from the wheels that `python tests/engines.py` fetches.
+
+Goals: bound at most 0.1 us, by shape at most 1 us, and faster than every peer that looks at shapes or dispatches.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ _ABSENT: dict[str, str] = {}
 
 
 def _ways(folder: Path, open_: ExitStack) -> dict[str, Callable[[], Any]]:
-    """Each makes the same call: x, weight, eps, offset, and the tensor to write. `open_`: what lasts for the run."""
+    """Return the variants; all make the same call: x, weight, eps, offset, and the output tensor.
+
+    `open_` holds resources that last for the run.
+    """
     import importlib.util
 
     (folder / "bench_nothing.py").write_text(NOTHING)
@@ -124,7 +128,7 @@ def _ways(folder: Path, open_: ExitStack) -> dict[str, Callable[[], Any]]:
             "torch Library.define/impl": lambda: defined(x, weight, 1e-6, 0.0, out),
             "torch.library.custom_op": lambda: custom(x, weight, 1e-6, 0.0, out),
         }
-    sys.path += engines.paths("flashinfer", "vllm").split(os.pathsep)[1:]  # after what is installed
+    sys.path += engines.paths("flashinfer", "vllm").split(os.pathsep)[1:]  # searched after the installed packages
     for peer in (
         _triton(x, weight, out),
         _flashinfer_bench(folder, open_, x, weight, out),
@@ -136,7 +140,7 @@ def _ways(folder: Path, open_: ExitStack) -> dict[str, Callable[[], Any]]:
 
 
 def _serve(folder: Path) -> None:
-    """The function that does nothing, pinned for this shape."""
+    """Pin the function that does nothing for this shape."""
     from autosel import ops
     from autosel.candidates import arms, registry
     from autosel.dispatch.board import this_device
@@ -196,7 +200,7 @@ def _custom_op() -> Callable[..., Any]:
 
 
 def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
-    """A cache hit of its Autotuner, with a launch that does nothing: there is no device."""
+    """Return a cache hit of Triton's Autotuner, with a launch that does nothing, since it needs no device."""
     try:
         import triton
     except ImportError as error:
@@ -205,7 +209,7 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
 
     class Nothing:
         arg_names = ("x", "weight", "eps", "offset", "out", "n")
-        fn = staticmethod(_missed)  # whose source it would hash
+        fn = staticmethod(_missed)  # a function whose source it can hash
 
         def run(self, *arguments: Any, **options: Any) -> None:
             return None
@@ -217,7 +221,7 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
         key = (64, str(x.dtype), str(weight.dtype), str(out.dtype))
         tuner.cache[key] = tuner.configs[0]
         tuner.run(x, weight, 1e-6, 0.0, out, 64, grid=(1,))
-    except Exception as error:  # its inside changes between versions
+    except Exception as error:  # its internals change between versions
         _ABSENT["triton Autotuner"] = f"this version's cannot be driven without a device: {error!r:.80}"
         return {}
     return {"triton Autotuner, cache hit": lambda: tuner.run(x, weight, 1e-6, 0.0, out, 64, grid=(1,))}
@@ -226,7 +230,7 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
 def _flashinfer_bench(
     folder: Path, open_: ExitStack, x: Tensor, weight: Tensor, out: Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """`apply` with one Solution in its table that fits this very shape: a hit, written to the tensor given."""
+    """Return `apply` with one Solution for exactly this shape: a hit that writes to the given tensor."""
     name = "flashinfer-bench apply, hit"
     os.environ["FIB_CACHE_PATH"] = str(folder / "fib")
     try:
@@ -242,7 +246,7 @@ def _flashinfer_bench(
         open_.callback(runtime.stop)
         arguments = (x, weight, 1e-6, 0.0, out)
         _nothing_else_may_run(lambda: fib.apply("rmsnorm_d64", args=arguments, fallback=_missed), out)
-    except Exception as error:  # its inside changes between versions
+    except Exception as error:  # its internals change between versions
         _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
         return {}
     return {name: lambda: fib.apply("rmsnorm_d64", args=(x, weight, 1e-6, 0.0, out), fallback=_missed)}
@@ -253,14 +257,14 @@ def _missed(*arguments: Any) -> None:
 
 
 def _nothing_else_may_run(call: Callable[[], Any], out: Tensor) -> None:
-    """The kernel that does nothing leaves its output as it was."""
+    """Check that the call ran the kernel that does nothing: the output is unchanged."""
     out.fill_(7.0)
     call()
     assert bool((out == 7.0).all())
 
 
 def _trace_set(data: Any) -> Any:
-    """One definition, one solution, one trace that says it passed at M = 1."""
+    """Return a trace set with one definition, one solution, and one trace that passed at M = 1."""
     shape = {"x": ["M", "d"], "weight": ["d"], "eps": None, "offset": None}
     definition = data.Definition.model_validate(
         {
@@ -306,12 +310,12 @@ def _trace_set(data: Any) -> Any:
 
 
 def _flashinfer(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
-    """A hit in its AutoTuner's memory, one runner of one tactic, and the runner's call: as its own ops do it."""
+    """Return a hit in FlashInfer's AutoTuner cache, one runner with one tactic, and the runner's call."""
     name = "FlashInfer AutoTuner.choose_one, hit"
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(sys.stderr):
             from flashinfer.autotuner import AutoTuner, TunableRunner, TuningConfig
-    except Exception as error:  # of a wheel without its kernels
+    except Exception as error:  # a wheel without its kernels
         _ABSENT[name] = f"cannot be imported here: {error!s:.80}"
         return {}
 
@@ -334,21 +338,21 @@ def _flashinfer(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tens
 
         assert tuner.choose_one("nothing", [runner], config, [x, weight, out])[1] == 7, "the lookup missed"
         _nothing_else_may_run(call, out)
-    except Exception as error:  # its inside changes between versions
+    except Exception as error:  # its internals change between versions
         _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
         return {}
     return {name: call}
 
 
 def _vllm(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
-    """A call of a CustomOp, as vLLM's layers are: a module whose forward was chosen for the platform when made."""
+    """Return a call of a vLLM CustomOp: a module that selects its forward for the platform at construction."""
     name = "vLLM CustomOp"
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     try:
         with redirect_stdout(sys.stderr), redirect_stderr(sys.stderr):
             from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
             from vllm.model_executor.custom_op import CustomOp
-    except Exception as error:  # of a wheel without its kernels
+    except Exception as error:  # a wheel without its kernels
         _ABSENT[name] = f"cannot be imported here: {error!s:.80}"
         return {}
     try:
@@ -361,7 +365,7 @@ def _vllm(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) ->
         with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
             op = Nothing()
         _nothing_else_may_run(lambda: op(x, weight, 1e-6, 0.0, out), out)
-    except Exception as error:  # its inside changes between versions
+    except Exception as error:  # its internals change between versions
         _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
         return {}
     return {name: lambda: op(x, weight, 1e-6, 0.0, out)}
@@ -385,7 +389,7 @@ def _timed(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[
             timers[name].timeit(calls)
         for _ in range(rounds):
             for name in rng.sample(names, len(names)):
-                timers[name].timeit(calls // 10)  # what ran before it left its own code in the caches
+                timers[name].timeit(calls // 10)  # other variants have evicted its code from the caches
                 taken[name].append(timers[name].timeit(calls) / calls * 1e6)
     gc.enable()
     found = {}
@@ -404,7 +408,7 @@ def _timed(ways: dict[str, Callable[[], Any]], rounds: int, calls: int) -> dict[
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write=f"keep the result in benchmarks/results/cpu/{RESULT.name}")
+    parser = command_line.parser(__doc__, write=f"store the result in benchmarks/results/cpu/{RESULT.name}")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--calls", type=int, default=5000)
     return parser.parse_args()

@@ -1,23 +1,23 @@
-"""Choosing a kernel: autosel beside Inductor's max-autotune and Kernel Tuner. How long, how well, how surely.
+"""Compare autosel's choice of a kernel with Inductor's max-autotune and Kernel Tuner: time, quality, stability.
 
     python benchmarks/bench_peers_tune.py --kernel-tuner PYTHON [--processes 30] [--limit 200] [--write]
-    python benchmarks/bench_peers_tune.py --kernel-tuner PYTHON --only judge --write        in silence
+    python benchmarks/bench_peers_tune.py --kernel-tuner PYTHON --only judge --write        on an idle machine
 
-One projection of a decode step, bf16, M=1: x[1,K] @ w[N,K]^T. Each tuner chooses in a process of its own, as often as
-asked, with nothing cached: autosel by `tune` in an empty home (fingerprint, build, parity, race), Inductor by
-`max_autotune` over its CPP and ATEN backends (frozen weights), Kernel Tuner by its C backend, brute force, over
-settings of autosel's very kernel, compiled with the same flags, with the right answer given. The tuners take turns.
+The case is one projection of a decode step, bf16, M=1: x[1,K] @ w[N,K]^T. Each tuner chooses in --processes separate
+processes with empty caches: autosel by `tune` in an empty home (fingerprint, build, parity, race), Inductor by
+`max_autotune` over its CPP and ATEN backends (frozen weights), Kernel Tuner by its C backend and brute force over
+settings of autosel's kernel, compiled with the same flags and with the correct answer given. The tuners take turns.
 
-time     from process start to the choice
-flips    the share of processes that did not choose what most of them chose
-regret   t(chosen) / t(best) - 1 among the tuner's own candidates, times from `judge`: all candidates in turn, operands
-         driven from the caches as a decode step finds them; the best is chosen on one half of the rounds and judged on
-         the other, both ways round. Mean and worst over the processes
-planted  kernels that are each wrong in one way (tests/cpu/planted.cpp): caught, believed, or the tuner died of them.
-         Who checks no kernel is "not covered"
+    time     from process start to the choice
+    flips    the share of processes that did not choose the most common choice
+    regret   t(chosen) / t(best) - 1 among the tuner's own candidates. `judge` times all candidates in turn, with
+             operands evicted from the caches as in a decode step; the best is chosen on one half of the rounds and
+             judged on the other, both ways. Mean and worst over the processes
+    planted  kernels that are each wrong in one way (tests/cpu/planted.cpp): caught, believed, or the tuner died.
+             A tuner without checks is "not covered"
 
-PYTHON is that of an environment with kernel_tuner; left out, it is not covered. What was measured is kept after every
-process with --write, and taken up again: --limit SECONDS cuts the whole into pieces.
+PYTHON is the Python of an environment with kernel_tuner; without it, Kernel Tuner is not covered. With --write,
+results are stored after every process and reused by the next run, so that --limit SECONDS can split the measurement.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -83,7 +83,7 @@ def _keep(found: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def runs(found: dict[str, Any], options: argparse.Namespace, end: float) -> None:
-    """Rotated, so that whatever the machine does meets all of them."""
+    """Run the tuners in rotation, so that other load affects all of them."""
     taken: dict[str, list[Any]] = found.setdefault("runs", {name: [] for name in TUNERS})
     found["shape"] = [N, K]
     tuners = [name for name in TUNERS if name != KERNEL_TUNER or options.kernel_tuner]
@@ -116,7 +116,7 @@ def _run(name: str, kernel_tuner: str, number: int) -> dict[str, Any]:
 
 
 def _named(name: str, made: dict[str, Any]) -> dict[str, Any]:
-    """The choice as the judge calls it."""
+    """Return the choice with its name in `judge`."""
     if name != KERNEL_TUNER:
         return made
     return {
@@ -130,7 +130,7 @@ def setting(threads: int, rows: int) -> str:
 
 
 def _asked() -> str:
-    """The settings that Kernel Tuner goes through, and the flags that autosel would compile them with."""
+    """Return Kernel Tuner's settings, and the flags that autosel compiles them with."""
     from autosel.native.compile import BASE_FLAGS
 
     fp = _device()
@@ -187,7 +187,7 @@ def _tuned_by_inductor(seed: int) -> dict[str, Any]:
     from torch._inductor import config, select_algorithm
 
     said: list[dict[str, float]] = []
-    select_algorithm.add_feedback_saver(  # what it measured of each choice
+    select_algorithm.add_feedback_saver(  # the times that it measured for each choice
         lambda timings, *rest: said.append({choice.name: ms for choice, ms in timings.items()})
     )
     config.max_autotune, config.freezing, config.max_autotune_gemm_backends = True, True, "ATEN,CPP"
@@ -212,11 +212,11 @@ _CHILDREN: Mapping[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-# --- judge: what the choices are worth --------------------------------------------------------------------------------
+# --- judge: quality of the choices ------------------------------------------------------------------------------------
 
 
 def judge(found: dict[str, Any], options: argparse.Namespace, end: float) -> None:
-    """Times of every candidate, in turn, from cold operands: microseconds by round."""
+    """Time every candidate in turn with cold operands; store microseconds by round."""
     import torch
 
     from autosel.race.idle import wait_until_idle
@@ -284,7 +284,7 @@ def _versions(kernel_tuner: str) -> dict[str, str]:
 
 
 def planted(found: dict[str, Any], options: argparse.Namespace, end: float) -> None:
-    """Each planted native kernel before autosel's parity and before Kernel Tuner with the right answer given."""
+    """Test each planted native kernel with autosel's parity and with Kernel Tuner, which gets the correct answer."""
     from autosel.parity.check import Prover, Terms
     from autosel.values import Failed
     from tests.cpu.planting import RMSNORM, proof
@@ -310,7 +310,7 @@ def planted(found: dict[str, Any], options: argparse.Namespace, end: float) -> N
 
 def _before_kernel_tuner(python: str, asked: Mapping[str, Any]) -> str:
     command = [python, str(Path(__file__).parent / "peers_kernel_tuner.py"), "check", json.dumps(asked)]
-    with tempfile.TemporaryDirectory() as folder:  # it leaves its sources where it runs
+    with tempfile.TemporaryDirectory() as folder:  # it leaves its sources in the working directory
         try:
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
@@ -329,12 +329,16 @@ _PARTS: Mapping[str, Callable[[dict[str, Any], argparse.Namespace, float], None]
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kernel-tuner", default="", metavar="PYTHON", help="of an environment that has kernel_tuner")
-    parser.add_argument("--processes", type=int, default=30, help="of each tuner")
-    parser.add_argument("--limit", type=float, default=1e9, metavar="SECONDS", help="begin nothing new after that")
+    parser.add_argument(
+        "--kernel-tuner", default="", metavar="PYTHON", help="Python of an environment with kernel_tuner"
+    )
+    parser.add_argument("--processes", type=int, default=30, help="processes of each tuner")
+    parser.add_argument(
+        "--limit", type=float, default=1e9, metavar="SECONDS", help="start no new process after SECONDS"
+    )
     parser.add_argument("--only", action="append", choices=list(_PARTS))
-    parser.add_argument("--write", action="store_true", help=f"keep it in benchmarks/results/cpu/{RESULT}.json, go on")
-    parser.add_argument("--fresh", action="store_true", help="with --write: do not go on from what is kept")
+    parser.add_argument("--write", action="store_true", help=f"store results in {RESULT}.json and continue from it")
+    parser.add_argument("--fresh", action="store_true", help="with --write: ignore stored results")
     parser.add_argument("--child", choices=list(_CHILDREN), help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,9 +1,9 @@
-"""A kernel among PyTorch's ops and after rests: on PyTorch's threads or its own, with and without placing the workers.
+"""Time a kernel between PyTorch's ops and after rests: on PyTorch's threads or its own, placed or not.
 
     python benchmarks/bench_pool.py [--threads 2] [--seconds 3] [--rests 0.001 0.02 1] [--arm ARM ...] [--json]
 
 The kernel is decode attention, 32/8 heads, D = 64, L = 512, bf16, operands in cache. Situations: back to back; right
-after a linear of PyTorch's that used all threads; after rests. Arms take turns within each situation. The figures are
+after a PyTorch linear that used all threads; after rests. Arms alternate within each situation. The figures are
 microseconds, median (p90).
 """
 
@@ -28,12 +28,12 @@ from autosel.native.compile import compile_source
 from autosel.ops import OPS
 from autosel.values import Fingerprint, NativeRecipe
 
-ARMS = {  # on PyTorch's threads? placed?
+ARMS = {  # (uses PyTorch's threads, places the workers)
     "helpers": (False, False),
     "helpers, placed": (False, True),
     "pool": (True, False),
     "pool, placed": (True, True),
-    "one thread": (True, True),  # what the core's own caches and clock take after a rest
+    "one thread": (True, True),  # shows the cost of cold caches and clocks of a single core after a rest
 }
 WARM_CALLS = 20
 
@@ -57,10 +57,10 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--threads", type=int, default=0, help="of PyTorch and the kernel; default: this device's")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each situation and arm")
-    parser.add_argument("--rests", type=float, nargs="*", default=[0.001, 0.02, 1.0], help="seconds")
-    parser.add_argument("--arm", choices=tuple(ARMS), action="append", default=[], help="may be repeated; default: all")
+    parser.add_argument("--threads", type=int, default=0, help="threads of PyTorch and the kernel; default: all cores")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each situation and arm")
+    parser.add_argument("--rests", type=float, nargs="*", default=[0.001, 0.02, 1.0], help="rests in seconds")
+    parser.add_argument("--arm", choices=tuple(ARMS), action="append", default=[], help="repeatable; default: all")
     return parser.parse_args()
 
 
@@ -77,7 +77,7 @@ def attention(fp: Fingerprint, threads_wanted: int) -> Callable[[], Any]:
 
 
 def measure(kernels: dict[str, Callable[[], Any]], ahead: Callable[[], Any], seconds: float) -> dict[str, list[float]]:
-    """Times in microseconds by arm; eight turns each, so that a neighbour's burst does not meet one arm alone."""
+    """Return the times in microseconds by arm, in eight turns each, so that a short disturbance hits several arms."""
     times: dict[str, list[float]] = {arm: [] for arm in kernels}
     for _ in range(8):
         for arm, kernel in kernels.items():

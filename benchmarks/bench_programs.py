@@ -1,18 +1,18 @@
-"""Whole programs with and without autosel: decode steps of small models, and promoted ops among PyTorch's.
+"""Time programs with and without autosel: decode steps of small models, and promoted ops between PyTorch's ops.
 
     python benchmarks/bench_programs.py steps [--model M ...] [--seq 128 --seq 2048] [--batch 1 --batch 4 --batch 8]
                                               [--tune] [--resume] [--write] [--json]
     python benchmarks/bench_programs.py ops [--rests 0.001 0.02 1] [--json]
 
-`steps`: one `autosel run` for each cell, in a process of its own and without flags that choose a step, so that it
-measures what a user gets; `--tune` runs `autosel tune` for the cell first. Random weights; baseline and optimised steps
-take turns. The interval is the 99 % one of the median of the ratios of paired steps (order statistics). A cell is
-slower if its interval lies wholly below 1.0 or its median below 0.97. What is found is kept below --home after each
-cell; --resume leaves out the cells that are there.
+`steps`: run one `autosel run` for each cell, in its own process and without flags that choose a step, so that it
+measures what a user gets; `--tune` runs `autosel tune` for the cell first. Weights are random; baseline and optimised
+steps alternate. The interval is the 99 % one of the median of the ratios of paired steps (order statistics). A cell is
+slower if its interval lies wholly below 1.0 or its median below 0.97. Results are stored in --home after each cell;
+--resume skips the stored cells.
 
-`ops`: for each short op that is decided in AUTOSEL_HOME, the kernel that `best` serves: back to back, right after a
-product of PyTorch's that used all threads, and after rests. Goals: p90 back to back within 1.25 times the median; after
-a product within 1.5 times the median back to back; after 1 ms of rest at most 30 us more, after longer rests 150 us.
+`ops`: for each short op with a decision in AUTOSEL_HOME, time the kernel that `best` serves: back to back, right after
+a PyTorch product that used all threads, and after rests. Goals: p90 back to back within 1.25 times the median; after a
+product within 1.5 times the median back to back; after 1 ms of rest at most 30 us more, after longer rests 150 us.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Cell = tuple[str, int, int]  # model, context, batch
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write=f"steps: keep the cells in {command_line.KEPT}programs.json")
+    parser = command_line.parser(__doc__, write=f"steps: store the cells in {command_line.KEPT}programs.json")
     parser.add_argument("what", choices=("steps", "ops"))
     parser.add_argument("--model", action="append", default=[], help=f"a preset or folder; repeatable  {MODELS}")
     parser.add_argument("--seq", type=int, action="append", default=[], help="context; repeatable  [128, 2048]")
     parser.add_argument("--batch", type=int, action="append", default=[], help="repeatable  [1, 4, 8]")
     parser.add_argument("--iters", type=int, default=20, help="timed steps of a cell")
     parser.add_argument("--tune", action="store_true", help="tune each cell first")
-    parser.add_argument("--resume", action="store_true", help="leave out cells that --home has")
+    parser.add_argument("--resume", action="store_true", help="skip cells that are stored in --home")
     parser.add_argument(
-        "--home", type=Path, default=Path.home() / ".cache" / "autosel-programs", help="results, ledger"
+        "--home", type=Path, default=Path.home() / ".cache" / "autosel-programs", help="folder of results and ledger"
     )
-    parser.add_argument("--rests", type=float, nargs="*", default=[0.001, 0.02, 1.0], help="ops: seconds")
+    parser.add_argument("--rests", type=float, nargs="*", default=[0.001, 0.02, 1.0], help="ops: rests in seconds")
     options = parser.parse_args()
     if options.what == "ops":
         rows: Any = list(promoted(options.rests))
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measured(cell: Cell, home: Path, iters: int, *, tunes: bool) -> dict[str, Any]:
-    """One cell, as `autosel run` certifies it; {"failed": why} if it does not."""
+    """Measure one cell with `autosel run`; return {"failed": reason} if it fails."""
     model, seq, batch = cell
     shape = ["--model", model, "--seq", str(seq), "--batch", str(batch)]
     start = time.monotonic()
@@ -94,7 +94,7 @@ def measured(cell: Cell, home: Path, iters: int, *, tunes: bool) -> dict[str, An
 
 
 def judged(certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """The ratio of paired steps with its interval, and which form of the step ran."""
+    """Return the ratio of paired steps with its interval, and the form of the step that ran."""
     from autosel.race.evidence import median_interval
 
     samples = certificate["samples"]
@@ -151,7 +151,7 @@ def text_of_steps(cells: Mapping[str, Any]) -> str:
 
 
 def promoted(rests: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Each short op that is decided here, in the situations of a program."""
+    """Yield the times of each short decided op, in the situations of a program."""
     import torch
 
     from autosel.dispatch.board import this_device
@@ -174,7 +174,7 @@ def promoted(rests: Sequence[float]) -> Iterator[dict[str, Any]]:
 
 
 def served(w: Any) -> Callable[[], Any]:
-    """What `best` serves at a workload, on operands that stay in cache."""
+    """Return the call that `best` serves for a workload, on operands that stay in cache."""
     from autosel import dispatch
     from autosel.ops import find
 
@@ -202,7 +202,7 @@ def timed(call: Callable[[], Any], before: Callable[[], Any], turns: int) -> dic
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
-    """The goals that an op misses."""
+    """Return the goals that an op misses."""
     times = row["us"]
     hot = times["back to back"]["median"]
     found = []
@@ -220,7 +220,7 @@ def misses(row: Mapping[str, Any]) -> list[str]:
 
 def text_of_ops(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
-        return "nothing short is promoted here: autosel tune"
+        return "no short op is promoted on this machine; run autosel tune"
     situations = list(rows[0]["us"])
     lines = [f"{'op':<44}" + "".join(f"{name:>18}" for name in situations) + "  us, median (p90)"]
     for row in rows:

@@ -1,10 +1,10 @@
-"""Measure what the proofs of a cold tune cost, by part.
+"""Measure the time of the proofs of a cold tune, by part.
 
     python benchmarks/bench_proof.py [--model llama-8b] [--seq 8192] [--json] [--write]
 
-It tunes in an empty home of its own, and times each step of each proof. Proofs run two at a time, so that their seconds
-add up to more than the wall-clock time. A part's share of the tune is its share of all steps times the share of the
-stage of builds and proofs.
+It tunes in a new, empty home and times each step of each proof. Proofs run two at a time, so their seconds add up to
+more than the wall-clock time. A part's share of the tune is its share of all steps times the share of the stage of
+builds and proofs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BY_HAND, ROWS, FULL_SIZE = "cases made by hand", "rows of the array", "the workl
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write=f"keep the table in {command_line.KEPT}proof.json")
+    parser = command_line.parser(__doc__, write=f"store the table in {command_line.KEPT}proof.json")
     parser.add_argument("--model", default="llama-8b", help="a preset or checkpoint folder")
     parser.add_argument("--seq", type=int, default=8192, help="context")
     options = parser.parse_args()
@@ -98,7 +98,7 @@ def part_of(step: Step) -> str:
 
 
 class _Progress:
-    """A line of stderr for each stage's end and each decision."""
+    """Prints a line to stderr for each stage's end and each decision."""
 
     def stage(self, name: str, what: str, done: int, of: int) -> None:
         if done == of > 0:

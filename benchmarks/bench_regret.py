@@ -1,27 +1,27 @@
-"""How far the closed forms are from the best knobs there are: R = t(closed form) / t(best) - 1, cell by cell.
+"""Measure how far the closed forms are from the best knobs: R = t(closed form) / t(best) - 1, for each cell.
 
     python benchmarks/bench_regret.py [--device cpu] [--only WORD ...] [--seconds 8] [--limit 150] [--write] [--fresh]
 
-A cell is a kernel at a workload. Every legal setting of its knobs enters a sweep by successive halving, operands cold
-as in a race (benchmarks/halving.py); where not even one reading of each fits into half of the sweep's time, those with
-a knob's value that alone is 1.3 times slower stay out. The sweep only nominates: the best three are timed anew beside
-the closed form, a twin of it and the constants; the best of them is chosen on one half of these visits and judged on
-the other, both ways round. The interval is a bootstrap over visits; the twin says what this measurement makes of two
-equal settings. A setting whose result is wrong is no rival: what is to be timed at last is judged first.
+A cell is a kernel at a workload. Every legal setting of its knobs enters a sweep by successive halving with cold
+operands, as in a race (benchmarks/halving.py). If one reading of each setting takes more than half of the sweep's
+time, settings with a knob value that alone is 1.3 times slower are left out. The sweep only nominates. The best three
+are timed again with the closed form, a twin of it and the constants; the best of them is chosen on one half of these
+visits and judged on the other half, in both directions. The interval is a bootstrap over visits; the twin shows the
+noise between two equal settings. Results are checked before the final timing, and settings with wrong results are
+dropped.
 
-A route cell has kernels as its settings, whether or not they are offered at so many rows: which of them the formula
-sends a workload to is judged, at every M up to 16 and beyond; on a GPU also the side of M2 that a product is tiled for.
+The settings of a route cell are kernels, including those not offered at its number of rows. It judges the kernel that
+the formula selects for a workload, at every M up to 16 and beyond; on a GPU also the tiling on either side of M2.
 
-Visits during which other processes had more than a twentieth of a core do not count, whatever came out of them; nor
-does a cell of which too few are left. --build compiles what the cells need and measures nothing: before a silent run.
+Visits are discarded if other processes used more than a twentieth of a core, whatever their result; so are cells with
+too few visits. --build compiles the kernels of the cells without measuring, before a run on an idle machine.
 
-On a GPU the settings that FlashAttention, vLLM and Triton's tutorial would choose are timed beside them
-(benchmarks/peer_settings.py), and products also as PyTorch does them, left to itself and by cuBLASLt
-(benchmarks/cublaslt.py).
+On a GPU the settings that FlashAttention, vLLM and Triton's tutorial would choose are also timed
+(benchmarks/peer_settings.py); for products also PyTorch's default and cuBLASLt (benchmarks/cublaslt.py).
 
---write keeps the cells in benchmarks/results/cpu/regret-ISA.json; without --fresh those that are there, with these
-kernels and formulas, are not measured again, so that --limit SECONDS can cut a sweep into pieces. A GPU's are kept by
-`./run gpu --stage regret --keep`, in whose folder that file is the stage's record.
+--write stores the cells in benchmarks/results/cpu/regret-ISA.json. Without --fresh, stored cells with the same kernels
+and formulas are not measured again, so that --limit SECONDS can split a sweep into several runs. Cells of a GPU are
+stored by `./run gpu --stage regret --keep`, as the record of the stage.
 """
 
 # ruff: noqa: E402  (the checkout first: this file is run by path)
@@ -71,22 +71,26 @@ from benchmarks.peer_settings import of_peers
 if TYPE_CHECKING:
     from benchmarks.gpu.instrument import Timer
 
-Setting = dict[str, Scalar]  # knob -> value, of those that the kernel takes
+Setting = dict[str, Scalar]  # knob -> value, for the knobs that the kernel takes
 
 MOST_SETTINGS = 240
-MOST_COMPILED = 64  # of a Triton kernel, which is compiled anew for each
+MOST_COMPILED = 64  # for a Triton kernel, which is compiled for each setting
 KERNELS = resources.kernels()
-METHOD = 2  # how a cell is measured; cells of another are measured again
-SWEEP_SHARE = 0.4  # of a cell's time
-FRESH_SEED = 2  # of the contents that the final's settings are judged on
+METHOD = 2  # version of the measurement; cells of another version are measured again
+SWEEP_SHARE = 0.4  # share of a cell's time
+FRESH_SEED = 2  # seed of the contents for checking the final's settings
 CLOSED, TWIN, CONSTANT, PEER = "closed form", "twin", "constant", "as "
 
-GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95; of a route the worst)
+GOALS = {
+    "decode": (0.03, 0.08),
+    "gemm": (0.06, None),
+    "route": (None, 0.05),
+}  # (geomean, p95); route: (None, worst)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A kernel at a workload; of kind `route`, several kernels at one."""
+    """A kernel at a workload, or several kernels at one for the kind `route`."""
 
     kind: str  # decode, gemm or route
     kernels: tuple[str, ...]
@@ -97,21 +101,36 @@ class Cell:
         return f"{self.kind} {'|'.join(self.kernels)} {self.workload.key}"
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- cells ------------------------------------------------------------------------------------------------------------
 
 PROJECTIONS = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "1b o": (2048, 2048), "1b k": (512, 2048)}
-# Every M at which a dot product may win, to twice the most rows that share one; then whether it still loses.
+# Every M at which dot products may win, up to twice the most rows that share one; then larger M where they must lose.
 ROUTE_ROWS = (*range(1, 17), 31, 32, 33, 64)
-TILE_ROWS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)  # around M2: 64 to 256, as the device is
+TILE_ROWS = (
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    512,
+)  # around the device's M2, 64 to 256
 WAYS: dict[str, Formula] = {
     "stream": gemm_form.stream,
     "large": gemm_form.large,
-}  # of triton:gemm, on either side of M2
+}  # triton:gemm on either side of M2
 
 
 def cells(device: str) -> list[Cell]:
-    """The cells of research on decode: projections at few rows and many, attention by length, group and batch; on a GPU
-    every kernel of ours, for each has a formula of its own or its own share of one."""
+    """Return all cells: projections at few and many rows, attention by length, group and batch.
+
+    On a GPU they cover every kernel of autosel, since each has its own formula or its own share of one.
+    """
     return [*_few_rows(device), *_attention(device), *_rows(device), *_many_rows(device), *_routes(device)]
 
 
@@ -157,7 +176,7 @@ def _attention(device: str) -> Iterator[Cell]:
         yield at(f"{own}:attn_decode", hq, hkv, length, d=d)
     if device == "cpu":
         return
-    for length in (2048, 8192, 32768):  # of the first, eight query heads a KV head: tensor cores' range
+    for length in (2048, 8192, 32768):  # first the tensor cores' range: eight query heads a KV head
         yield at("cuda:attn_decode_mma", 32, 4, length)
         cache = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": length}
         for kernel in ("cuda:attn_decode_fp8", "triton:attn_decode_fp8", "triton:attn_decode_fp8@merge"):
@@ -204,7 +223,7 @@ def _routes(device: str) -> Iterator[Cell]:
 
 
 def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
-    """The kernel the formula sends a workload to."""
+    """Return the kernel that the formula selects for a workload."""
     if fp.kind == "cpu":
         return kernels[0] if linear.by_dots(w["M"]) else kernels[1]
     route = gemm_form.route(w, gpu_facts(fp))["route"]
@@ -214,8 +233,10 @@ def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
 
 
 def kernel(cell: Cell, name: str, fp: Fingerprint) -> Candidate | None:
-    """The candidate, if it takes the workload here; of a route cell, if it takes any number of rows: from where to
-    where it is offered is part of what is judged."""
+    """Return the candidate if it supports the workload; for a route cell, if it supports any number of rows.
+
+    The range of rows in which a kernel is offered is part of what a route cell judges.
+    """
     found = _named(cell.workload.op, name)
     rows = ROUTE_ROWS if cell.kind == "route" else ()
     asked = (cell.workload, *(cell.workload.at(M=m) for m in rows))
@@ -224,7 +245,7 @@ def kernel(cell: Cell, name: str, fp: Fingerprint) -> Candidate | None:
 
 
 def _named(op: str, name: str) -> Candidate | None:
-    """By its name; `triton:gemm@stream` and `@large` are that kernel with either formula, whatever the rows."""
+    """Find a candidate by name; `triton:gemm@stream` and `@large` force one formula at any number of rows."""
     base, _, way = name.partition("@")
     plain = next((c for c in all_candidates(op) if c.name == (base if way in WAYS else name)), None)
     if way not in WAYS or plain is None:
@@ -237,7 +258,13 @@ def _named(op: str, name: str) -> Candidate | None:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-FACTORS = {"k_block": 2, "k_ahead": 2, "m_block": 2, "chunk": 4, "grid": 2}  # how far from the closed form, both ways
+FACTORS = {
+    "k_block": 2,
+    "k_ahead": 2,
+    "m_block": 2,
+    "chunk": 4,
+    "grid": 2,
+}  # steps around the closed form
 LISTS: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 3, 4, 8),
     "tile": (16, 32, 64, 128),
@@ -257,7 +284,7 @@ CONSTANTS: Setting = {"rows": 1, "tile": 64, "prefetch": 16, "split_k": 1, "unro
 
 
 def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Setting, list[Setting]]:
-    """(the closed form's, every legal one with it): the product of all knobs' values, coarser where it is too large."""
+    """Return the closed form's setting and all legal ones with it: the product of knob values, thinned if too large."""
     closed = taken(candidate, w, fp)
     if candidate.backend == "CUTLASS":
         return closed, around(closed, gpu_facts(fp))
@@ -280,17 +307,17 @@ def settings(candidate: Candidate, w: Workload, fp: Fingerprint) -> tuple[Settin
 
 
 def taken(candidate: Candidate, w: Workload, fp: Fingerprint) -> Setting:
-    """The closed form's values of those knobs that reach the kernel."""
+    """Return the closed form's values of the knobs that reach the kernel."""
     knobs = candidate.knobs(w, fp)
     names = getattr(candidate, "knob_args", ()) + tuple(getattr(candidate, "macros", {}))
     recipe = candidate.recipe(w, fp, knobs)
-    if not isinstance(recipe, NativeRecipe):  # Triton: those that this table knows how to vary
+    if not isinstance(recipe, NativeRecipe):  # Triton: the knobs that this table can vary
         names = tuple(n for n in knobs.values if n in LISTS or n in FACTORS)
     return {name: value for name, value in knobs.values.items() if name in names}
 
 
 def ignored(closed: Setting) -> tuple[str, ...]:
-    """Knobs of the way that a kernel which holds two of them does not take (knobs/cpu/linear.py: fused)."""
+    """Return the unused knobs of a kernel with two loop forms (knobs/cpu/linear.py: fused)."""
     if "rows" not in closed or "k_block" not in closed:
         return ()
     return ("k_block", "k_ahead", "m_block") if closed["rows"] else ("rows",)
@@ -309,7 +336,7 @@ def values(name: str, closed: Scalar, fp: Fingerprint) -> list[Scalar]:
 
 
 def is_legal(setting: Setting, w: Workload, fp: Fingerprint) -> bool:
-    """What the kernels can be asked for: sums that fit registers, blocks of whole vectors."""
+    """Return True if the kernel supports the setting: sums fit into registers, blocks are whole vectors."""
     if fp.kind != "cpu":
         return True
     f = cpu_facts(fp)
@@ -321,7 +348,7 @@ def is_legal(setting: Setting, w: Workload, fp: Fingerprint) -> bool:
 
 
 def constant(closed: Setting, fp: Fingerprint) -> Setting:
-    """One setting for every shape and device, as most libraries ship it; with all cores."""
+    """Return one setting for every shape and device, as most libraries ship it, with all cores."""
     fixed = {name: CONSTANTS.get(name, value) for name, value in closed.items()}
     return fixed | ({"threads": int(fp.identity["cpus"])} if "threads" in closed and fp.kind == "cpu" else {})
 
@@ -330,7 +357,7 @@ def constant(closed: Setting, fp: Fingerprint) -> Setting:
 
 
 def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, Any]:
-    """A cell's regret with all that it stands on. Raises LookupError where no kernel takes the workload, Disturbed."""
+    """Measure a cell; return its regret with all details. Raises LookupError without a kernel, or Disturbed."""
     arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
     timer.seat(cell.workload, legs, lead=closed)
@@ -339,7 +366,7 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     refused = refusing(timer, others) if may_refuse else []
     arms = {name: one for name, one in arms.items() if name not in refused}
     legs = {name: arm for name, (arm, _) in arms.items()}
-    beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but no rivals
+    beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but not rivals
     rest = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
     swept = nominate(timer, closed, rest, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
     rivals = [closed, *swept.nominees]
@@ -387,10 +414,10 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
 
 
 def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
-    """Those whose first call raises: no neighbours, like those that a compiler refuses.
+    """Return the names whose first call raises; like settings that the compiler refuses, they are dropped.
 
-    On a GPU a first call compiles (Triton) and is captured. That is done here, for it is no part of the sweep's time: a
-    sweep that paid for it would have one reading of each. Raises what has broken the device for all.
+    On a GPU the first call compiles (Triton) and is captured. It is made here, outside the sweep's time; otherwise the
+    sweep would have time for only one reading of each. Raises an error that has broken the device.
     """
     from benchmarks.gpu.child import fault_of_device
 
@@ -398,7 +425,7 @@ def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
     for name in names:
         try:
             timer.visit([name])
-        except Exception as error:  # shared memory or registers that this device has not: each library's own class
+        except Exception as error:  # shared memory or registers exceeded; each library has its own class
             if fault_of_device():
                 raise
             print(f"refused: {name}: {error!s:.200}", file=sys.stderr)
@@ -407,9 +434,9 @@ def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
 
 
 def mistaken(timer: Timer, names: Sequence[str]) -> dict[str, str]:
-    """Of those that the final is to time, whose result is wrong, and why: no rivals, however fast.
+    """Return the settings with wrong results, and the errors; they are dropped, however fast.
 
-    Judged on contents drawn anew and outputs poisoned: what an earlier call left there does not pass for a result.
+    They run on new contents with poisoned outputs, so that results of an earlier call do not pass.
     """
     timer.renew(FRESH_SEED)
     for name in names:
@@ -421,35 +448,36 @@ def mistaken(timer: Timer, names: Sequence[str]) -> dict[str, str]:
 
 
 class Mistaken(Exception):
-    """The closed form's setting gives a wrong result: there is nothing to be timed, but a fault to be mended."""
+    """Raised if the closed form's own result is wrong: the fault must be fixed before timing."""
 
 
 class Disturbed(Exception):
-    """Others left too little of the machine to judge a cell by."""
+    """Raised if other load left too few visits to judge a cell."""
 
 
 def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
-    """Name -> (entrant, setting), the closed form's twin and the constants among them; the closed form's name."""
+    """Return name -> (entrant, setting), including the closed form's twin and the constants; and the closed form's
+    name."""
     from benchmarks.gpu.entrants import entrant
 
     kernels = [c for c in (kernel(cell, name, fp) for name in cell.kernels) if c is not None]
     if not kernels:
-        raise LookupError(f"no kernel of {', '.join(cell.kernels)} takes {cell.workload.key}")
+        raise LookupError(f"no kernel of {', '.join(cell.kernels)} supports {cell.workload.key}")
     w, made = cell.workload, {}
     if cell.kind == "route":
         named = {c.name: (entrant(c, w, fp), {"kernel": c.name}) for c in kernels}
         closed = routed(w, fp, cell.kernels)
         if closed not in named:
-            raise LookupError(f"{closed} does not take {w.key}")
+            raise LookupError(f"{closed} does not support {w.key}")
         twin = named[closed][0]
         return {**named, TWIN: (replace(twin, candidate=f"{twin.candidate} again"), {})}, closed
     own = kernels[0]
     setting, legal = settings(own, w, fp)
-    with Builds(_recipes(own, w, fp, legal)) as builds:  # all at their end before anything is timed
+    with Builds(_recipes(own, w, fp, legal)) as builds:  # all builds end before anything is timed
         for one in legal:
             try:
                 made[_spelled(one)] = (entrant(own, w, fp, one, builds), one)
-            except BuildError:  # a neighbour that the compiler refuses is none
+            except BuildError:  # a setting that the compiler refuses is dropped
                 if one == setting:
                     raise
     fixed, twin = constant(setting, fp), made[_spelled(setting)][0]
@@ -458,7 +486,7 @@ def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], 
         made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
     for peer, chosen in of_peers(w, fp, setting).items():
         made[f"{PEER}{peer}"] = (replace(entrant(own, w, fp, chosen), candidate=f"{own.name} as {peer}"), chosen)
-    for arm in by_cublaslt(w, fp).values():  # a product: as PyTorch does it too
+    for arm in by_cublaslt(w, fp).values():  # for a product, PyTorch's versions too
         made |= {f"{PEER}pytorch": (entrant(baseline(w.op), w, fp), {}), f"{PEER}cublaslt": (arm, {})}
     return made, _spelled(setting)
 
@@ -476,11 +504,11 @@ def _spelled(setting: Setting) -> str:
     return " ".join(f"{name}={value}" for name, value in setting.items()) or CLOSED
 
 
-# --- what it comes to -------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By kind: cells, geomean, 95th percentile and worst of the regrets; the same of the constants, and of twins."""
+    """Return, by kind, cells, geomean, 95th percentile and worst of the regrets; also those for constants and twins."""
     made = {}
     for kind in dict.fromkeys(c["kind"] for c in found):
         regrets = sorted(c["regret"] for c in found if c["kind"] == kind)
@@ -498,7 +526,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def peers_summary(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float, float]]:
-    """Peer -> (cells in which it has a rule, its geomean over the best setting, the closed form's in those cells)."""
+    """Return peer -> (cells with a rule, its geomean over the best, the closed form's geomean in these cells)."""
     names = dict.fromkeys(name for c in found for name in c.get("peers", {}))
     cells_of = {name: [c for c in found if name in c.get("peers", {})] for name in names}
     return {
@@ -515,24 +543,24 @@ def peers_told(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def geomean(regrets: Sequence[float]) -> float:
-    """Of 1 + R, less 1; what is below 0 by noise stays below."""
+    """Return the geomean of 1 + R, minus 1; negative regrets from noise are not clipped."""
     return math.exp(statistics.fmean(math.log1p(r) for r in regrets)) - 1
 
 
 def kept(results: Path) -> list[dict[str, Any]]:
-    """Every device's cells, from the files that --write and `./run gpu --keep` left below `results`."""
+    """Return every device's cells, from the files that --write and `./run gpu --keep` stored in `results`."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*/regret*.json"))]
     return [of_stage(one) if "units" in one else one for one in found]
 
 
 def of_stage(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the stage (benchmarks/gpu/kept.py), as --write would have kept its cells."""
+    """Convert the stage's record (benchmarks/gpu/kept.py) to the format of --write."""
     device, cells = record["device"], {name: one for name, one in record["units"].items() if "regret" in one}
     return {"device": device["name"], "hw_id": device["hw_id"], "date": record["started"][:10], "cells": cells}
 
 
 def sources_of(cell: Cell, fp: Fingerprint) -> dict[str, str]:
-    """File below kernels/ -> the beginning of its digest: everything that the cell's kernels are made from."""
+    """Return file below kernels/ -> start of its digest, for all sources of the cell's kernels."""
     found: set[Path] = set()
     for one in (kernel(cell, name, fp) for name in cell.kernels):
         if one is not None:
@@ -543,7 +571,7 @@ def sources_of(cell: Cell, fp: Fingerprint) -> dict[str, str]:
 
 
 def _modules(recipe: Recipe) -> set[Path]:
-    """Of a Triton kernel: its file and those that it imports, theirs included."""
+    """Return the files of a Triton kernel: its own and all that it imports, directly or not."""
     assert isinstance(recipe, PythonRecipe)
     todo, seen = [recipe.target.partition(":")[0].rpartition(".")[2]], set()
     while todo:
@@ -559,7 +587,7 @@ def _digest(path: Path) -> str:
 
 
 def changed_since(found: Sequence[Mapping[str, Any]]) -> str:
-    """Which cells were measured before their kernels' sources were last changed, in words; "" where none was."""
+    """Return which cells were measured before the last change of their kernels' sources, as text; "" if none."""
     there = {name: _digest(KERNELS / name) for c in found for name in c.get("sources", {})}
     stale = [{n for n, was in c["sources"].items() if was != there[n]} for c in found if "sources" in c]
     old = Counter(name for names in stale for name in names)
@@ -574,10 +602,10 @@ def changed_since(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown(stored: Mapping[str, Any]) -> str:
-    """Tables for the documentation."""
+    """Return the tables for the documentation."""
     found = list(stored["cells"].values())
     there = len(cells("cpu" if any(c["kernel"].startswith("cpp:") for c in found) else "cuda"))
-    told = f"{len(found)} of {there} cells measured with nobody else on the machine"
+    told = f"{len(found)} of {there} cells measured without other load on the machine"
     changed = changed_since(found)
     lines = [f"{stored['device']}, {stored['date']}; {told}.", *([changed] if changed else []), ""]
     lines += ["| kind | cells | geomean | p95 | worst | twin (noise) | constants | goal |", "|" + " --- |" * 8]
@@ -616,7 +644,7 @@ def main() -> int:
     done = {} if options.fresh else stored["cells"]
     todo = [c for c in cells(options.device) if all(word in c.name for word in options.only)]
     todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
-    todo.sort(key=lambda c: c.name in done)  # what was never measured first
+    todo.sort(key=lambda c: c.name in done)  # cells that were never measured come first
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name not in {c.name for c in todo}}
     if options.build:
         return build(todo, fp)
@@ -631,7 +659,7 @@ def main() -> int:
             print(f"left out: {error}", file=sys.stderr)
             continue
         except Disturbed:
-            print(f"disturbed by others: {cell.name}", file=sys.stderr, flush=True)
+            print(f"disturbed by other load: {cell.name}", file=sys.stderr, flush=True)
             continue
         except Mistaken as error:
             print(f"wrong: {error}", file=sys.stderr, flush=True)
@@ -651,7 +679,7 @@ def main() -> int:
 
 
 def build(todo: Sequence[Cell], fp: Fingerprint) -> int:
-    """Compile the kernels of these cells at the closed form's settings: into the cache of this home."""
+    """Compile the kernels of these cells at the closed form's settings, into this home's cache."""
     from benchmarks.gpu.entrants import entrant
 
     for cell in todo:
@@ -666,19 +694,19 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cells whose name has every WORD")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each cell, at most")
-    parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="begin no cell after these")
+    parser.add_argument("--seconds", type=float, default=8.0, help="maximum seconds of a cell")
+    parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="start no cell after SECONDS")
     parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/cpu/")
-    parser.add_argument("--build", action="store_true", help="compile the kernels, and measure nothing")
-    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    parser.add_argument("--build", action="store_true", help="compile the kernels without measuring")
+    parser.add_argument("--fresh", action="store_true", help="ignore stored cells and measure again")
     options = parser.parse_args(arguments)
     if options.write and options.device != "cpu":
-        parser.error("--write is for the cpu; a GPU's cells are kept by ./run gpu --stage regret --keep")
+        parser.error("--write requires --device cpu. A GPU's cells are stored by ./run gpu --stage regret --keep")
     return options
 
 
 def held_for(cell: Cell, fp: Fingerprint) -> str:
-    """What a cell's figures depend on: device, kernel sources, what the formulas give here, and the method."""
+    """Return the key of a cell's figures: device, kernel sources, the formulas' values, and the method."""
     from autosel.native.compile import sources_digest
 
     sources, given = [], []
@@ -694,7 +722,7 @@ def held_for(cell: Cell, fp: Fingerprint) -> str:
 
 
 def read(fp: Fingerprint) -> dict[str, Any]:
-    """What --write kept of this device; for a CPU, of its instruction set."""
+    """Return the cells that --write stored for this device; for a CPU, for its instruction set."""
     try:
         found: dict[str, Any] = json.loads(file_of("regret", fp).read_text()) if fp.kind == "cpu" else {}
     except (OSError, ValueError):

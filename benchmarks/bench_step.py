@@ -1,18 +1,18 @@
-"""One native call a step against a call an op, and the eager baseline: whole decode steps in turn, and where time goes.
+"""Time whole decode steps in turn: one native call a step, one call an op, and the eager baseline.
 
     python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 17] [--json]
                                     [--write]
 
-All of ours are made of the same C++ kernels with the knobs of the closed forms, whatever is decided here, so that the
-difference is what a thread team is worth: no Python and no fork-join between ops, and shares that threads take from
-each other; and, as `packed`, what weights that are packed without loss are worth to it, where the CPU can read such.
-Weights and cache are random. Each round asks a read probe what memory gives just then and takes the arms in an order
-drawn anew, the baseline every third round; every step waits for the other arms' threads to sleep.
+All of autosel's arms use the same C++ kernels with the knobs of the closed forms, regardless of decisions. So the
+difference is the gain of a thread team: no Python and no fork-join between ops, and work sharing between threads. The
+arm `packed` adds the gain of lossless packed weights, if the CPU can read them. Weights and cache are random. Each
+round measures the read rate with a probe and runs the arms in random order, the baseline every third round; every step
+waits until the other arms' threads sleep.
 
-Roofline: bytes of the step / rate of its round's probe / time; the median over rounds. Of packed weights the bytes that
-they take: team / packed is what was gained on the same step. `waits` is the share of the
-team's step in which a thread waits at barriers for the others. --write puts the rows into benchmarks/results/cpu/,
-in place of those of the same model and context; each instruction set has a file.
+The roofline is the bytes of the step / the rate of its round's probe / time, as the median over rounds. For packed
+weights it uses their own bytes; team / packed is the gain on the same step. `waits` is the share of the team's step in
+which a thread waits at barriers. --write stores the rows in benchmarks/results/cpu/ and replaces those of the same
+model and context; each instruction set has its own file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def _serve_our_kernels(fp: Fingerprint) -> None:
-    """As if the C++ kernel of every op had been promoted with the knobs of its formula."""
+    """Serve the C++ kernel of every op with the knobs of its formula, as if it had been promoted."""
     board = import_module("autosel.dispatch.board")
     standing_in = board.resolve
 
@@ -95,7 +95,7 @@ def _serve_our_kernels(fp: Fingerprint) -> None:
 
 
 def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namespace) -> dict[str, Any]:
-    """All arms at one context: medians in milliseconds, ratios with their intervals."""
+    """Time all arms at one context; return medians in milliseconds and ratios with their intervals."""
     scene = set_scene(plan, weights, fp, Silent(), time.perf_counter_ns)
     ops, team, eager = Written(scene, Chosen()), Written(scene, Chosen(form="whole")), Baseline(scene)
     arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
@@ -117,7 +117,9 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
         assert isinstance(team.list, TeamStep)
         waits.append(waiting_share(team.list))
-    assert all(torch.equal(a.logits, team.logits) for n, a in arms.items() if n != "eager"), "same kernels, other bits"
+    assert all(torch.equal(a.logits, team.logits) for n, a in arms.items() if n != "eager"), (
+        "same kernels, different bits"
+    )
     bytes_read = bytes_per_step(plan.shape, plan.dtype, plan.batch, plan.seq)
     floors = [bytes_read / rate * 1e3 for rate in scene.probes]
     less = {"packed": saved_bytes(arms["packed"].list)} if isinstance(arms.get("packed"), Written) else {}
@@ -158,7 +160,7 @@ def _packed(times: dict[str, list[float]], saved: int) -> dict[str, Any]:
 
 def waiting_share(step: TeamStep) -> float:
     """Return the share of one more step's time that threads spend at barriers, averaged over the threads."""
-    step.through()  # the guard may have run the last one in parts, which no clock follows
+    step.through()  # the guard may have run the last step in parts, without timestamps
     done, left = step.times.unbind(-1)
     whole = int(left[0, -1] - left[0, 0])
     return float((left - done)[:, 1:].sum()) / step.threads / whole
@@ -176,7 +178,7 @@ def _today() -> str:
 
 
 def _table(rows: list[dict[str, Any]], device: str) -> None:
-    print(f"{device}: decode steps, the same C++ kernels by one native call (team) and by a call an op (ops)")
+    print(f"{device}: decode steps, the same C++ kernels as one native call (team) and as one call an op (ops)")
     heads = ("model", "context", "ops ms", "team ms", "packed ms", "eager ms", "roofline", "ops/team", "team/packed")
     print(" ".join([f"{heads[0]:<10}", *(f"{h:>9}" for h in heads[1:])]))
     for r in rows:
@@ -187,7 +189,7 @@ def _table(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="keep the rows in benchmarks/results/cpu/step-ISA.json")
+    parser = command_line.parser(__doc__, write="store the rows in benchmarks/results/cpu/step-ISA.json")
     command_line.decoding(parser, seqs=(128, 2048, 8192), rounds=17, models=True)
     command_line.dtype(parser)
     return parser.parse_args()

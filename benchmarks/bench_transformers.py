@@ -1,22 +1,22 @@
-"""A Hugging Face model as it comes against the same model after `autosel.patch`, in turn, on the same weights.
+"""Compare a Hugging Face model with the same model after `autosel.patch`, in turn, on the same weights.
 
     python benchmarks/bench_transformers.py [--model llama-1b] [--layers 16] [--seq 2048] [--rounds 40] [--pinned]
                                             [--json] [--write]
     python benchmarks/bench_transformers.py --generate [--batch 1 4] [--cache dynamic static] [--compile] [--tokens 24]
 
-Decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward, SDPA and
-DynamicCache (whose layers concatenate, or grow in place in the patched model; put back after each step, untimed). Both
-models hold the same tensors. The order of each pair is a coin's, every step waits for the other's threads to sleep,
-and the tokens they choose are compared. Timed are steps after the guard's first checks: of the first 32 calls of a
-shape in a process each runs the baseline too, which for the logits is every one of the first 32 tokens.
+It times decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward,
+SDPA and DynamicCache. Its layers concatenate, or grow in place in the patched model, and are restored after each step,
+untimed. Both models hold the same tensors. Pairs run in random order, every step waits until the other model's threads
+sleep, and the chosen tokens are compared. Timing starts after the guard's first checks: each of the first 32 calls of
+a shape in a process also runs the baseline, which for the logits is every one of the first 32 tokens.
 
---generate instead calls `generate` (greedy, a random prompt of --seq tokens), for each batch and kind of cache, and
-times the tokens after the first. --compile adds a third arm: the forward of the model as it comes through
-torch.compile, over a static cache.
+--generate calls `generate` instead (greedy, a random prompt of --seq tokens), for each batch and kind of cache, and
+times the tokens after the first. --compile adds a third arm: the unpatched model's forward under torch.compile, over a
+static cache.
 
-What serves is what this home has decided; `--pinned` instead serves autosel's C++ kernels wherever there is one,
-without a race, from a home of its own: what tuning can reach, not what it has proven. `autosel record` beside a run of
-this program, then `autosel tune --recorded`, decides for exactly these shapes.
+This home's decisions serve. `--pinned` serves all of autosel's C++ kernels instead, without a race and from a
+temporary home: the figure that tuning can reach, not one that it has proven. To decide these shapes, run this program
+under `autosel record`, then run `autosel tune --recorded`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from autosel.values import Accepted, Workload
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 GOAL = 1.5
-RUN_UP = 2  # steps after which a cache is as it is in the middle of a text
+RUN_UP = 2  # steps until a cache has the state of the middle of a text
 KERNELS = {"linear": "cpp:gemv", "attn": "cpp:attn_decode", "rmsnorm": "cpp:rmsnorm", "rope": "cpp:rope"}
 KERNELS |= {"swiglu": "cpp:swiglu", "geglu": "cpp:geglu"}
 
@@ -144,7 +144,7 @@ def _uses(board: dispatch.Board) -> list[dict[str, Any]]:
 
 @contextmanager
 def _serving(options: argparse.Namespace, model: Any, ask: Callable[[], Any]) -> Iterator[dispatch.Board]:
-    """Serve as decided, or our kernels for what the patched model asks for."""
+    """Serve the home's decisions, or with --pinned autosel's kernels for the patched model's workloads."""
     if not options.pinned:
         with dispatch.use(autosel.settings.home()) as board:
             yield board
@@ -210,7 +210,7 @@ def _compared(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Hold what one batch and one kind of cache gave. Times are ms between tokens."""
+    """Hold the result of one batch and one kind of cache. Times are ms between tokens."""
 
     batch: int
     cache: str
@@ -221,7 +221,7 @@ class Cell:
 
 
 class Ticks:
-    """A stopping criterion that never stops and notes when each token was chosen."""
+    """Record the time of each token; a stopping criterion that never stops."""
 
     def __init__(self) -> None:
         self.ns: list[int] = []
@@ -295,7 +295,7 @@ def _show_cells(found: dict[str, Any]) -> None:
 def _show(found: dict[str, Any]) -> None:
     lo, hi = found["interval"]
     print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, context {found['seq']}")
-    print(f"  transformers as it comes   {found['own_ms']:8.1f} ms a token")
+    print(f"  transformers, unpatched    {found['own_ms']:8.1f} ms a token")
     print(f"  patched, {found['served']:<17} {found['patched_ms']:8.1f} ms a token")
     print(f"  speedup {found['speedup']:.2f}x ({lo:.2f} .. {hi:.2f}), {found['steps']} steps each; goal {GOAL}x")
     difference = found["largest_logit_difference"]
@@ -305,17 +305,17 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="keep the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
     command_line.decoding(parser, seqs=(2048,), rounds=40)
     command_line.dtype(parser)
     parser.add_argument(
-        "--warmup", type=int, default=CANARY + 2, help="steps before; the guard checks each of the first"
+        "--warmup", type=int, default=CANARY + 2, help="untimed first steps; the guard checks the first calls"
     )
     parser.add_argument("--generate", action="store_true", help="compare `generate` instead of single steps")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows of generate")
     parser.add_argument("--cache", nargs="+", default=["dynamic", "static"], choices=("dynamic", "static"))
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of one generate")
-    parser.add_argument("--compile", action="store_true", help="add torch.compile of the model as it comes")
+    parser.add_argument("--compile", action="store_true", help="add torch.compile of the unpatched model")
     parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
     return parser.parse_args()
 

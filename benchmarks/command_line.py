@@ -1,4 +1,4 @@
-"""Arguments that the benchmarks have in common, each spelled once."""
+"""Arguments shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT = "benchmarks/results/cpu/"
 
 
 def parser(doc: str | None, *, write: str = "") -> argparse.ArgumentParser:
-    """Described by its module's first line, with --json; `write`: what --write keeps, where there is one."""
+    """Return a parser described by the module's first line, with --json. `write` is the help of --write, if any."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--json", action="store_true", help="one JSON document on stdout")
     if write:
@@ -23,13 +23,13 @@ def dtype(made: argparse.ArgumentParser) -> None:
 
 
 def decoding(made: argparse.ArgumentParser, *, seqs: Sequence[int], rounds: int, models: bool = False) -> None:
-    """Decode steps of a model. Several contexts can be asked for where `seqs` are several, models where `models`."""
+    """Add the options of decode steps; --seq is repeatable with several `seqs`, --model with `models`."""
     folder = "a preset or checkpoint folder"
     if models:
         made.add_argument("--model", action="append", help=f"{folder}; repeatable  [llama-1b]")
     else:
         made.add_argument("--model", default="llama-1b", help=folder)
-    made.add_argument("--layers", type=int, default=1 << 10, help="only the first so many")
+    made.add_argument("--layers", type=int, default=1 << 10, help="use only the first N layers")
     if len(seqs) > 1:
         made.add_argument("--seq", type=int, action="append", help=f"context; repeatable  {list(seqs)}")
     else:

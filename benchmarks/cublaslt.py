@@ -1,6 +1,6 @@
-"""A product by cuBLASLt: the first choice of its heuristics, as PyTorch asks for it when told to prefer that library.
+"""Compute a product with cuBLASLt: PyTorch's call with cuBLASLt as the preferred library, which runs its first choice.
 
-Left to itself PyTorch calls cuBLAS for most products, whatever else is installed: its own `linear` is no cuBLASLt.
+By default PyTorch calls cuBLAS for most products, so the baseline `linear` does not cover cuBLASLt.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from autosel.race.contest import Entrant
 
 DTYPES = ("bf16", "fp16", "fp32")
-OPS = ("linear", "lm_head")  # products alone: what else a fused op does is no library's
+OPS = ("linear", "lm_head")  # plain products: libraries do not cover the rest of a fused op
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
-    """The eager product with the other library."""
+    """Compute the eager product with cuBLASLt."""
     from autosel.ops import eager
 
     with _preferred():
@@ -37,8 +37,10 @@ def lm_head(x: Tensor, w: Tensor, greedy: int, out: Tensor | None = None) -> Ten
 
 @contextmanager
 def _preferred() -> Iterator[None]:
-    """What was preferred before is preferred again. The preference is read where a product is launched, so that a
-    captured graph keeps the library."""
+    """Prefer cuBLASLt, then restore the previous preference.
+
+    PyTorch reads the preference at launch, so a captured graph keeps the library.
+    """
     from torch.backends.cuda import preferred_blas_library
 
     before = preferred_blas_library()
@@ -50,7 +52,7 @@ def _preferred() -> Iterator[None]:
 
 
 def by_cublaslt(w: Workload, fp: Fingerprint) -> dict[str, Entrant]:
-    """Its arm by name, where there is one: a product on a GPU."""
+    """Return cuBLASLt's arm by name for a product on a GPU; else nothing."""
     from autosel.race.contest import Entrant
 
     if fp.kind != "cuda" or w.op not in OPS or w.dtype not in DTYPES or w.trait("greedy", 0):

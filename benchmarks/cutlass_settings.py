@@ -1,7 +1,7 @@
-"""Settings of the CUTLASS products around a closed form: a build takes half a minute, so that no grid can be swept.
+"""Generate settings of CUTLASS products near a closed form. A build takes half a minute, too long for a full grid.
 
-What is compiled in changes one thing at a time: the tile to each side, the stages, the cluster, who shares a tile. What
-is handed over at the call (the split of K) takes every value with each build.
+Compiled settings change one at a time: the tile to each side, the stages, the cluster, the scheduler. The run-time
+setting (the split of K) takes every value with each build.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEP_BYTES = cutlass.STEP_BYTES
 
 
 def around(closed: Setting, f: GpuFacts) -> list[Setting]:
-    """The closed form's neighbours that a device can run, it among them."""
+    """Return the closed form and its neighbours that the device can run."""
     found = _hopper(closed, f) if "tile_m" in closed else _ampere(closed, f)
     return [dict(one) for one in dict.fromkeys(tuple(setting.items()) for setting in (closed, *found))]
 
@@ -32,13 +32,14 @@ def _hopper(closed: Setting, f: GpuFacts) -> Iterator[Setting]:
         if stages < 2 or (build["stream_k"] and m < cutlass.WIDE):
             continue
         given = {"stages": stages, "sms": int(build["sms"]) // cluster * cluster}
-        # Split by hand only where the scheduler was built for it; a large product's cuts K by itself.
+        # Set split_k only where the build supports it; the stream-K scheduler of a large product splits K
+        # automatically.
         splits = SPLITS if build["swap"] and build["stream_k"] else (1,)
         yield from ({**build, **given, "split_k": s} for s in sorted({*splits, *_kept(closed, build)}))
 
 
 def _kept(closed: Setting, build: Setting) -> tuple[int, ...]:
-    """The closed form's own split, with builds that can take it."""
+    """Return the closed form's own split, for builds that support it."""
     return (int(closed["split_k"]),) if build["stream_k"] == closed["stream_k"] else ()
 
 

@@ -1,9 +1,10 @@
-"""Draw the README's picture of decode steps from benchmarks/results/: docs/results-light.svg and docs/results-dark.svg.
+"""Draw the README's picture of decode steps from benchmarks/results/: docs/results-light.svg and
+docs/results-dark.svg.
 
     python benchmarks/figure_readme.py
 
-Each bar is the time of a step over autosel's, as in the tables "Whole steps, measured" of docs/decode.md. Where a
-context was measured at several read rates of memory, the row with the fastest memory counts.
+Each bar is the time of a step relative to autosel's, as in the tables "Whole steps, measured" of docs/decode.md. If a
+context was measured at several read rates of memory, the row with the fastest memory is used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GROUP = 3 * (BAR + GAP) + 30
 
 
 class Context(NamedTuple):
-    """Times of a step over autosel's, at one context."""
+    """Hold the times of a step relative to autosel's, at one context."""
 
     seq: int
     times: Mapping[str, float]

@@ -1,13 +1,13 @@
-"""The figures this project holds itself to, measured in one command: goal, reached, verdict.
+"""Measure the project's figures in one command: goal, reached, verdict.
 
-    python benchmarks/figures.py                 all of them: about five minutes on two quiet cores
-    python benchmarks/figures.py --only attn     those whose name contains a word; may be repeated
-    python benchmarks/figures.py --quick         few rounds and a small tune: to try the command, never to quote
-    python benchmarks/figures.py --write         also keep them in benchmarks/results/ and in the documentation
+    python benchmarks/figures.py                 all figures: about five minutes on two quiet cores
+    python benchmarks/figures.py --only attn     figures whose name contains a word; repeatable
+    python benchmarks/figures.py --quick         few rounds and a small tune: a trial, not to be quoted
+    python benchmarks/figures.py --write         also store them in benchmarks/results/ and in the documentation
 
-Every speed is a ratio within one run: each round visits every arm, and the read probe where there is one, in random
-order; the value is the median over rounds. bench_gemv.py, bench_attn.py and bench_dispatch.py measure; the row ops are
-timed by the race's own instrument (autosel/race/bench.py). Nothing is compared with a number of another day.
+Every speed is a ratio within one run: each round visits every arm and the read probe, if there is one, in random
+order; the value is the median over rounds. bench_gemv.py, bench_attn.py and bench_dispatch.py do the measuring; row
+ops are timed by the race's own instrument (autosel/race/bench.py). No figure is compared with a number of another day.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
-CEILING = 1.1  # a share of the read rate above this says that the machine changed between probe and kernel
+CEILING = 1.1  # above this share of the read rate, the machine changed between probe and kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """A figure to reach: at least, or at most, `limit`. `tie` allows an interval that covers the limit."""
+    """Define a figure's goal: at least, or at most, `limit`. `tie` allows an interval that contains the limit."""
 
     name: str
     what: str
@@ -57,7 +57,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What was reached. `lo`..`hi` is the interval of a median; equal to `value` where it was measured once."""
+    """Hold a result. `lo`..`hi` is the interval of a median; both equal `value` for a single measurement."""
 
     name: str
     value: float
@@ -86,16 +86,18 @@ GOALS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="figures whose name contains it")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="only figures whose name contains WORD"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds and a small tune; not to be quoted")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--write", action="store_true", help="keep the result, and put it into the documentation")
+    parser.add_argument("--write", action="store_true", help="store the result and update the documentation")
     options = parser.parse_args()
     if options.write and (options.quick or options.only):
-        parser.error("--write keeps whole results only: without --quick and --only")
+        parser.error("--write requires a complete run: omit --quick and --only")
     wanted = [g for g in GOALS if not options.only or any(word in g.name for word in options.only)]
     if not wanted:
-        parser.error(f"no figure is called so; there are {', '.join(g.name for g in GOALS)}")
+        parser.error(f"no figure has such a name. Figures: {', '.join(g.name for g in GOALS)}")
     document = measure(wanted, quick=options.quick)
     if options.json:
         json.dump(document, sys.stdout, indent=1)
@@ -113,7 +115,7 @@ def main() -> int:
 
 
 def measure(wanted: Sequence[Goal], *, quick: bool) -> dict[str, Any]:
-    """The document of a run. Works in a home of its own, so that nothing is compiled or known."""
+    """Run the parts and return the document, in a new AUTOSEL_HOME without builds and decisions."""
     names = {g.name for g in wanted}
     with tempfile.TemporaryDirectory(prefix="autosel-figures-") as folder:
         os.environ["AUTOSEL_HOME"] = str(Path(folder) / "home")
@@ -162,7 +164,7 @@ def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
 
 
 def of_rounds(name: str, quartiles: Sequence[float], note: str, *, scale: float = 1.0) -> Figure:
-    """The median over rounds of the round's own ratio, with its quartiles."""
+    """Return the median over rounds of the round's own ratio, with its quartiles."""
     low, middle, high = (scale * q for q in quartiles)
     return Figure(name=name, value=middle, lo=low, hi=high, note=f"quartiles; {note}")
 
@@ -181,7 +183,7 @@ def _workload(op: str, dims: Mapping[str, int]) -> Workload:
 
 
 def tune(_: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
-    """The verb in processes of their own, in a home where nothing is compiled, proven or decided."""
+    """Time `autosel tune` in child processes, in a home without builds, proofs and decisions, then once more."""
     home, scope = folder / "cold", ["--op", "rmsnorm"] if quick else []
     cold_s, cold = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
     decided = f"{len(cold['decisions'])} decisions, {cold['measured']} measured, {len(cold['undecided'])} undecided"
@@ -204,7 +206,7 @@ def _verb(home: Path, *arguments: str) -> tuple[float, Any]:
 
 
 def stage_shares(progress: str, seconds: float) -> str:
-    """Each stage's share of the time, from when the progress on stderr says that it began."""
+    """Return each stage's share of the time, from the start times in the progress on stderr."""
     began: list[tuple[float, str]] = []
     for minutes, rest, stage in re.findall(r"^ *(?:(\d+)m)?(\d+)s  ([a-z]+)(?: \d+)? \.\.\.$", progress, re.MULTILINE):
         began.append((60 * int(minutes or 0) + int(rest), stage))
@@ -215,7 +217,7 @@ def stage_shares(progress: str, seconds: float) -> str:
 
 
 def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
-    """bench_dispatch.py's kernels that do nothing, in a process of its own: it uses one thread."""
+    """Run bench_dispatch.py in a child process, since it uses one thread; take its kernels that do nothing."""
     command = [sys.executable, str(ROOT / "benchmarks" / "bench_dispatch.py"), "--json"]
     command += ["--rounds", "5"] if quick else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -223,7 +225,7 @@ def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
     if done.returncode not in (0, 5):
         raise SystemExit("bench_dispatch.py failed")
     lines = json.loads(done.stdout)["calls"]
-    note = "void: the direct call did not agree with itself" if done.returncode == 5 else ""
+    note = "void: two timings of the direct call differ" if done.returncode == 5 else ""
     for name, way in (("best/bound", "bound"), ("best/shape", "by shape")):
         worst = max((line for line in lines if "does nothing" in line["case"]), key=lambda line: line[way]["median_ns"])
         found = worst[way]
@@ -250,7 +252,7 @@ def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
         started = time.perf_counter()
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
         taken.append((time.perf_counter() - started) * 1e3)
-    kept = taken[1:]  # the first filled the page cache
+    kept = taken[1:]  # the first run fills the page cache
     yield Figure(
         name="start/help", value=statistics.median(kept), lo=min(kept), hi=max(kept), note=f"{count} processes"
     )
@@ -276,7 +278,7 @@ PARTS = (
 
 
 def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Figure:
-    """Every PyTorch and C++ way to run w, visited in random order each round: the rival's time over our best way's."""
+    """Time every PyTorch and C++ candidate in random order each round; return the rival's time over our fastest."""
     import torch
 
     from autosel.race.bench import Bench
@@ -308,7 +310,7 @@ def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Fi
 
 
 def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
-    """Load every eligible arm, the baseline first, and seat it on fresh operands; their names."""
+    """Load every eligible arm, the baseline first, and seat it on fresh operands; return the names."""
     from autosel.candidates import registry
     from autosel.native.compile import compile_source
     from autosel.race.contest import Entrant, Operands
@@ -363,7 +365,7 @@ def goal(name: str) -> Goal:
 
 
 def verdict(g: Goal, f: Figure) -> str:
-    """reached, missed, void; or, where a tie is allowed: faster, tie, slower."""
+    """Return reached, missed or void; with `tie`, faster, tie or slower."""
     if f.note.startswith("void") or (g.unit == "%" and f.value > 100 * CEILING):
         return "void"
     if g.tie:
@@ -372,7 +374,7 @@ def verdict(g: Goal, f: Figure) -> str:
 
 
 def commit() -> str:
-    """Of the working tree, and whether it had changes where they could matter."""
+    """Return the commit of the working tree, and whether relevant files had changes."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -383,7 +385,7 @@ def commit() -> str:
 
 
 def keep(document: Mapping[str, Any]) -> Path:
-    """benchmarks/results/<device>/figures.json; what stood there before is in the history of the repository."""
+    """Write benchmarks/results/<device>/figures.json and replace the former file."""
     from autosel.json_rows import in_rows
 
     device = document["device"].partition("   ")[0]
@@ -394,7 +396,7 @@ def keep(document: Mapping[str, Any]) -> Path:
 
 
 def stored() -> list[dict[str, Any]]:
-    """Every kept document, by device."""
+    """Return every stored document, by device."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/figures.json"))]
 
 
@@ -407,7 +409,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def rows(document: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(what, goal, reached, verdict)."""
+    """Return (what, goal, reached, verdict) for each figure."""
     found = []
     for f in document["figures"]:
         g = goal(f["name"])

@@ -1,9 +1,9 @@
-"""The best of many settings, and how much better than a given one it is: successive halving, then fresh pairs.
+"""Find the best of many settings and its gain over a given one: successive halving, then fresh pairs.
 
-Readings of one visit are taken side by side, so every figure here is a ratio to the closed form's reading of the same
-visit: drift cancels. The sweep nominates and its readings are thrown away, for the least of many noisy ones is too low
-(of 1000 at 1 % noise by 3.2 %). The nominees meet the closed form again in fresh visits; the best of them is chosen on
-one half of these and judged on the other, both ways round.
+Every figure is a ratio to the closed form's reading of the same visit, so that drift cancels. The sweep only
+nominates; its readings are discarded, since the minimum of many noisy readings is too low (by 3.2 % for 1000 at 1 %
+noise). The nominees are compared with the closed form in fresh visits. The best one is chosen on one half of these
+visits and judged on the other half, in both directions.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Protocol
 Setting = Mapping[str, object]
 Times = dict[str, list[float]]  # arm -> microseconds a call, one a visit
 
-SIDE_BY_SIDE = 12  # arms of a visit beside the closed form: more, and the machine has moved meanwhile
+SIDE_BY_SIDE = 12  # arms of a visit in addition to the closed form; with more, the machine drifts within a visit
 NOMINEES = 3
-CLEARLY = 1.3  # this much slower alone: a knob's value is not combined with others, where not all can be afforded
-KNOWN = 0.004  # a score this sharp (its standard error) needs no more readings
-LEAST_READINGS = 3  # before a score can be sharp at all
+CLEARLY = 1.3  # a value that is slower by this factor alone is not combined, if time is short
+KNOWN = 0.004  # a score with this standard error needs no more readings
+LEAST_READINGS = 3  # before a standard error is estimated
 LEAST_VISITS = 16  # of the final
-NARROW = 0.016  # an interval no wider than this: the final is over
-LOOK_S = 0.5  # between two looks at the interval, and at what others did meanwhile
-PATIENCE = 2.0  # times the final's time may be lost to others
+NARROW = 0.016  # width of the interval at which the final ends
+LOOK_S = 0.5  # between two checks of the interval and of other load
+PATIENCE = 2.0  # lost time at which the final ends, in multiples of its time
 RESAMPLES = 200
 
 
 class Bench(Protocol):
-    """Where arms are read."""
+    """Interface that reads the times of arms."""
 
     def visit(self, order: Sequence[str]) -> dict[str, float] | None:
-        """One reading of each, in this order, in microseconds a call; None if something took the CPU away."""
+        """Return one reading of each arm, in this order, in microseconds a call; None if the visit was disturbed."""
 
     def quiet(self) -> bool:
-        """Did nobody else work since the last question?"""
+        """Return True if no other process worked since the last call."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
@@ -48,22 +48,22 @@ class Bench(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Sweep:
-    """Who is nominated, and how it was found."""
+    """The nominees of a sweep, and how they were found."""
 
-    settings: int  # that took part
+    settings: int  # number of settings
     readings: int = 0
-    left_out: int = 0  # settings with a value that alone was clearly slower
+    left_out: int = 0  # settings with a value that was clearly slower alone
     nominees: list[str] = field(default_factory=list)
 
 
 def nominate(
     bench: Bench, closed: str, rivals: Mapping[str, Setting], given: Setting, *, seconds: float, rng: Random
 ) -> Sweep:
-    """The NOMINEES fastest of `rivals` (name -> setting; the closed form's is `given`), by successive halving.
+    """Return the NOMINEES fastest of `rivals` (name -> setting; the closed form's is `given`), by successive halving.
 
-    Every rung reads all that are left at least once and drops the slower half (three quarters, where one reading of
-    them takes a quarter of the time); what a rung does not need is the next one's. Where one reading of each would take
-    more than half of the time, the values of single knobs come first.
+    Every rung reads all remaining settings at least once and drops the slower half, or three quarters if one reading
+    of all takes a quarter of the time. Unused time goes to the next rung. If one reading of each would take more than
+    half of the time, single values are tried first.
     """
     found = Sweep(settings=len(rivals))
     ratios: dict[str, list[float]] = {name: [] for name in rivals}
@@ -94,8 +94,11 @@ def _affordable(
     seconds: float,
     rng: Random,
 ) -> list[str]:
-    """All of them if one reading of each takes half of the time at most; else those without a value that is clearly
-    slower when it alone is changed. A value that no legal setting changes alone stays."""
+    """Return all settings if one reading of each takes at most half of the time.
+
+    Otherwise return those without a value that is clearly slower when changed alone. A value that no legal setting
+    changes alone is kept.
+    """
     before = bench.now()
     bench.visit([closed])
     each = bench.now() - before
@@ -115,7 +118,7 @@ def _changes(setting: Setting, given: Setting) -> list[tuple[str, object]]:
 
 
 def _read(bench: Bench, closed: str, arms: Sequence[str], ratios: dict[str, list[float]], rng: Random) -> None:
-    """One more reading of each arm, beside one of the closed form a group."""
+    """Read each arm once more, in groups that each contain the closed form."""
     shuffled = rng.sample(list(arms), len(arms))
     for i in range(0, len(shuffled), SIDE_BY_SIDE):
         group = shuffled[i : i + SIDE_BY_SIDE]
@@ -145,9 +148,9 @@ def _is_sharp(ratios: Sequence[float]) -> bool:
 def final(
     bench: Bench, arms: Sequence[str], closed: str, rivals: Sequence[str], *, seconds: float, rng: Random
 ) -> Times:
-    """Visits of all arms until the interval is narrow or the time is up; those during which others worked left out.
+    """Visit all arms until the interval is narrow or the time is up; disturbed spells are discarded.
 
-    Only the interval's width ends it, never where it lies. Empty where others left too little undisturbed.
+    Only the interval's width ends the final, not its position. The result is empty with too few undisturbed visits.
     """
     kept: Times = {arm: [] for arm in arms}
     spent_s = lost_s = 0.0
@@ -170,7 +173,7 @@ def final(
 
 
 def _spell(bench: Bench, arms: Sequence[str], rng: Random) -> Times:
-    """Visits for LOOK_S, one at least."""
+    """Visit all arms for LOOK_S, at least once."""
     found: Times = {arm: [] for arm in arms}
     start = bench.now()
     while True:
@@ -187,7 +190,7 @@ def _is_narrow(times: Times, closed: str, rivals: Sequence[str], rng: Random) ->
     return high - low <= NARROW
 
 
-# --- what it comes to -------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def ratios_of(times: Times, arm: str, over: str) -> list[float]:
@@ -195,9 +198,9 @@ def ratios_of(times: Times, arm: str, over: str) -> list[float]:
 
 
 def held_out(times: Times, closed: str, rivals: Sequence[str]) -> float:
-    """The regret, cross-fitted: the best is chosen on one half of the visits and judged on the other, both ways.
+    """Return the cross-fitted regret: the best is chosen on one half of the visits and judged on the other, both ways.
 
-    The closed form is among the rivals: where it is the best, the regret of that half is 0.
+    The closed form is one of the rivals: if it is the best, the regret of that half is 0.
     """
     count, found = len(times[closed]), []
     for choose, judge in ((0, 1), (1, 0)):
@@ -213,7 +216,7 @@ def _median_ratio(times: Times, arm: str, over: str, first: int) -> float:
 
 
 def interval(times: Times, closed: str, rivals: Sequence[str], rng: Random) -> tuple[float, float]:
-    """95 %, by resampling whole visits."""
+    """Return the 95 % interval by resampling whole visits."""
     count = len(times[closed])
     drawn = []
     for _ in range(RESAMPLES):

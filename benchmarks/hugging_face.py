@@ -1,7 +1,7 @@
-"""Hugging Face's own model classes around our weights: the same tensors, nothing copied, nothing downloaded.
+"""Build Hugging Face model classes on autosel's weights: the same tensors, without copies or downloads.
 
-What the benchmarks hold our eager baseline and our step against. transformers' default attention (SDPA) and cache
-(DynamicCache) are taken as they come.
+The benchmarks compare the eager baseline and autosel's step with these. They use transformers' default attention
+(SDPA) and its default cache (DynamicCache).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autosel.models.shape import ModelShape
 
 
 def model_of(weights: Weights) -> Any:
-    """The model class of the weights' family, its parameters our tensors, in eval mode."""
+    """Return a model of the weights' family in eval mode, with autosel's tensors as its parameters."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -36,7 +36,7 @@ def model_of(weights: Weights) -> Any:
 
 
 def filled_cache(model: Any, cache: Cache, count: int) -> Any:
-    """A DynamicCache that holds the first `count` tokens of ours, in tensors of its own."""
+    """Return a DynamicCache with copies of the first `count` tokens of an autosel cache."""
     from transformers import DynamicCache
 
     made = DynamicCache(config=model.config)
@@ -46,8 +46,10 @@ def filled_cache(model: Any, cache: Cache, count: int) -> Any:
 
 
 def in_place_cache(model: Any, cache: Cache, count: int) -> Any:
-    """As `filled_cache`, but a layer that attends to everything writes where there is room, as ours does, and does not
-    copy all it holds into new tensors at each step."""
+    """Return a cache like `filled_cache` whose layers with full attention write in place, as autosel's cache does.
+
+    DynamicCache copies all keys and values into new tensors at each step.
+    """
     from transformers.cache_utils import DynamicLayer
 
     class InPlace(DynamicLayer):
@@ -73,7 +75,7 @@ def in_place_cache(model: Any, cache: Cache, count: int) -> Any:
 
 
 def rewinding(cache: Any) -> Callable[[], None]:
-    """Put the cache back to what it holds now: a step makes new tensors and leaves the old ones as they were."""
+    """Return a function that restores the cache's present state: a step makes new tensors and keeps the old ones."""
     held = [dict(vars(layer)) for layer in cache.layers]
 
     def rewind() -> None:
@@ -130,7 +132,7 @@ def _config(s: ModelShape) -> Any:
 
 
 def _state(weights: Weights) -> Mapping[str, Tensor]:
-    """Our tensors by their names."""
+    """Return autosel's tensors by Hugging Face's names."""
     s = weights.shape
     sizes = (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D)
     found = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
@@ -161,7 +163,7 @@ def _state(weights: Weights) -> Mapping[str, Tensor]:
 
 
 def _materialise_buffers(model: Any) -> None:
-    """Rope's frequencies and Gemma's embedding scale are no parameters: computed anew where they were left on meta."""
+    """Recompute the buffers left on meta: rope's frequencies and Gemma's embedding scale are not parameters."""
     for name, module in model.named_modules():
         if any(b.is_meta for b in module.buffers(recurse=False)):
             fresh = type(module)(*_made_of(name, module, model.config))
@@ -172,5 +174,5 @@ def _materialise_buffers(model: Any) -> None:
 def _made_of(name: str, module: Any, config: Any) -> tuple[Any, ...]:
     if name.endswith("rotary_emb"):
         return (config,)
-    assert name.endswith("embed_tokens"), f"{name} has a buffer that nothing here can compute"
+    assert name.endswith("embed_tokens"), f"{name} has an unknown buffer"
     return (2, 2, None, module.scalar_embed_scale)

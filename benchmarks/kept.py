@@ -1,4 +1,4 @@
-"""Where a benchmark of whole steps keeps what it found: a file for each instruction set, whose kernels are others."""
+"""Store the results of whole-step benchmarks, one file for each instruction set, since kernels depend on it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def keep(path: Path, found: Any) -> None:
 
 
 def file_of(name: str, fp: Fingerprint) -> Path:
-    """`results/cpu/step-avx2.json`"""
+    """Return the path of a result file, such as `results/cpu/step-avx2.json`."""
     return RESULTS / f"{name}-{facts(fp).isa}.json"
 
 
 def device_of(fp: Fingerprint) -> str:
-    """`AMD EPYC, AVX2`"""
+    """Return the name of a device with its instruction set, such as `AMD EPYC, AVX2`."""
     return f"{fp.name}, {ISA_WORDS[facts(fp).isa]}"

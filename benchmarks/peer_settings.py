@@ -1,9 +1,9 @@
-"""What others would set where our closed forms set something: their published rules, given to our kernels.
+"""Compute the settings that peers' published rules give, for use with autosel's kernels instead of closed forms.
 
-A rule is the peer's, the kernel is ours: what is compared is the choice. Sources: FlashAttention 3's rule for splits
+Only the choice of settings is compared, since all run the same kernel. Sources: FlashAttention 3's rule for splits
 (hopper/heuristics.h of Dao-AILab/flash-attention); vLLM's unified attention in Triton (128 // Hkv sequences as the
 threshold, 16 segments); the matrix product of Triton's tutorials, whose tiles of 128 x 128 and 3 stages many kernels
-start from. A library that brings its own kernels has no setting to give: benchmarks/cublaslt.py.
+start from. Libraries with their own kernels have no settings to compare: see benchmarks/cublaslt.py.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from autosel.values import Fingerprint, Scalar, Workload
 
 Setting = dict[str, Scalar]
 
-FA_KEYS = 128  # of a block of FlashAttention's, heads of up to 128 channels
+FA_KEYS = 128  # keys of a FlashAttention block, for heads of up to 128 channels
 FA_MOST_SPLITS = 128
 FA_NEVER_SPLIT = 4  # blocks
-FA_ENOUGH = 0.8  # of the SMs busy: no split
-FA_WITHIN = 0.85  # of the best wave efficiency
+FA_ENOUGH = 0.8  # share of busy SMs above which it does not split
+FA_WITHIN = 0.85  # share of the best wave efficiency
 VLLM_SEGMENTS = 16
 TRITON_TILE: Setting = {"tile_rows": 128, "tile_m": 128, "tile_n": 128, "stages": 3, "split_k": 1}
 
 
 def flash_attention_splits(tiles: int, sms: int, blocks: int, most: int = FA_MOST_SPLITS) -> int:
-    """The fewest splits whose waves are at least 85 % as full as the fullest; 1 where 80 % of the SMs have a tile, or
-    there are few keys.
+    """Return FlashAttention 3's number of splits: the fewest with at least 85 % of the best wave efficiency.
 
-    `tiles`: sequences x KV heads (x tiles of query rows); `blocks`: of keys, in the longest sequence.
+    The result is 1 if 80 % of the SMs have a tile, or if there are few keys. `tiles`: sequences x KV heads (x tiles of
+    query rows); `blocks`: blocks of keys in the longest sequence.
     """
     if tiles >= FA_ENOUGH * sms:
         return 1
@@ -43,12 +43,12 @@ def flash_attention_splits(tiles: int, sms: int, blocks: int, most: int = FA_MOS
 
 
 def vllm_segments(sequences: int, kv_heads: int) -> int:
-    """16 while there are at most 128 / Hkv sequences, else none: whatever the device and the length."""
+    """Return vLLM's segments: 16 for at most 128 / Hkv sequences, else 1, for any device and length."""
     return VLLM_SEGMENTS if sequences <= 128 // kv_heads else 1
 
 
 def of_peers(w: Workload, fp: Fingerprint, closed: Mapping[str, Scalar]) -> dict[str, Setting]:
-    """Peer -> setting, of those that have a rule for this workload; the rest of the closed form's knobs stays."""
+    """Return peer -> setting for peers with a rule for this workload; other knobs stay at the closed form's values."""
     if fp.kind != "cuda":
         return {}
     if w.op in ("attn", "paged_attn") and "chunk" in closed:
@@ -69,5 +69,5 @@ def attention_splits(w: Workload, f: GpuFacts) -> dict[str, int]:
 
 
 def _chunk(w: Workload, splits: int, tile: int) -> int:
-    """Keys of a split, in whole tiles."""
+    """Return the keys of a split, in whole tiles."""
     return tile * math.ceil(cache_of(w).length / splits / tile)

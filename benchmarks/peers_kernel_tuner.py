@@ -1,9 +1,9 @@
-"""Kernel Tuner's C backend on one of our kernels, in the Python it is installed in; see bench_peers_tune.py.
+"""Run Kernel Tuner's C backend on an autosel kernel, in Kernel Tuner's own environment; see bench_peers_tune.py.
 
     PYTHON benchmarks/peers_kernel_tuner.py tune '{"shape": [n, k], "flags": [...], "settings": {...}}'
     PYTHON benchmarks/peers_kernel_tuner.py check '{"function": "native_zeros", "m": 3, "d": 512}'
 
-Prints one JSON document. Needs kernel_tuner and numpy; nothing of autosel but its sources.
+Prints one JSON document. Needs kernel_tuner and numpy, and of autosel only its sources.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def main():
 
 
 def tune(shape, flags, settings):
-    """Brute force over the settings, seven runs of each, as it comes; the answer is checked as its guide shows."""
+    """Tune by brute force over the settings, seven runs of each (the default), checking the answer as in its guide."""
     from kernel_tuner import tune_kernel
 
     n, k = shape
@@ -82,7 +82,7 @@ def tune(shape, flags, settings):
 
 
 def check(function, m, d):
-    """Is a planted kernel refused when the right answer is given? As its guide shows: one input, `answer`, `verify`."""
+    """Check whether a planted kernel is refused with the correct answer given, as in its guide: `answer`, `verify`."""
     from kernel_tuner import tune_kernel
 
     rng = np.random.default_rng(1)
@@ -111,12 +111,12 @@ def check(function, m, d):
 
 
 def close(expected, found):
-    """Within three roundings of bf16 of the whole row's scale: what a careful user would ask for."""
+    """Return True within three bf16 roundings of the row's scale, as a careful user would require."""
     return bool(np.allclose(expected, found, rtol=2**-7, atol=2**-7 * np.abs(expected).mean()))
 
 
 def narrow(values):
-    """fp32 -> bf16 bits, to nearest even."""
+    """Convert fp32 to bf16 bits, rounding to nearest even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 

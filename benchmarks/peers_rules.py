@@ -1,9 +1,10 @@
-"""How kernels are usually chosen, imitated in a few lines each: what would each rule do with these samples?
+"""Imitate common rules for choosing a kernel, in a few lines each, to see what they decide on given samples.
 
-A rule sees the times of two arms, last axis the samples in the order taken, and says of each race (the leading axes)
-whether the second arm replaces the first. They are imitations of decision rules, not the peers' code: PyTorch's
-TunableOp keeps the least mean, Triton's autotuner the least median or minimum, and tuners with a margin ask for a few
-per cent. Statistics from textbooks stand beside them as they are commonly used: in blocks, or looking after every pair.
+A rule takes the times of two arms, with the samples in order along the last axis. For each race (the leading axes) it
+returns whether the second arm replaces the first. These are imitations of decision rules, not the peers' code:
+PyTorch's TunableOp keeps the lowest mean, Triton's autotuner the lowest median or minimum, and tuners with a margin
+require a few per cent. Textbook tests are included as they are commonly used: on blocks, or evaluated after every
+pair.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def margin(delta: float) -> Callable[[Times, Times], Promoted]:
 
 
 def mann_whitney(base: Times, own: Times) -> Promoted:
-    """One-sided Mann-Whitney test at p < .01: normal approximation with continuity and tie correction."""
+    """Apply a one-sided Mann-Whitney test at p < .01: normal approximation with continuity and tie correction."""
     n, m = base.shape[-1], own.shape[-1]
-    if base.ndim > 1:  # race by race: all pairwise comparisons of one race are held at once
+    if base.ndim > 1:  # race by race, since all pairwise comparisons of a race are in memory at once
         rows = zip(base.reshape(-1, n), own.reshape(-1, m), strict=True)
         return np.array([bool(mann_whitney(b, o)) for b, o in rows]).reshape(base.shape[:-1])
     faster = (own[:, None] < base).sum() + 0.5 * (own[:, None] == base).sum()
@@ -66,7 +67,7 @@ def mann_whitney(base: Times, own: Times) -> Promoted:
 
 
 def peeking_t(base: Times, own: Times) -> Promoted:
-    """Paired one-sided t test of log ratios at p < .01, looked at after every pair from the tenth on."""
+    """Apply a paired one-sided t test of log ratios at p < .01 after every pair from the tenth on."""
     logs = np.log(base) - np.log(own)
     n = np.arange(1, logs.shape[-1] + 1)
     mean = np.cumsum(logs, -1) / n

@@ -1,4 +1,4 @@
-"""What the benchmarks beside others found, as tables for the documentation: from their result files alone."""
+"""Format the results of the peer benchmarks as tables for the documentation, from their result files alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results" / "cpu"
 
 
 def stored(name: str) -> Mapping[str, Any] | None:
-    """The result file `name`, if somebody has written it."""
+    """Return the result file `name`; None if it does not exist."""
     path = RESULTS / f"{name}.json"
     found: Mapping[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
     return found
@@ -24,7 +24,7 @@ def dispatch(result: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     control = f"control {result['control']:.3f} of the direct call"
     lines = [f"{result['device']}, one thread; {versions}; {result['date']}; {control}", ""]
-    lines += ["| way to a kernel that does nothing | us over the direct call | quartiles | goal |"]
+    lines += ["| dispatch of a kernel that does nothing | us over the direct call | quartiles | goal |"]
     lines += ["| --- | --- | --- | --- |"]
     for name, w in sorted(result["ways"].items(), key=lambda item: item[1]["over_us"]):
         if not name.startswith("direct"):
@@ -36,10 +36,10 @@ def dispatch(result: Mapping[str, Any]) -> str:
 
 
 def steps(found: Mapping[str, Any]) -> str:
-    """Whole decode steps: each arm's median, and over autosel's."""
+    """Format whole decode steps: each arm's median, also relative to autosel's."""
     part = f"{found['layers']} of {found['of_layers']} layers"
     lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
-    lines += ["| context | arm | ms a step | over autosel | read rate beside |", "| --- | --- | --- | --- | --- |"]
+    lines += ["| context | arm | ms a step | over autosel | read rate |", "| --- | --- | --- | --- | --- |"]
     for row in found["rows"]:
         for name, one in row["arms"].items():
             lo, hi = one["interval"]
@@ -50,9 +50,9 @@ def steps(found: Mapping[str, Any]) -> str:
 
 
 def team(found: Mapping[str, Any]) -> str:
-    """Whole decode steps by one native call and by a call an op, and the eager baseline."""
+    """Format whole decode steps: one native call, one call an op, and the eager baseline."""
     lines = [f"bf16, on {found['device']}, {', '.join(sorted({r['date'] for r in found['rows']}))}", ""]
-    heads = ["model", "context", "read rate beside", "roofline, team", "roofline, ops", "ops / team", "eager / team"]
+    heads = ["model", "context", "read rate", "roofline, team", "roofline, ops", "ops / team", "eager / team"]
     heads += ["waits", "team / packed", "eager / packed"]
     lines += ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for r in found["rows"]:
@@ -76,7 +76,7 @@ def transformers(found: Mapping[str, Any]) -> str:
         "reached" if lo >= found["goal"] else "missed" if found["speedup"] < found["goal"] else "reached at median"
     )
     rows = [
-        ("transformers as it comes, ms a token", f"{found['own_ms']:.1f}"),
+        ("transformers, unpatched, ms a token", f"{found['own_ms']:.1f}"),
         ("after `autosel.patch`, ms a token", f"{found['patched_ms']:.1f}"),
         ("speedup, 95 % interval", f"{found['speedup']:.2f}x ({lo:.2f} .. {hi:.2f}); goal {found['goal']}x: {verdict}"),
         ("the same greedy token", f"{found['tokens_equal']} steps"),
@@ -105,9 +105,7 @@ def tune(found: Mapping[str, Any]) -> str:
 
 def _tuners(found: Mapping[str, Any]) -> str:
     times: Mapping[str, Sequence[float]] = found.get("judged", {}).get("us", {})
-    lines = [
-        "| tuner | processes | seconds to a choice | chose | flips | regret among its own | over the best of all |"
-    ]
+    lines = ["| tuner | processes | seconds to a choice | chose | flips | regret among its own | regret among all |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     for name, taken in found["runs"].items():
         if not taken:
@@ -122,7 +120,7 @@ def _tuners(found: Mapping[str, Any]) -> str:
 
 
 def own_candidates(tuner: str, times: Mapping[str, Any]) -> list[str]:
-    """Whom a tuner had to choose from; autosel derives the kernel's setting, so all settings are held against it."""
+    """Return the candidates of a tuner. autosel derives the kernel's setting, so it is judged against all settings."""
     if tuner == INDUCTOR:
         return [name for name in times if name.startswith("Inductor")]
     return [name for name in times if name.startswith("cpp:") or (tuner == AUTOSEL and name == "ATEN")]
@@ -135,12 +133,12 @@ def _worth(picks: Sequence[str], times: Mapping[str, Sequence[float]], candidate
 
 
 def flips(picks: Sequence[str]) -> float:
-    """The share that did not choose what most chose."""
+    """Return the share of picks that differ from the most common pick."""
     return 1 - Counter(picks).most_common(1)[0][1] / len(picks)
 
 
 def regrets(times: Mapping[str, Sequence[float]], candidates: Sequence[str]) -> dict[str, float]:
-    """Candidate -> t / t(best) - 1: the best by one half of the rounds, judged on the other, and back."""
+    """Return candidate -> t / t(best) - 1: the best on one half of the rounds, judged on the other, and vice versa."""
     halves = [{name: statistics.median(times[name][start::2]) for name in candidates} for start in (0, 1)]
     found = {}
     for name in candidates:
@@ -153,7 +151,7 @@ def regrets(times: Mapping[str, Sequence[float]], candidates: Sequence[str]) -> 
 
 
 def _planted(found: Mapping[str, Any]) -> str:
-    lines = [f"| tuner | of {len(found['wrong'])} wrong kernels caught | believed | died of | right ones refused |"]
+    lines = [f"| tuner | of {len(found['wrong'])} wrong kernels caught | believed | died | correct ones refused |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for name in (AUTOSEL, KERNEL_TUNER):
         said = found[name]

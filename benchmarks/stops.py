@@ -1,14 +1,14 @@
-"""Count the stops of a plan: how often a reader changes files who follows how the step that is timed is chosen.
+"""Count how often a reader changes files when following how the timed step is chosen ("stops").
 
     export AUTOSEL_HOME=$(mktemp -d)
-    python benchmarks/stops.py             # raced; again in the same home: decided
-    python benchmarks/stops.py --draw      # and the way, a file a line
-    python benchmarks/stops.py --wins ops  # where the step op by op wins the race, and not the thread team
+    python benchmarks/stops.py             # raced; a second run in the same home: decided
+    python benchmarks/stops.py --draw      # also print the path, one file a line
+    python benchmarks/stops.py --wins ops  # the step op by op wins the race instead of the thread team
 
-Functions of `decode` are followed when they are called for the first time since the command began. Each change of file
-is a stop, by a call or by a return; `down` counts calls alone, for a file that is returned to is open already. The
-model has one layer; all ops are served by C++ kernels, whatever is decided. The race's times are drawn, so that the
-same form wins each time.
+Only the first call of each function of `decode` since the command started is followed. Each change of file is a stop,
+by a call or by a return; `down` counts only calls, since after a return the file is already open. The model has one
+layer; C++ kernels serve all ops, regardless of decisions. The race's times are synthetic, so that the same form always
+wins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autosel.cli.run import Asked, certified, run_command
 from autosel.decode import race
 
 ROOT = Path(autosel.__file__).parent
-FIRST, LAST = "choose", "our_arm"  # the way begins with the one, and ends before the other
+FIRST, LAST = "choose", "our_arm"  # the path starts at the first function and ends before the second
 STEP_NS, GAIN = 20e6, 1.1
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
@@ -43,13 +43,13 @@ CONFIG = {
 
 
 class Walk:
-    """Follows calls and returns; a function that was followed once is passed over, with all that it calls."""
+    """Follows calls and returns. A function that was followed once is skipped, with all calls inside it."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, int]] = set()  # file, line
         self.stack: list[tuple[str, str]] = []
         self.steps: list[tuple[str, str, bool]] = []  # file, function, by a call
-        self.below = 0  # calls inside a function that is passed over
+        self.below = 0  # depth of calls inside a skipped function
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
@@ -86,8 +86,8 @@ def _draw_times(wins: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="print the way, a file a line")
-    parser.add_argument("--wins", choices=("team", "ops"), default="team", help="what wins the race  [default: team]")
+    parser.add_argument("--draw", action="store_true", help="print the path, one file a line")
+    parser.add_argument("--wins", choices=("team", "ops"), default="team", help="winner of the race  [default: team]")
     options = parser.parse_args()
     _draw_times(options.wins)
     fp = fingerprint.take("cpu")

@@ -2,14 +2,14 @@
 
     python benchmarks/sweep_transformers.py [--only LlamaForCausalLM ...] [--jobs 2] [--json] [--write]
 
-Each model has two or three layers, random weights of a fixed seed, fp32. A prompt and two further tokens run through
-the model as it comes and through the patched model, in which autosel's C++ kernels serve where they support the shape,
-and the baseline elsewhere, without a race.
+Each model has two or three layers and random fp32 weights of a fixed seed. A prompt and two further tokens run through
+the unpatched model and through the patched model, in which autosel's C++ kernels serve the shapes that they support,
+and the baseline all others, without a race.
 
-`served` is the share of calls of linear and norm modules that a decision serves. The bound of the logits comes from the
-ops' bounds: the same passes run again while the result of each served call is moved by its whole bound, with random
-signs, by element and by row. The largest change of a logit, twice (each of the two models may err), is the bound. A
-token must be equal where the two largest logits are further apart than both bounds.
+`served` is the share of calls of linear and norm modules that a decision serves. The bound of the logits comes from
+the ops' bounds: the same passes run again with the result of each served call moved by its whole bound, with random
+signs, by element and by row. The bound is twice the largest change of a logit, since each of the two models may err. A
+token must be equal if the two largest logits are further apart than both bounds.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from autosel.values import Accepted, Workload
 
 RESULT = Path(__file__).parent / "results" / "cpu" / "transformers-classes.json"
 ENDING = "ForCausalLM"
-LIMIT_S = 120  # of one class in a process of its own
+LIMIT_S = 120  # for one class in its own process
 SERVED_GOAL, CLASSES_GOAL = 0.8, 0.6
 PROMPT, STEPS, MOVES = 9, 2, 4
 VOCABULARY = 128
 KERNELS = {"linear": "cpp:gemv", "attn": "cpp:attn_decode", "rmsnorm": "cpp:rmsnorm", "rope": "cpp:rope"}
 KERNELS |= {"swiglu": "cpp:swiglu", "geglu": "cpp:geglu"}
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-COUNTED = ("linear", "rmsnorm")  # ops that stand for one call of a linear or a norm each
+COUNTED = ("linear", "rmsnorm")  # ops that count as one call of a linear or a norm each
 
 Outcome = Literal["patched", "refused", "wrong", "not built", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold what was found about one class. `worst` is the largest logit difference divided by its bound."""
+    """Hold the result of one class. `worst` is the largest logit difference divided by its bound."""
 
     name: str
     outcome: Outcome
@@ -78,7 +78,7 @@ class Row:
     difference: float = 0.0
     bound: float = 0.0
     tokens: int = 0
-    open_tokens: int = 0  # too close to each other for their order to be decided
+    open_tokens: int = 0  # tokens whose top logits are within both bounds
     left: tuple[str, ...] = ()
 
     @property
@@ -106,13 +106,13 @@ def names() -> list[str]:
 
 
 def swept(name: str) -> Row:
-    """Compare a model of this class before and after `patch`. Nothing is raised: what fails is a row."""
+    """Compare a model of this class before and after `patch`. Errors are returned as a row."""
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
         try:
             model = tiny_model(name)
             own, calls = _counted(model)
-        except Exception as error:  # transformers' own, or a configuration that this file cannot make small
+        except Exception as error:  # transformers' error, or a configuration that this file cannot shrink
             return Row(name=name, outcome="not built", reason=_line(error))
         try:
             return _compared(name, model, own, calls)
@@ -158,12 +158,12 @@ def _compared(name: str, model: Any, own: list[Tensor], calls: int) -> Row:
     if not row.worst <= 1.0:
         return dataclasses.replace(row, outcome="wrong", reason="a logit differs by more than its bound")
     if any(t[2] for t in tokens):
-        return dataclasses.replace(row, outcome="wrong", reason="a token differs that the bound decides")
+        return dataclasses.replace(row, outcome="wrong", reason="a token differs beyond the bounds")
     return row
 
 
 def _distance(own: Tensor, ours: Tensor) -> float:
-    """Return the largest difference; infinite where only one of the two is finite."""
+    """Return the largest difference; infinite if only one of the two is finite."""
     if not torch.equal(own.isfinite(), ours.isfinite()):
         return float("inf")
     finite = own.isfinite()
@@ -171,7 +171,7 @@ def _distance(own: Tensor, ours: Tensor) -> float:
 
 
 def _tokens(own: Tensor, ours: Tensor, bound: float) -> tuple[int, int, int]:
-    """Return the number of tokens, of those whose order the bound leaves open, and of the others that differ."""
+    """Return the numbers of tokens, of tokens within the bounds, and of other tokens that differ."""
     top = own.double().topk(2, dim=-1).values
     decided = top[..., 0] - top[..., 1] > 2 * bound
     differ = own.argmax(-1) != ours.argmax(-1)
@@ -182,10 +182,10 @@ def _tokens(own: Tensor, ours: Tensor, bound: float) -> tuple[int, int, int]:
 
 
 def passes(model: Any, count: int) -> list[Tensor]:
-    """Return the logits of a prompt, then of a token more in each of `count` - 1 passes over the cache."""
+    """Return the logits of a prompt, then of one more token in each of `count` - 1 passes over the cache."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(5, VOCABULARY - 5, (1, PROMPT + STEPS), generator=generator)
-    torch.manual_seed(11)  # some models draw while they run
+    torch.manual_seed(11)  # some models draw random numbers in their forward
     cached = {"use_cache": True} if "use_cache" in _parameters(model) else {}
     found, cache = [], {}
     for step in range(count):
@@ -206,7 +206,7 @@ def _cache_name(model: Any) -> str:
 
 
 def _counted(model: Any) -> tuple[list[Tensor], int]:
-    """Return the logits of the model as it comes, and the calls of its linear and norm modules."""
+    """Return the logits of the unpatched model, and the calls of its linear and norm modules."""
     count, found = 0, _own_passes(model)
 
     def called(*_: Any) -> None:
@@ -225,7 +225,7 @@ def _counted(model: Any) -> tuple[list[Tensor], int]:
 
 
 def _own_passes(model: Any) -> list[Tensor]:
-    """Return the logits of all passes, of the prompt alone if the class cannot continue from its cache."""
+    """Return the logits of all passes, or of the prompt alone if the class cannot continue from its cache."""
     try:
         return passes(model, 1 + STEPS)
     except Exception:
@@ -233,7 +233,7 @@ def _own_passes(model: Any) -> list[Tensor]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for a linear layer, also by another type than PyTorch's: transformers' Conv1D is one."""
+    """Return True for a linear layer, including types other than PyTorch's, such as transformers' Conv1D."""
     return (
         isinstance(module, nn.Linear)
         or type(module).__name__ == "Conv1D"
@@ -250,7 +250,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class Moving(dispatch.Board):
-    """Serve as a board does; while `signs` is set, each result is the reference, moved by its bound."""
+    """Serves like a board; while `signs` is set, each result is the reference moved by its bound."""
 
     signs: Callable[[Tensor], Tensor] | None = None
 
@@ -282,7 +282,7 @@ def _by_row(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
 
 
 def _bounds(model: Any, board: Moving, ours: list[Tensor]) -> list[float]:
-    """Return what the logits of each pass may differ by."""
+    """Return the bound of the logits of each pass."""
     found = [0.0] * len(ours)
     for draw in range(MOVES):
         generator = torch.Generator().manual_seed(draw)
@@ -294,7 +294,7 @@ def _bounds(model: Any, board: Moving, ours: list[Tensor]) -> list[float]:
 
 
 def _wanted(model: Any, home: Path, count: int) -> list[tuple[Workload, str]]:
-    """Return each workload that the patched model asks for, with our kernel if it supports it, else the baseline."""
+    """Return each workload of the patched model, with autosel's kernel if it supports it, else the baseline."""
     with dispatch.use(home) as board, _quietly():
         autosel.patch(model)
         passes(model, count)
@@ -376,7 +376,7 @@ SIZES: dict[str, Any] = {
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "layers",
           "depth")  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# What the sizes above contradict, by the name of the configuration.
+# Values that the sizes above contradict, by the configuration's name.
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MORE: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1]},
@@ -425,7 +425,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(name: str) -> Any:
-    """Return a small model of the class in fp32, weights drawn from a seed. Raises what transformers raises."""
+    """Return a small model of the class in fp32 with seeded weights. Passes on the exceptions of transformers."""
     import transformers
 
     kind = getattr(transformers, name)
@@ -442,7 +442,7 @@ def tiny_model(name: str) -> Any:
 
 
 def tiny_config(kind: Any) -> Any:
-    """Return a small configuration: every size that it has by a known name, one layer of each kind, at least two."""
+    """Return a small configuration: all known sizes reduced, one layer of each kind, at least two layers."""
     plain = kind()
     given = dict(vars(plain))
     aliases = {target: alias for alias, target in kind.attribute_map.items()}
@@ -459,7 +459,7 @@ def tiny_config(kind: Any) -> Any:
     values |= lists
     values |= {n: layers for n in given if n in LAYERS or aliases.get(n) in LAYERS}
     values |= {"is_decoder": True} if "is_decoder" in given else {}
-    if "kv_lora_rank" in given:  # keys and values are made for every head
+    if "kv_lora_rank" in given:  # keys and values exist for every head
         values["num_key_value_heads"] = HEADS
     values |= MORE.get(kind.__name__, {})
     return kind(**values)
@@ -472,7 +472,7 @@ def transformers_config() -> Any:
 
 
 def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[str, list[Any]]]:
-    """Return the number of layers, and the lists with one entry a layer, shortened to it."""
+    """Return the number of layers, and the lists with one entry a layer, shortened to that number."""
     counts = [given[n] for n in given if (n in LAYERS or aliases.get(n) in LAYERS) and isinstance(given[n], int)]
     lists = {n: v for n, v in given.items() if isinstance(v, list) and v and len(v) in counts}
     kinds = {n: list(dict.fromkeys(v)) for n, v in lists.items() if all(isinstance(x, str) for x in v)}
@@ -485,8 +485,7 @@ def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[s
 
 
 def sweep(wanted: Sequence[str], jobs: int, heard: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Return a row for each class. Worker processes take one class after the other; one that dies or takes too long
-    costs its class alone."""
+    """Return a row for each class. A worker process that dies or exceeds LIMIT_S loses only its class."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in wanted:
         waiting.put(name)
@@ -543,7 +542,7 @@ def _asked_of(worker: subprocess.Popen[str], name: str) -> Row | None:
 
 def _worker() -> int:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with answers
     for line in sys.stdin:
         print(json.dumps(dataclasses.asdict(swept(line.strip()))), file=answers, flush=True)
     return 0
@@ -576,8 +575,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__, write="keep the rows in benchmarks/results/cpu/")
-    parser.add_argument("--only", nargs="+", metavar="CLASS", help="these classes")
+    parser = command_line.parser(__doc__, write="store the rows in benchmarks/results/cpu/")
+    parser.add_argument("--only", nargs="+", metavar="CLASS", help="only these classes")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

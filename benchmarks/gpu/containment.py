@@ -1,6 +1,6 @@
 """Stage 5: run kernels that fail in three unrecoverable ways and check that the next candidate is unaffected.
 
-The faults are an illegal access, an endless kernel, and one that takes all memory (faults.cu; on a CPU faults.cpp).
+The faults are an illegal access, an endless kernel, and an allocation of all memory (faults.cu; on a CPU faults.cpp).
 Each is proven as any candidate is. It must fail within its deadline and with the expected cause, its worker must be
 gone, and the device memory must be free again. A good kernel proven after it must get the same proof as it gets alone.
 """

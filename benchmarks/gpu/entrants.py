@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Entry:
     """One build of a candidate, with the first workload of the scope that it serves.
 
-    `refused` holds the reason if there is no such workload.
+    `refused` holds the reason without such a workload.
     """
 
     candidate: Candidate

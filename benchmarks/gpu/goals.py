@@ -20,7 +20,7 @@ CLEAN = ("parity", "sanitizer", "graph", "containment", "engines")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """Describe one line of the page. `reached` returns the figure, or None if the run has none; less is better with
+    """Describe one line of the page. `reached` returns the figure, or None; less is better with
     `most`."""
 
     name: str

@@ -55,7 +55,7 @@ def state(record: Record) -> str:
     """Return the numbers of units done, failed and left, as text."""
     told = [f"{len(record.units)} of {len(record.listed)} units", f"{record.seconds:.0f} s"]
     told += [f"{len(record.failed)} failed"] if record.failed else []
-    told += [f"{len(record.undone)} left: run the same command to continue"] if record.undone else []
+    told += [f"{len(record.undone)} left: the same command continues"] if record.undone else []
     return ", ".join(told)
 
 

@@ -1,4 +1,4 @@
-"""Generate workloads for features that models differ in: windows, softcaps, biases, offset norms, activations.
+"""Generate workloads for features that vary between models: windows, softcaps, biases, offset norms, activations.
 
 The model of a run uses few of the traits that contracts define. The others are taken at another model's shapes: each
 trait alone, each of its values, and the combinations that models use.

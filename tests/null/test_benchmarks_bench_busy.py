@@ -62,7 +62,7 @@ def test_the_table_has_a_line_for_each_load_and_each_workload_that_missed() -> N
     }
     _, line, off = bench_busy.text(kept).splitlines()
     assert line.split() == ["8", "2", "of", "2", "1", "of", "2", "25.0%", "1", "0", "2.0"]
-    assert off.strip() == "c is far off"
+    assert off.strip() == "c misses by more than 10 %"
 
 
 KILLED = """

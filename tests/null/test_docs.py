@@ -420,7 +420,7 @@ def test_a_quick_or_partial_result_is_not_kept():
         command = [sys.executable, "benchmarks/figures.py", "--write", option]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
-        assert "whole results only" in done.stderr
+        assert "requires a complete run" in done.stderr
 
 
 def test_every_entry_of_the_changelog_is_in_a_group():

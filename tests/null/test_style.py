@@ -18,7 +18,7 @@ PACKAGES = (
     "candidates", "certify", "cli", "daemon", "decode", "demo", "dispatch", "fingerprint", "fleet", "guard",
     "integrations", "knobs", "ledger", "models", "native", "ops", "parity", "race", "testing", "tuning", "workers",
 )  # fmt: skip
-FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "kernels/triton", "tests")
+FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "benchmarks", "kernels/triton", "tests")
 TURNS = re.compile(
     r"\b(whoever|whichever|nobody|for want of|to be had|anew|thereof|at hand|says so|(?:is|are|was) (?:said|told)|"
     r"beside (?:it|them|the|this|these|an?)|stands? (?:in|still)|goes on|of (?:its|their) own|by itself|gives? way|"
