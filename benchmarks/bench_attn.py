@@ -63,9 +63,7 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument(
-        "--length", type=int, action="append", default=[], help="may be repeated; default: 256 to 32768"
-    )
+    parser.add_argument("--length", type=int, action="append", default=[], help="repeatable; default: 256 to 32768")
     command_line.dtype(parser)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", default="32/8", help="query heads/KV heads")

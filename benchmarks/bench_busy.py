@@ -73,7 +73,7 @@ def main() -> int:
         run(options.home, load, asked, COPY if options.copy else SPIN)
     kept = _kept(options.home)
     if REFERENCE not in kept:
-        sys.exit("no reference: run --load reference on a quiet machine first")
+        sys.exit("no reference: run --load reference on an idle machine first")
     if options.write:
         keep(KEPT, kept)
     print(json.dumps(summaries(kept)) if options.json else text(kept))

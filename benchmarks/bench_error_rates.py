@@ -57,7 +57,7 @@ SAYS = {
     "three arms": "A challenger no faster than the incumbent, twice as fast as the baseline, nominated: promotions",
     "selection": "Eight candidates exactly as much faster as the margin, the favourite of screening: promotions",
     "session bias": "Identical arms whose luck is fixed inside a session (SD of the luck; margin 2 %)",
-    "calibration": "A device whose A/A sessions cross with probability pi: believed to have pi <= .05",
+    "calibration": "A device whose A/A sessions cross with probability pi: conclusions that pi <= .05",
     "lifetime": "False promotions in the life of a key: a candidate exactly at the margin, tried twenty times",
     "tail": "A candidate 20 % faster with slow samples; 3 % of the baseline's are slow",
     "controls": "Two identical arms under the usual rules: false promotions",

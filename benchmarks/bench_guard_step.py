@@ -134,12 +134,12 @@ def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
 # task kind, index among a layer's tasks of this kind, word of the task (kernels/cpu/step.cpp), its faulty value
 FAULTS: dict[str, tuple[int, int, int, Callable[[list[int]], int]]] = {
     "embedding: another row": (EMBED, 0, 5, lambda words: words[5] + 2 * words[6]),
-    "qkv: weights one row off": (PROJECT, 0, 14, lambda words: words[14] + 2 * words[16]),
+    "qkv: weights shifted by one row": (PROJECT, 0, 14, lambda words: words[14] + 2 * words[16]),
     "attention: scores doubled": (ATTEND, 0, 23, lambda words: DOUBLED),
     "attention: keys of one head": (ATTEND, 0, 21, lambda words: 0),
-    "o: weights one row off": (PROJECT, 1, 14, lambda words: words[14] + 2 * words[16]),
-    "gate_up: weights one row off": (PROJECT, 2, 14, lambda words: words[14] + 2 * words[16]),
-    "down: weights one row off": (PROJECT, 3, 14, lambda words: words[14] + 2 * words[16]),
+    "o: weights shifted by one row": (PROJECT, 1, 14, lambda words: words[14] + 2 * words[16]),
+    "gate_up: weights shifted by one row": (PROJECT, 2, 14, lambda words: words[14] + 2 * words[16]),
+    "down: weights shifted by one row": (PROJECT, 3, 14, lambda words: words[14] + 2 * words[16]),
     "lm_head: eps a million times": (PROJECT, 4, 11, lambda words: struct.unpack("q", struct.pack("d", 10.0))[0]),
 }
 

@@ -222,7 +222,7 @@ def _triton(x: Tensor, weight: Tensor, out: Tensor) -> dict[str, Callable[[], An
         tuner.cache[key] = tuner.configs[0]
         tuner.run(x, weight, 1e-6, 0.0, out, 64, grid=(1,))
     except Exception as error:  # its internals change between versions
-        _ABSENT["triton Autotuner"] = f"this version's cannot be driven without a device: {error!r:.80}"
+        _ABSENT["triton Autotuner"] = f"this version cannot run without a device: {error!r:.80}"
         return {}
     return {"triton Autotuner, cache hit": lambda: tuner.run(x, weight, 1e-6, 0.0, out, 64, grid=(1,))}
 
@@ -247,7 +247,7 @@ def _flashinfer_bench(
         arguments = (x, weight, 1e-6, 0.0, out)
         _nothing_else_may_run(lambda: fib.apply("rmsnorm_d64", args=arguments, fallback=_missed), out)
     except Exception as error:  # its internals change between versions
-        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        _ABSENT[name] = f"this version cannot run here: {error!r:.80}"
         return {}
     return {name: lambda: fib.apply("rmsnorm_d64", args=(x, weight, 1e-6, 0.0, out), fallback=_missed)}
 
@@ -339,7 +339,7 @@ def _flashinfer(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tens
         assert tuner.choose_one("nothing", [runner], config, [x, weight, out])[1] == 7, "the lookup missed"
         _nothing_else_may_run(call, out)
     except Exception as error:  # its internals change between versions
-        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        _ABSENT[name] = f"this version cannot run here: {error!r:.80}"
         return {}
     return {name: call}
 
@@ -366,7 +366,7 @@ def _vllm(direct: Callable[..., Any], x: Tensor, weight: Tensor, out: Tensor) ->
             op = Nothing()
         _nothing_else_may_run(lambda: op(x, weight, 1e-6, 0.0, out), out)
     except Exception as error:  # its internals change between versions
-        _ABSENT[name] = f"this version's cannot be driven here: {error!r:.80}"
+        _ABSENT[name] = f"this version cannot run here: {error!r:.80}"
         return {}
     return {name: lambda: op(x, weight, 1e-6, 0.0, out)}
 

@@ -597,7 +597,7 @@ def changed_since(found: Sequence[Mapping[str, Any]]) -> str:
         told.append(f"{sum(map(bool, stale))} cells were measured before the last change of {files}")
     unknown = sum("sources" not in c for c in found)
     if unknown:
-        told.append(f"of {unknown} cells it is not known which sources were measured")
+        told.append(f"the measured sources of {unknown} cells are unknown")
     return f"{'; '.join(told)}." if told else ""
 
 
@@ -696,7 +696,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="cells whose name has every WORD")
     parser.add_argument("--seconds", type=float, default=8.0, help="maximum seconds of a cell")
     parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="start no cell after SECONDS")
-    parser.add_argument("--write", action="store_true", help="keep the cells in benchmarks/results/cpu/")
+    parser.add_argument("--write", action="store_true", help="store the cells in benchmarks/results/cpu/")
     parser.add_argument("--build", action="store_true", help="compile the kernels without measuring")
     parser.add_argument("--fresh", action="store_true", help="ignore stored cells and measure again")
     options = parser.parse_args(arguments)

@@ -75,7 +75,7 @@ GOALS = (
     Goal(name="rmsnorm/torch", what="rmsnorm bf16, M=1, d=4096: against torch", limit=1, unit="x", tie=True),
     Goal(name="rope/torch", what="rope bf16, M=1, 32/8 heads, D=128: against torch", limit=1, unit="x", tie=True),
     Goal(name="swiglu/torch", what="swiglu bf16, M=1, I=14336: against torch", limit=1, unit="x", tie=True),
-    Goal(name="tune/cold", what="tune llama-8b, nothing compiled or known", limit=150, unit="s", at_most=True),
+    Goal(name="tune/cold", what="tune llama-8b, without builds and decisions", limit=150, unit="s", at_most=True),
     Goal(name="tune/second", what="tune llama-8b again, nothing changed", limit=5, unit="s", at_most=True),
     Goal(name="best/bound", what="best(op, like=...): over calling the kernel", limit=0.1, unit="us", at_most=True),
     Goal(name="best/shape", what="best(op), dispatched by shape: over the kernel", limit=1, unit="us", at_most=True),
@@ -97,7 +97,7 @@ def main() -> int:
         parser.error("--write requires a complete run: omit --quick and --only")
     wanted = [g for g in GOALS if not options.only or any(word in g.name for word in options.only)]
     if not wanted:
-        parser.error(f"no figure has such a name. Figures: {', '.join(g.name for g in GOALS)}")
+        parser.error(f"no figure matches --only. Figures: {', '.join(g.name for g in GOALS)}")
     document = measure(wanted, quick=options.quick)
     if options.json:
         json.dump(document, sys.stdout, indent=1)

@@ -25,7 +25,7 @@ FIRST_LOOK = 10  # pairs before the first look of the peeking t test
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`paired`: sample i of both arms belongs together, so it makes no sense on blocks."""
+    """A decision rule. `paired`: sample i of both arms belongs together, so the rule does not apply to blocks."""
 
     name: str
     decide: Callable[[Times, Times], Promoted]
@@ -80,7 +80,7 @@ def peeking_t(base: Times, own: Times) -> Promoted:
 
 @cache
 def _student(degrees: int) -> float:
-    """The value that Student's t exceeds with probability .01, by integrating its density."""
+    """Return the value that Student's t exceeds with probability .01, by integrating its density."""
     x = np.linspace(0, 100, 200_001)
     density = (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
     below = np.cumsum(density)

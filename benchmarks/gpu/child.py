@@ -50,7 +50,7 @@ def serve(name: str, scope: Scope) -> int:
         print(f"== {line.rstrip()}", file=sys.stderr, flush=True)
         try:
             found = work.run(line.rstrip("\n"), scope, fp)
-        except Exception as error:  # a candidate's module may raise anything; it costs its unit
+        except Exception as error:  # a candidate's module may raise anything; only its unit fails
             traceback.print_exc()
             found = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         broken = fault_of_device()

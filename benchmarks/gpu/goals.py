@@ -117,15 +117,15 @@ def failed(stage: str) -> Callable[[Records], float | None]:
 
 BASE = ("batch 1", "persistent", "graph", "call by call")  # the model at its context, with its step in every form
 GOALS = (
-    *(Goal(name=f"{stage}: units that failed or are left", limit=0, unit="", reached=failed(stage), most=True)
+    *(Goal(name=f"{stage}: failed or undone units", limit=0, unit="", reached=failed(stage), most=True)
       for stage in CLEAN),
     Goal(name="gemv, M=1: beyond bytes / R", limit=1.5, unit="us", reached=beyond_us("linear", M=1), most=True,
          peer="TensorRT-LLM on a B300, 8192 -> 2048: about 5 us, 84 % of its rate"),
     Goal(name="attention, B=1, L=8192: a layer", limit=12.0, unit="us", reached=slowest_us("attn", B=1, L=8192),
          most=True, peer="FlashInfer on a B200: 8.1 us at 4k, 17.8 us at 16k"),
-    Goal(name="attention where bytes prevail: of R", limit=0.95, unit="%", reached=of_read("attn"),
+    Goal(name="memory-bound attention: share of R", limit=0.95, unit="%", reached=of_read("attn"),
          peer="FlashInfer on a B200 and FlashMLA on an H800: 90 % of the datasheet"),
-    Goal(name="projections where bytes prevail: of R", limit=0.90, unit="%", reached=of_read("linear"),
+    Goal(name="memory-bound projections: share of R", limit=0.90, unit="%", reached=of_read("linear"),
          peer="llama.cpp on an RTX 4090: about 90 % end to end"),
     Goal(name="rmsnorm, M=1", limit=2.5, unit="us", reached=slowest_us("rmsnorm", M=1), most=True,
          peer="FlashInfer on a B200: 3 us"),
@@ -142,8 +142,8 @@ GOALS = (
     Goal(name="regret, routes: worst", limit=0.05, unit="%", reached=regret("route", "worst"), most=True),
 )  # fmt: skip
 
-COLUMNS = ("what", "goal", "reached", "verdict", "peer", "why there is a gap")
-UNKNOWN = "not looked into yet"
+COLUMNS = ("what", "goal", "reached", "verdict", "peer", "reason for a gap")
+UNKNOWN = "not examined yet"
 
 
 def lines(records: Records, gaps: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

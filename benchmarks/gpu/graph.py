@@ -68,9 +68,13 @@ def replayed(timer: Timer, entry: Entry) -> Found:
         called = timer.bench.outputs(name)
         seat.timed.result = captured
         if entry.candidate.deterministic and not all(same(a, b) for a, b in zip(replay, called, strict=True)):
-            return {"outcome": "differs", "how": how(seat.timed), "reason": "a replay and a call give other bits"}
+            return {"outcome": "differs", "how": how(seat.timed), "reason": "a replay and a call differ in their bits"}
     if how(seat.timed) == "queue":
-        return {"outcome": "not captured", "how": "queue", "reason": "it cannot be captured: it was launched instead"}
+        return {
+            "outcome": "not captured",
+            "how": "queue",
+            "reason": "it cannot be captured; it was launched call by call",
+        }
     return {"outcome": "right", "how": how(seat.timed), "replays": len(SEEDS)}
 
 
@@ -103,7 +107,7 @@ def whole_step(scope: Scope) -> Found:
         right = same(replay, step.logits)
     found = {"how": how(timed), "graph_ms": middle(graph_ms), "eager_ms": middle(eager_ms), "calls": len(step.calls)}
     if not right or found["how"] == "queue":
-        why = "logits of the replay are others" if not right else "the step cannot be captured"
+        why = "the replay's logits differ" if not right else "the step cannot be captured"
         return {"ok": False, "outcome": "wrong" if not right else "not captured", "reason": why, **found}
     return {"ok": True, "outcome": "right", **found}
 

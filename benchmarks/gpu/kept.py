@@ -27,7 +27,7 @@ class Record:
     started: str  # UTC, ISO 8601
     seconds: float = 0.0
     listed: list[str] = field(default_factory=list)  # all units of the stage
-    units: dict[str, dict[str, Any]] = field(default_factory=dict)  # those done, by name
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)  # finished units, by name
 
     @property
     def undone(self) -> list[str]:

@@ -35,7 +35,7 @@ METRICS = {
     "launch__registers_per_thread": "registers a thread",
     "launch__waves_per_multiprocessor": "waves",
 }
-NO_TOOL = "ncu (Nsight Compute) was not found on PATH or beside nvcc: install it, then --stage profile --fresh"
+NO_TOOL = "ncu (Nsight Compute) was not found on PATH or next to nvcc: install it, then --stage profile --fresh"
 NOT_ALLOWED = "ERR_NVGPUCTRPERM"  # the driver restricts its counters to the administrator
 
 
@@ -51,7 +51,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     ranked = slowest(scope)
     number = int(unit.split()[1]) - 1
     if number >= len(ranked):
-        return {"ok": True, "outcome": "nobody", "reason": "the bench stage has no kernel of ours left to profile"}
+        return {"ok": True, "outcome": "nobody", "reason": "the bench stage has no further autosel kernel to profile"}
     key, arm, of_read = ranked[number]
     told = {"workload": key, "arm": arm, "of_read": of_read}
     command = [sys.executable, "-P", str(PROFILED), scope.text, key, arm]

@@ -350,7 +350,7 @@ def test_a_cell_older_than_its_kernels_sources_is_marked() -> None:
     old = {"kernel": "cpp:gemv", "sources": {**now, "cpu/dot.h": "000000000000", "cpu/gone.h": "111111111111"}}
     told = changed_since([fresh, old])
     assert told.startswith("1 cells") and "`kernels/cpu/dot.h` (1), `kernels/cpu/gone.h` (1)" in told
-    assert "of 1 cells it is not known" in changed_since([fresh, {"kernel": "cpp:gemv"}])
+    assert "sources of 1 cells are unknown" in changed_since([fresh, {"kernel": "cpp:gemv"}])
 
 
 def test_a_triton_kernels_sources_are_all_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:

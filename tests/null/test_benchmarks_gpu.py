@@ -95,7 +95,7 @@ def test_an_arm_that_is_wrong_reaches_nothing() -> None:
 
 def test_shares_of_the_read_rate_are_judged_where_bytes_prevail() -> None:
     found = {key("attn", **ATTN): timed(10.0, 7.0), key("attn", **{**ATTN, "B": 64}): timed(100.0, 96.0)}
-    row = reached("attention where bytes prevail: of R", bench=record("bench", found))
+    row = reached("memory-bound attention: share of R", bench=record("bench", found))
     assert row[2:4] == ("96.0%", "reached")
 
 
@@ -109,7 +109,7 @@ def test_a_missed_goal_requires_a_reason() -> None:
 
 
 def test_unfinished_units_miss_their_goal() -> None:
-    row = reached("parity: units that failed or are left", parity=record("parity", {"a": {"ok": True}}, ["a", "b"]))
+    row = reached("parity: failed or undone units", parity=record("parity", {"a": {"ok": True}}, ["a", "b"]))
     assert row[3] == "missed"
 
 
@@ -181,7 +181,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     kept.write(record("sanitizer", {"memcheck step cuda:step bf16": {"ok": True, "outcome": "clean", "cases": 1}}))
     kept.write(record("fingerprint", {"take": {"ok": True}}))
     kept.write(record("regret", {"decode cuda:gemv": CELL, "decode cuda:rope": {"ok": True, "left out": "no kernel"}}))
-    kept.write_text("gaps.json", json.dumps({"parity: units that failed or are left": "fp32 rounds twice"}))
+    kept.write_text("gaps.json", json.dumps({"parity: failed or undone units": "fp32 rounds twice"}))
     monkeypatch.setattr(made, "ROOT", tmp_path)
     return made
 

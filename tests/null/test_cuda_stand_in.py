@@ -325,7 +325,7 @@ def test_a_gpu_that_no_kernel_is_for_is_refused_before_the_first_stage(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: ((9, 0), (7, 5))[number])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Tesla T4")
     refuse_absent_device("cuda")
-    with pytest.raises(UsageError, match="no kernel here is for GPU 1") as caught:
+    with pytest.raises(UsageError, match="no kernel supports GPU 1") as caught:
         refuse_absent_device("cuda:1")
     assert "Tesla T4 has compute capability 7.5" in caught.value.why and "8.0" in caught.value.why
 
