@@ -14,8 +14,8 @@ a shape in a process also runs the baseline, which for the logits is every one o
 times the tokens after the first. --compile adds a third arm: the unpatched model's forward under torch.compile, over a
 static cache.
 
-This home's decisions serve. `--pinned` serves all of autosel's C++ kernels instead, without a race and from a
-temporary home: the figure that tuning can reach, not one that it has proven. To decide these shapes, run this program
+This home's decisions serve. `--pinned` serves autosel's C++ kernels for all ops that have one, without a race and from
+a temporary home: the figure that tuning can reach, not one that it has proven. To decide these shapes, run this program
 under `autosel record`, then run `autosel tune --recorded`.
 """
 

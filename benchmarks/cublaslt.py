@@ -1,4 +1,4 @@
-"""Compute a product with cuBLASLt: PyTorch's call with cuBLASLt as the preferred library, which runs its first choice.
+"""Compute a product with the first choice of cuBLASLt's heuristics, through PyTorch's preferred-library setting.
 
 By default PyTorch calls cuBLAS for most products, so the baseline `linear` does not cover cuBLASLt.
 """

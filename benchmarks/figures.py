@@ -278,7 +278,7 @@ PARTS = (
 
 
 def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Figure:
-    """Time every PyTorch and C++ candidate in random order each round; return the rival's time over our fastest."""
+    """Time every PyTorch and C++ candidate in random order each round; return the rival's over the best C++ time."""
     import torch
 
     from autosel.race.bench import Bench

@@ -64,7 +64,7 @@ def _middle(times: list[float]) -> float:
 
 
 def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """Return eligible candidates by name, baseline first, with cuBLASLt rivals; and the reasons of the others."""
+    """Return eligible candidates by name, baseline first, with cuBLASLt rivals; and why the others are refused."""
     from autosel.candidates.registry import eligible
     from autosel.errors import BuildError
     from benchmarks.cublaslt import by_cublaslt

@@ -1,7 +1,7 @@
 """List the goals for a GPU, the results from a run's records, and the figures of peers. Loads no torch.
 
-A goal that is a share of the read rate becomes a time: bytes divided by the device's own read rate. Goals with a model
-and tokens per second are for one H200. Figures of peers are those published by their authors, for the device named.
+Goals about memory are relative to the device's own read rate R. Goals with a model and tokens per second are for one
+H200. Figures of peers are those published by their authors, for the device named.
 """
 
 from __future__ import annotations
