@@ -39,6 +39,7 @@ MODELS, BATCHES, CONTEXT, PROMPT = ("llama-1b", "gemma3-1b"), (1, 4, 8, 16), 409
 MOST_BYTES = 64 << 20
 MOST_PROOFS = 4  # proofs of one build, each with different knobs
 DTYPES: Sequence[DTypeName] = ("bf16", "fp32", "fp16")
+MADE_IN = "autosel_mutants_"  # start of the name of the folder that holds the mutated sources
 MUTANTS = 9
 TRIES = 6  # changes drawn for each mutant: some do not compile, or compile to the same code
 CALL_S = 10.0
@@ -244,5 +245,5 @@ def _drop(artefact: Artefact) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="autosel_mutants_") as made:
+    with tempfile.TemporaryDirectory(prefix=MADE_IN) as made:
         yield Path(made)
