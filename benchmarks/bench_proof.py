@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import command_line
-from kept import RESULTS, keep
+from kept import RESULTS, device_of, keep
 
 if TYPE_CHECKING:
     from autosel.parity.check import Proof, Step
@@ -70,7 +70,8 @@ def measured(model: str, seq: int) -> dict[str, Any]:
     with steps, proofs, open_ledger() as ledger:
         report = pipeline.tune(pipeline.Request(workloads=named), ledger, _Progress())
     decided = len(report.decisions)
-    return {"model": model, "tune_s": report.seconds, **walls, "decided": decided, "of": len(named), "parts_s": parts}
+    about = {"date": time.strftime("%Y-%m-%d"), "device": device_of(report.fingerprint), "model": model}
+    return {**about, "tune_s": report.seconds, **walls, "decided": decided, "of": len(named), "parts_s": parts}
 
 
 def timed(step: Step, parts: dict[str, float]) -> Step:
@@ -117,7 +118,9 @@ def text(found: Mapping[str, Any]) -> str:
     proofs = found["proofs_s"] / found["tune_s"]
     decided = f"{found['decided']} of {found['of']} workloads decided"
     lines = [
-        f"{found['model']}: cold tune {found['tune_s']:.0f} s, {decided}; builds and proofs {found['proofs_s']:.0f} s",
+        f"{found['device']}, {found['date']}: cold tune of {found['model']}, {found['tune_s']:.0f} s, {decided}.",
+        f"Builds and proofs took {found['proofs_s']:.0f} s of them.",
+        "",
         "| part of the proofs | seconds | share of the tune |",
         "| --- | --- | --- |",
     ]

@@ -673,6 +673,14 @@ def error_rates() -> str:
     return markdown(found) if found else "No results of `benchmarks/bench_error_rates.py --write` are stored yet."
 
 
+def proof() -> str:
+    """Return the stored table of `benchmarks/bench_proof.py --write`."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from bench_proof import KEPT, text
+
+    return text(json.loads(KEPT.read_text()))
+
+
 def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
     """Return the seed of all rows and the state of the checks that they are of, or those of groups of rows."""
     states: dict[str, list[str]] = {}
@@ -1037,6 +1045,7 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "kernel": rmsnorm_kernel,
     "figures": figures,
     "error-rates": error_rates,
+    "proof": proof,
     "mutants": mutants,
     "mutants-source": mutants_source,
     "mutants-reverse": mutants_reverse,

@@ -24,17 +24,25 @@ def buckets(*, without: str = "") -> set[str]:
     return {w.bucket for w in step if w.op != without}
 
 
-def test_a_run_without_decisions_says_so_before_it_measures_and_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def stopped_at(
+    module: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """Replace a measurement by an error; return the list that then holds what was printed on stderr before it."""
     said: list[str] = []
 
     def measured(*_: Any) -> None:
         said.append(capsys.readouterr().err)
         raise AutoselError("measured")
 
+    monkeypatch.setattr(module, name, measured)
+    return said
+
+
+def test_a_run_without_decisions_says_so_before_it_measures_and_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = stopped_at(certify_run, "certify", monkeypatch, capsys)
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
-    monkeypatch.setattr(certify_run, "certify", measured)
     assert run(["run", "--model", "llama-1b", "--seq", "2048", "--layers", "1", "--small-batch", "2"]) == 1
     assert "note: nothing is tuned for llama-1b, batch 2, context 2048" in said[0]
     assert said[0].splitlines()[-1].endswith("tune --model llama-1b --seq 2048 --batch 2")
@@ -43,14 +51,8 @@ def test_a_run_without_decisions_says_so_before_it_measures_and_names_the_comman
 def test_a_suite_says_it_for_each_model_before_it_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: list[str] = []
-
-    def measured(*_: Any) -> None:
-        said.append(capsys.readouterr().err)
-        raise AutoselError("measured")
-
+    said = stopped_at(run_suite, "measure_suite", monkeypatch, capsys)
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
-    monkeypatch.setattr(run_suite, "measure_suite", measured)
     assert run(["run", "--suite", "quick", "--model", "smollm2-135m", "--layers", "1"]) == 1
     assert said[0].count("note: nothing is tuned for smollm2-135m") == 1
     assert "tune --model smollm2-135m --seq " in said[0]

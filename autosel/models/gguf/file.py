@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosel import files
@@ -171,15 +171,10 @@ def _placed(cursor: Cursor, tensors: list[GgufTensor], base: int, alignment: int
         end = tensor.start + tensor.size
         if base + end > cursor.size:
             raise incomplete(cursor.path, f"{what} ends at byte {base + end}, the file at byte {cursor.size}")
-        found[tensor.name] = _moved(tensor, base)
+        found[tensor.name] = replace(tensor, start=base + tensor.start)
     if cursor.size > base + _aligned(end, alignment):
         raise incomplete(cursor.path, f"the tensors end at byte {base + end}, the file at byte {cursor.size}")
     return found
-
-
-def _moved(tensor: GgufTensor, base: int) -> GgufTensor:
-    start = base + tensor.start
-    return GgufTensor(name=tensor.name, shape=tensor.shape, block=tensor.block, start=start, size=tensor.size)
 
 
 def _aligned(at: int, alignment: int) -> int:
