@@ -367,6 +367,7 @@ def calibrate(count: int, op: str) -> int:
     Only timing shows whether a shape is long enough, and short enough to carry a clone.
     """
     from autosel import fingerprint
+    from autosel.ledger.commands import SaveAA
     from autosel.ledger.store import open_ledger
     from autosel.race.plan import SAMPLE_NS, margin
 
@@ -377,8 +378,8 @@ def calibrate(count: int, op: str) -> int:
             before = ledger.aa(fp.hw_id, kind)[0]
             for number in range(4 * count):
                 found = aa_session(*choices[number % len(choices)], fp)
-                crossings = [s.aa_crossed for s in found.sessions if s.aa_crossed is not None and not s.voided]
-                ledger.save_aa(fp.hw_id, found.time_class, crossings)
+                crossings = tuple(s.aa_crossed for s in found.sessions if s.aa_crossed is not None and not s.voided)
+                ledger.write(SaveAA(hw_id=fp.hw_id, time_class=found.time_class, crossings=crossings))
                 counted = ledger.aa(fp.hw_id, kind)[0] - before
                 told = f"{kind} {counted} of {count}: {found.workload.key} {_told(found)}"
                 print(f"{time.strftime('%H:%M:%S')}  {told}", file=sys.stderr)

@@ -328,7 +328,7 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("race.drawn", "SLOTS", "sets of outputs that a sample's calls write into"),
     ("race.kept", "SPREAD", "distance of two results of an arm in a pair, in largest bounds"),
     ("race.kept", "APART", "distance from the baseline's result above which float64 decides, in largest bounds"),
-    ("ledger.store", "LIFETIME_BUDGET", "total error probability of all attempts at one key"),
+    ("ledger.key", "LIFETIME_BUDGET", "total error probability of all attempts at one key"),
     ("parity.stage", "GUARD_BYTES", "guard on each side of every operand, bytes"),
     ("parity.battery", "REPEATS", "runs on the same inputs, with other work in between"),
     ("parity.battery", "FRESH_SEEDS", "fresh inputs at the same addresses"),

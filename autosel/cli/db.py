@@ -140,11 +140,12 @@ def release(quarantine_ids: tuple[int, ...], reason: str, as_json: bool) -> None
 
     The next tune proves and races them; it needs no --force.
     """
+    from autosel.ledger.commands import Release
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
         for number in quarantine_ids:
-            ledger.release(number, reason)
+            ledger.write(Release(quarantine_id=number, reason=reason))
     numbers = ", ".join(map(str, quarantine_ids))
     ended = f"quarantine {numbers} has ended" if len(quarantine_ids) == 1 else f"quarantines {numbers} have ended"
     _say(f"{ended}; `{settings.spelling()} tune` races again", {"released": quarantine_ids, "reason": reason}, as_json)

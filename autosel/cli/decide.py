@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from autosel.cli.figures import decision_json
 from autosel.cli.options import json_option, reason_option, verb
 from autosel.cli.output import emit_json
-from autosel.values import Decision
+
+if TYPE_CHECKING:
+    from autosel.ledger.commands import Command
+    from autosel.values import Decision
 
 
 @verb("promote", 'promote 41 cpp:attn_decode --reason "measured on the production trace"')
@@ -17,10 +22,9 @@ from autosel.values import Decision
 @json_option
 def promote_command(decision_id: int, candidate: str, reason: str, as_json: bool) -> None:
     """Serve CANDIDATE instead of DECISION_ID's. CANDIDATE must have passed parity there."""
-    from autosel.ledger.store import open_ledger
+    from autosel.ledger.commands import Promote
 
-    with open_ledger() as ledger:
-        _said(ledger.promote(decision_id, candidate, reason), as_json)
+    _write(Promote(decision_id=decision_id, candidate=candidate, reason=reason), as_json)
 
 
 @verb("demote", 'demote 41 --reason "wrong token in request 7"')
@@ -29,10 +33,9 @@ def promote_command(decision_id: int, candidate: str, reason: str, as_json: bool
 @json_option
 def demote_command(decision_id: int, reason: str, as_json: bool) -> None:
     """Stop serving DECISION_ID. The baseline serves within a second, in every process."""
-    from autosel.ledger.store import open_ledger
+    from autosel.ledger.commands import Demote
 
-    with open_ledger() as ledger:
-        _said(ledger.demote(decision_id, reason), as_json)
+    _write(Demote(decision_id=decision_id, reason=reason), as_json)
 
 
 @verb("pin", 'pin 41 --reason "frozen for the release"', 'pin 41 --off --reason "release is out"')
@@ -43,13 +46,17 @@ def demote_command(decision_id: int, reason: str, as_json: bool) -> None:
 @json_option
 def pin_command(decision_id: int, candidate: str | None, off: bool, reason: str, as_json: bool) -> None:
     """Serve DECISION_ID's candidate (or CANDIDATE) until it is unpinned, also after later races."""
+    from autosel.ledger.commands import Pin, Unpin
+
+    kind = Unpin if off else Pin
+    _write(kind(decision_id=decision_id, reason=reason, candidate=None if off else candidate), as_json)
+
+
+def _write(command: Command[Decision], as_json: bool) -> None:
     from autosel.ledger.store import open_ledger
 
     with open_ledger() as ledger:
-        _said(ledger.unpin(decision_id, reason) if off else ledger.pin(decision_id, reason, candidate), as_json)
-
-
-def _said(decision: Decision, as_json: bool) -> None:
+        decision = ledger.write(command)
     if as_json:
         emit_json(decision_json(decision))
     else:

@@ -20,7 +20,7 @@ from autosel.files import read_named
 if TYPE_CHECKING:
     from autosel.ledger.store import Imported, Ledger
     from autosel.tuning.adopt import Adoption
-    from autosel.values import DTypeName
+    from autosel.values import Decision, DTypeName
 
 
 @verb(
@@ -198,16 +198,17 @@ def import_command(
     with open_ledger() as ledger:
         taken = _taken_in(ledger, path, key) if path else None
         adopted = _adopted(ledger) if check else []
+        kept = [(ledger.decision(number), why) for number, why in taken.kept] if taken else []
     document = {
-        "served": [d.id for d in taken.served] if taken else [],
-        "kept": [{"id": d.id, "reason": why} for d, why in taken.kept] if taken else [],
+        "served": taken.served if taken else (),
+        "kept": [{"id": d.id, "reason": why} for d, why in kept],
         "adopted": [a.decision.id for a in adopted if not a.reason],
         "refused": [{"id": a.decision.id, "reason": a.reason} for a in adopted if a.reason],
     }
     if as_json:
         emit_json(document)
         return
-    for line in _words(taken, adopted, check):
+    for line in _words(taken, kept, adopted, check):
         click.echo(line)
     if document["served"] or document["adopted"]:
         click.echo(f"look at them: {settings.spelling()} history")
@@ -216,6 +217,7 @@ def import_command(
 def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
     from autosel.cli import bundle
     from autosel.cli.device import here
+    from autosel.ledger.commands import Import
 
     data = read_named(path, bundle.MOST_BYTES)
     signer = ""
@@ -225,7 +227,7 @@ def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
         signer = public_key(key)
     found = bundle.read(data, str(path), signer=signer)
     cpu, *gpus = (fp.hw_id for _, fp in here())
-    return ledger.import_(found.decisions, cpu, found.host, also=gpus)
+    return ledger.write(Import(document=found.decisions, hw_id=cpu, origin=found.host, also=tuple(gpus)))
 
 
 def _adopted(ledger: Ledger) -> list[Adoption]:
@@ -249,12 +251,14 @@ def _mode() -> str:
     return current_mode()
 
 
-def _words(taken: Imported | None, adopted: Sequence[Adoption], check: bool) -> Iterator[str]:
+def _words(
+    taken: Imported | None, kept: Sequence[tuple[Decision, str]], adopted: Sequence[Adoption], check: bool
+) -> Iterator[str]:
     served = (len(taken.served) if taken else 0) + sum(not a.reason for a in adopted)
     yield f"{served} decisions serve here now" + (f", {len(taken.kept)} are kept as history" if taken else "")
     if taken and taken.waiting and not check:
         yield f"{len(taken.waiting)} wait for a proof of this host: {settings.spelling()} import"
-    for decision, why in taken.kept if taken else ():
+    for decision, why in kept:
         yield f"  {decision.workload.key}: {why}"
     for a in adopted:
         if a.reason:

@@ -28,8 +28,9 @@ from autosel.daemon.uses import Report
 from autosel.daemon.view import bucket_of
 from autosel.daemon.writes import COMMAND, command_of
 from autosel.errors import AutoselError, LedgerError
-from autosel.ledger import commands, compare, faults, rows
+from autosel.ledger import compare, faults, rows
 from autosel.ledger import schema as t
+from autosel.ledger.commands import Demote, Pin, Promote, Unpin
 from autosel.ledger.describe import decision_json
 from autosel.ledger.faults import Fault
 from autosel.ledger.host import here as this_host
@@ -280,6 +281,9 @@ def arms(ledger: Ledger, op: str, hw_id: str) -> list[dict[str, Any]]:
         ]
 
 
+BY_HAND = {kind.call: kind for kind in (Demote, Promote, Pin, Unpin)}
+
+
 async def change(hub: Hub, request: Request) -> Response:
     """Demote, promote, pin or unpin."""
     verb = request.url.path.rsplit("/", 1)[1]
@@ -292,8 +296,8 @@ async def change(hub: Hub, request: Request) -> Response:
     if verb == "promote" and not candidate:
         raise Bad(422, "which candidate is to be promoted?", todo="name it in `candidate`")
     await evidence_of(hub, request)  # 404 for an unknown decision
-    command = commands.ByHand(call=verb, decision_id=wanted, reason=asked.reason, candidate=candidate)  # type: ignore[arg-type]  # a route's last word
-    made: Decision = await hub.write(command.run)
+    command = BY_HAND[verb](decision_id=wanted, reason=asked.reason, candidate=candidate)
+    made: Decision = await hub.write(lambda ledger: ledger.write(command))
     await hub.reload()
     return answer({**decision_json(made), "recorded": made.state})
 

@@ -40,7 +40,7 @@ def command_of(body: Any) -> Work:
         command, leases = commands.decode(body)
     except ValueError as error:
         raise Bad(422, "this is not a command of the ledger", why=str(error)[:300]) from error
-    return lambda ledger: commands.work(ledger, command, leases)()
+    return lambda ledger: ledger.write(command, leases=leases)
 
 
 def is_straight(headers: Sequence[tuple[bytes, bytes]]) -> bool:

@@ -16,6 +16,7 @@ from autosel.decode.question import Question
 from autosel.decode.race import Steps, race_of
 from autosel.decode.run import Chain, StepForm
 from autosel.decode.scene import Scene
+from autosel.ledger.commands import Record
 from autosel.ledger.store import Ledger
 from autosel.race.judge import judge
 from autosel.values import WHOLE_STEP, Decision, Passed, Verdict, digest
@@ -39,20 +40,22 @@ def decide(
         verdict = judge(race)
         verdict = _with_roofline(verdict, steps.moved.get(verdict.winner, 0))
         promoted, baseline = verdict.outcome == "promote", arms["ops"]
-        digests = [arm.digest for arm in question.contested.values()]
-        return ledger.record(
-            scene.fp,
-            question.workload,
-            verdict=verdict,
-            race=race,
-            parities=list(zip(raced, proofs.values(), strict=True)),
-            arm=next(a for a in raced if a.candidate == verdict.winner) if promoted else baseline,
-            baseline=baseline,
-            entrants=digests,  # also those that could not be built, or promised too little
-            mode=question.mode,
-            state="promoted" if promoted else "kept",
-            reason=verdict.reason,
-            idempotency_key=digest({"race": digest(race), "arms": digests}),
+        digests = tuple(arm.digest for arm in question.contested.values())
+        return ledger.write(
+            Record(
+                fp=scene.fp,
+                workload=question.workload,
+                verdict=verdict,
+                race=race,
+                parities=tuple(zip(raced, proofs.values(), strict=True)),
+                arm=next(a for a in raced if a.candidate == verdict.winner) if promoted else baseline,
+                baseline=baseline,
+                entrants=digests,  # also those that could not be built, or promised too little
+                mode=question.mode,
+                state="promoted" if promoted else "kept",
+                reason=verdict.reason,
+                idempotency_key=digest({"race": digest(race), "arms": digests}),
+            )
         )
 
 

@@ -14,6 +14,7 @@ from autosel import settings
 from autosel.candidates.control import CONTROL
 from autosel.decode.step import Step, fresh_logits
 from autosel.errors import DeviceFault, EnvironmentFault, LedgerError, UsageError
+from autosel.ledger.commands import Hold
 from autosel.ledger.store import Ledger
 from autosel.values import Arm, Fingerprint
 
@@ -53,7 +54,9 @@ def blame(ledger: Ledger | None, fp: Fingerprint, control: Step, arm: Arm, error
     if ledger is not None and ledger.writable:
         reason = f"{fault.what}: {fault.why}"
         try:
-            ledger.quarantine(fault.arm, hw_id=fp.hw_id, op=fault.op, cause="watchdog", reason=reason, evidence=WORKED)
+            ledger.write(
+                Hold(arm=fault.arm, hw_id=fp.hw_id, op=fault.op, cause="watchdog", reason=reason, evidence=WORKED)
+            )
         except LedgerError as failed:
             fault.add_note(f"{arm.candidate} could not be put in quarantine: {failed.what}")
     return fault

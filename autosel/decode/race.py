@@ -23,6 +23,7 @@ from autosel.decode.run import Chain
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step
 from autosel.errors import DeviceFault
+from autosel.ledger.commands import Spend
 from autosel.ledger.key import budget_key
 from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step
@@ -53,7 +54,8 @@ def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Rac
 
     def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
         assert ledger is not None
-        return ledger.spend(budget_key(scene.fp.hw_id, contest.workload), allowed.false_promotion_bound, candidate)
+        key = budget_key(scene.fp.hw_id, contest.workload)
+        return ledger.write(Spend(key=key, amount=allowed.false_promotion_bound, reason=candidate))
 
     def progress(tick: Tick) -> None:
         scene.listener.stage("step", f"{tick.stage}, {tick.pairs} pairs of whole steps", 0, 1)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autosel.errors import AutoselError, BadConfig
 from autosel.ledger import faults
+from autosel.ledger.commands import Demote, Hold
 from autosel.ledger.faults import Fault
+from autosel.ledger.local import Ledger
 from autosel.ledger.locks import faults_lock
-
-if TYPE_CHECKING:
-    from autosel.ledger.store import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +55,10 @@ def _decide(ledger: Ledger, fault: Fault) -> None:
         for row in ledger.serving_rows(d.hw_id, d.bucket, d.mode):
             same = row.arm.digest == arm.digest and row.length_range == d.length_range
             if same and row.created_at <= fault.seen_at:  # a later attempt may have promoted it again
-                ledger.demote(row.id, fault.reason)
+                ledger.write(Demote(decision_id=row.id, reason=fault.reason))
         return
     held = ledger.quarantined(d.hw_id, d.op).values()
     if not any(q.evidence.get("fault") == fault.id for q in held):
-        ledger.quarantine(
-            arm,
-            hw_id=d.hw_id,
-            op=d.op,
-            cause=fault.cause,
-            reason=fault.reason,
-            digest=arm.build or arm.digest,
-            evidence={**fault.evidence, "fault": fault.id, "workload": fault.workload, "seen_at": fault.seen_at},
-        )
+        evidence = {**fault.evidence, "fault": fault.id, "workload": fault.workload, "seen_at": fault.seen_at}
+        build, cause, reason = arm.build or arm.digest, fault.cause, fault.reason
+        ledger.write(Hold(arm=arm, hw_id=d.hw_id, op=d.op, cause=cause, reason=reason, digest=build, evidence=evidence))

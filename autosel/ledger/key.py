@@ -7,6 +7,7 @@ import re
 from autosel.values import Workload
 
 LengthRange = tuple[int, int] | None
+LIFETIME_BUDGET = 0.01  # maximum total false-promotion probability of all attempts at one key (design section 7)
 
 
 def serving_key(hw_id: str, mode: str, bucket: str, length_range: LengthRange = None) -> str:

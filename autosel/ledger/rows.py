@@ -151,6 +151,20 @@ def parity_of(outcome: str, document: str) -> Parity:
     return made
 
 
+def proofs(connection: Connection, decision_id: int) -> list[tuple[Arm, Parity]]:
+    """Return the proofs on which a decision rests."""
+    p = t.parities.c
+    query = (
+        sa.select(t.candidates.c.document.label("arm"), p.outcome, p.document)
+        .select_from(t.decision_parities)
+        .join(t.parities, t.decision_parities.c.parity_id == p.id)
+        .join(t.candidates, p.candidate_id == t.candidates.c.id)
+        .where(t.decision_parities.c.decision_id == decision_id)
+        .order_by(p.id)
+    )
+    return [(value_of(Arm, r.arm), parity_of(r.outcome, r.document)) for r in connection.execute(query)]
+
+
 def put_race(connection: Connection, fingerprint_id: int, race: Race) -> int:
     document = text_of(race).encode()
     return insert(

@@ -13,6 +13,7 @@ from autosel.candidates import arms, registry
 from autosel.candidates.base import support_of
 from autosel.errors import AutoselError, BuildError, UnknownName
 from autosel.fingerprint import unit
+from autosel.ledger.commands import Adopt
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, source_digest
@@ -59,7 +60,7 @@ def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> 
         compile_source(way.recipe.source, way.recipe.flags)
     with ledger.trial(fp.hw_id, decision.op, way.arm):
         parity = check(proof_of(way, decision.workload), fp=fp, device=device)
-    if ledger.adopt(decision.id, parity):
+    if ledger.write(Adopt(decision_id=decision.id, parity=parity)):
         return ""
     return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "the decision no longer serves"
 

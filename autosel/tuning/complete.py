@@ -11,6 +11,7 @@ from typing import Protocol
 
 from autosel import fingerprint
 from autosel.candidates import registry
+from autosel.ledger.commands import Hold, SaveParity
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_rest
@@ -44,7 +45,7 @@ def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "
         for done, (decision, known) in enumerate(left):
             stages.stage("parity", f"completing the proof of {decision.arm.candidate}", done, len(left))
             found = _rest(ledger, fp, decision, known, device)
-            ledger.save_parity(fp.hw_id, decision.workload, decision.arm, found)
+            ledger.write(SaveParity(hw_id=fp.hw_id, workload=decision.workload, arm=decision.arm, parity=found))
             reason = ""
             if isinstance(found, Failed):
                 reason = f"parity: {found.check} ({found.case}): {found.reason}"
@@ -72,12 +73,14 @@ def _proof(d: Decision) -> Proof:
 
 
 def _hold(ledger: Ledger, d: Decision, failed: Failed, reason: str) -> None:
-    ledger.quarantine(
-        d.arm,
-        hw_id=d.hw_id,
-        op=d.op,
-        cause="parity",
-        reason=reason,
-        digest=d.arm.build or d.arm.digest,
-        evidence={**failed.evidence, "check": failed.check, "case": failed.case},
+    ledger.write(
+        Hold(
+            arm=d.arm,
+            hw_id=d.hw_id,
+            op=d.op,
+            cause="parity",
+            reason=reason,
+            digest=d.arm.build or d.arm.digest,
+            evidence={**failed.evidence, "check": failed.check, "case": failed.case},
+        )
     )

@@ -10,6 +10,7 @@ from autosel import ops
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import UsageError
 from autosel.fingerprint import nvml
+from autosel.ledger.commands import Hold, SaveAA, SaveParity, Spend
 from autosel.ledger.key import budget_key
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
@@ -37,8 +38,8 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
             continue
         contest, race = found
         job = contested[contest.workload.key]
-        crossings = [s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided]
-        tuning.ledger.save_aa(tuning.fp.hw_id, race.time_class, crossings)
+        crossings = tuple(s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided)
+        tuning.ledger.write(SaveAA(hw_id=tuning.fp.hw_id, time_class=race.time_class, crossings=crossings))
         job.race, job.verdict = race, with_roofline(judge(race), job.workload)
         yield job
 
@@ -54,7 +55,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
 
     def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
         key = budget_key(tuning.fp.hw_id, contest.workload)
-        return tuning.ledger.spend(key, allowed.false_promotion_bound, candidate)
+        return tuning.ledger.write(Spend(key=key, amount=allowed.false_promotion_bound, reason=candidate))
 
     @contextmanager
     def journal(contest: Contest, arms: Sequence[str]) -> Iterator[None]:
@@ -119,9 +120,9 @@ def _disqualify(tuning: Tuning, job: Job, found: Disqualified) -> None:
     failed = Failed(check=found.check, case="while racing", evidence=evidence, reason=found.reason)
     hw_id = tuning.fp.hw_id
     job.parities.append((way.arm, failed))
-    tuning.ledger.save_parity(hw_id, job.workload, way.arm, failed)
+    tuning.ledger.write(SaveParity(hw_id=hw_id, workload=job.workload, arm=way.arm, parity=failed))
     op, reason = job.workload.op, f"{found.check}: {found.reason}"
-    held = tuning.ledger.quarantine(way.arm, hw_id=hw_id, op=op, cause=found.check, reason=found.reason)
+    held = tuning.ledger.write(Hold(arm=way.arm, hw_id=hw_id, op=op, cause=found.check, reason=found.reason))
     tuning.tally.rejected(job.workload, found.candidate, "race", reason, quarantine=held)
     job.drop(way)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autosel.ledger.commands import Record
 from autosel.ledger.key import LengthRange
 from autosel.tuning.job import Job, Tuning
 from autosel.values import Decision, Workload, digest
@@ -17,18 +18,20 @@ def decide(tuning: Tuning, job: Job, *, lengths: LengthRange = None, workload: W
         "lengths": lengths,
         "race": digest(job.race) if job.race else digest([arm.digest for arm, _ in job.parities]),
     }
-    return tuning.ledger.record(
-        tuning.fp,
-        w,
-        verdict=verdict,
-        race=job.race,
-        parities=job.parities,
-        arm=job.winner.arm,
-        baseline=job.baseline.arm,
-        mode=job.mode,
-        state="promoted" if verdict is not None and verdict.outcome == "promote" else "kept",
-        reason=verdict.reason if verdict is not None else "no other candidate can run this here",
-        idempotency_key=digest(identity),
-        length_range=lengths,
-        entrants=job.offered,
+    return tuning.ledger.write(
+        Record(
+            fp=tuning.fp,
+            workload=w,
+            verdict=verdict,
+            race=job.race,
+            parities=tuple(job.parities),
+            arm=job.winner.arm,
+            baseline=job.baseline.arm,
+            mode=job.mode,
+            state="promoted" if verdict is not None and verdict.outcome == "promote" else "kept",
+            reason=verdict.reason if verdict is not None else "no other candidate can run this here",
+            idempotency_key=digest(identity),
+            length_range=lengths,
+            entrants=tuple(job.offered),
+        )
     )

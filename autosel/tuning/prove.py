@@ -9,6 +9,7 @@ from concurrent.futures import as_completed
 from autosel.candidates.control import CONTROL
 from autosel.errors import BuildError
 from autosel.guard import spot
+from autosel.ledger.commands import SaveParity
 from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.parity.control import unanswered
@@ -66,7 +67,7 @@ def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> Non
     failed = Failed(check="build", case="compile", evidence=evidence, reason=error.what)
     for job, way in members:
         job.parities.append((way.arm, failed))
-        tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, failed)
+        tuning.ledger.write(SaveParity(hw_id=tuning.fp.hw_id, workload=job.workload, arm=way.arm, parity=failed))
         tuning.tally.rejected(job.workload, way.candidate.name, "build", f"{error.what}: {error.why}")
         job.drop(way)
 
@@ -111,7 +112,7 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[
     for index, (job, way) in enumerate(members):
         if known[index] is None:
             known[index] = parity = next(found)
-            tuning.ledger.save_parity(tuning.fp.hw_id, job.workload, way.arm, parity)
+            tuning.ledger.write(SaveParity(hw_id=tuning.fp.hw_id, workload=job.workload, arm=way.arm, parity=parity))
     return [parity for parity in known if parity is not None]
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from autosel.candidates import registry, validity
 from autosel.candidates.base import Candidate, support_of
 from autosel.errors import AutoselError, LedgerError, UnknownName
+from autosel.ledger.commands import Renew
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_all
@@ -145,7 +146,9 @@ def _proof(old: _Old) -> Proof:
 
 def _renewal(ledger: Ledger, old: _Old, parity: Parity) -> Renewal:
     try:
-        made = ledger.renew(old.decision.id, arm=old.arm, baseline=old.baseline, parity=parity, why=old.why)
+        made = ledger.write(
+            Renew(decision_id=old.decision.id, arm=old.arm, baseline=old.baseline, parity=parity, why=old.why)
+        )
     except LedgerError as error:
         return Renewal(stale=old.decision, decision=None, reason=error.what)
     if made is not None:

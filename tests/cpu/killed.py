@@ -34,6 +34,7 @@ import sqlalchemy as sa
 from autosel import models, pipeline
 from autosel.ledger import Ledger, host, open_ledger, snapshot
 from autosel.ledger import schema as t
+from autosel.ledger.commands import Command, SaveParity, Spend
 from autosel.models.workloads import Named, step
 from autosel.parity.check import Proof
 from autosel.race.contest import Contest
@@ -124,20 +125,17 @@ class Pipe:
 
 def watched(ledger: Ledger, pipe: Pipe) -> Ledger:
     """Make the ledger repeat its acknowledgements of debits and proofs into the pipe."""
-    spend, save_parity = ledger.spend, ledger.save_parity
+    write = ledger.write
 
-    def spends(key: str, amount: float, reason: str = "") -> bool:
-        done = spend(key, amount, reason)
-        if done:
-            pipe.tell("debited", key=key, amount=amount)
-        return done
-
-    def saves_parity(hw_id: str, workload: Any, arm: Any, parity: Parity) -> int:
-        made = save_parity(hw_id, workload, arm, parity)
-        pipe.tell("proven", proof=f"{arm.digest} {workload.bucket}")
+    def writes(command: Command[Any], **options: Any) -> Any:
+        made = write(command, **options)
+        if isinstance(command, Spend) and made:
+            pipe.tell("debited", key=command.key, amount=command.amount)
+        if isinstance(command, SaveParity):
+            pipe.tell("proven", proof=f"{command.arm.digest} {command.workload.bucket}")
         return made
 
-    ledger.spend, ledger.save_parity = spends, saves_parity  # type: ignore[method-assign]
+    ledger.write = writes  # type: ignore[method-assign]
     return ledger
 
 

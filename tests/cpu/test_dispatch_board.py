@@ -18,6 +18,7 @@ from autosel.candidates import arms, registry, validity
 from autosel.dispatch import signature
 from autosel.dispatch.board import this_device
 from autosel.ledger import Ledger, open_ledger
+from autosel.ledger.commands import Demote, Record
 from autosel.ledger.key import current_mode
 from autosel.native.compile import compile_source
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload
@@ -78,7 +79,7 @@ def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decisi
         "reason": "for the test",
         "idempotency_key": "one",
     }
-    return ledger.record(changes.pop("fp", this_device()), w, **(values | changes))
+    return ledger.write(Record(fp=changes.pop("fp", this_device()), workload=w, **values | changes))
 
 
 def close(result: torch.Tensor) -> bool:
@@ -101,7 +102,7 @@ def test_promoted_kernels_run_natively_and_demoted_ones_do_not(home: Path) -> No
             assert result.shape == X.shape
             assert close(result)
         assert close(bound(X.repeat(1, 2)[:, :256], WEIGHT)), "rows may be strided"
-        ledger.demote(made.id, "fault")
+        ledger.write(Demote(decision_id=made.id, reason="fault"))
         dispatch.refresh()
         assert bound.candidate == "torch:rmsnorm"
         assert close(bound(X, WEIGHT))

@@ -24,6 +24,7 @@ from autosel.errors import LedgerError
 from autosel.guard import Policy
 from autosel.guard.rate import CANARY
 from autosel.ledger import Ledger, faults, open_ledger
+from autosel.ledger.commands import Record, Release
 from autosel.ledger.faults import Cause, Fault
 from autosel.ledger.key import current_mode
 from autosel.native.compile import compile_source
@@ -125,7 +126,7 @@ def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decisi
         "reason": "for the test",
         "idempotency_key": w.key,
     }
-    return ledger.record(this_device(), w, **(values | changes))
+    return ledger.write(Record(fp=this_device(), workload=w, **values | changes))
 
 
 def is_right(result: torch.Tensor, x: torch.Tensor = X) -> bool:
@@ -224,7 +225,7 @@ def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
         assert held.evidence["index"][0] == 1
         with pytest.raises(LedgerError, match="in quarantine"):
             promote(ledger, arm, idempotency_key="again")
-        ledger.release(held.id, "looked at")
+        ledger.write(Release(quarantine_id=held.id, reason="looked at"))
         made = promote(ledger, arm, idempotency_key="once more")
     with dispatch.use(home):
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).decision == made, "a promotion by hand must serve"

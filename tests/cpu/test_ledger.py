@@ -16,9 +16,25 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from autosel.cli import bundle
 from autosel.errors import BadConfig, LedgerError, ParityError, UnknownName
 from autosel.ledger import Ledger, containment, open_ledger, snapshot
 from autosel.ledger import schema as t
+from autosel.ledger.commands import (
+    Adopt,
+    Demote,
+    Hold,
+    Import,
+    Pin,
+    Promote,
+    Record,
+    Release,
+    SaveAA,
+    SaveParity,
+    Spend,
+    TakeOver,
+    Unpin,
+)
 from autosel.ledger.key import budget_key
 from autosel.ledger.locks import InUseError, KeptLock, write_lock
 from autosel.ledger.restore import restore
@@ -121,7 +137,7 @@ def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
         "idempotency_key": key,
     }
     fp, w = changes.pop("fp", FP), changes.pop("workload", ATTN)
-    return ledger.record(fp, w, **(values | changes))
+    return ledger.write(Record(fp=fp, workload=w, **values | changes))
 
 
 @pytest.fixture
@@ -164,7 +180,7 @@ def test_a_float_trait_or_knob_stays_a_float(ledger: Ledger, home: Path) -> None
 def test_every_change_is_in_the_snapshot_when_it_is_acknowledged(ledger: Ledger, home: Path) -> None:
     made = record(ledger)
     assert [r.decision for r in read_snapshot(home).rows] == [made]
-    demoted = ledger.demote(made.id, "wrong once")
+    demoted = ledger.write(Demote(decision_id=made.id, reason="wrong once"))
     assert [r.decision for r in read_snapshot(home).rows] == [demoted]
     assert demoted.arm == BASELINE
     assert read_snapshot(home).epoch == 2
@@ -230,14 +246,14 @@ def test_an_undecided_verdict_is_not_known(ledger: Ledger) -> None:
 
 
 def test_parity_is_known_by_arm_and_bucket_across_a_restart(ledger: Ledger, home: Path) -> None:
-    ledger.save_parity(FP.hw_id, ATTN, CPP, PASSED)
+    ledger.write(SaveParity(hw_id=FP.hw_id, workload=ATTN, arm=CPP, parity=PASSED))
     again = open_ledger(home=home)
     near = ATTN.at(L=5000)
     assert again.parity_known(FP.hw_id, CPP.digest, near) == PASSED
     assert again.parity_known(FP.hw_id, CPP.digest, ATTN.at(L=2048)) is None
     assert again.parity_known(FP.hw_id, PACKED.digest, near) is None
     assert again.parity_known("other", CPP.digest, near) is None
-    again.save_parity(FP.hw_id, ATTN, CPP, FAILED)
+    again.write(SaveParity(hw_id=FP.hw_id, workload=ATTN, arm=CPP, parity=FAILED))
     assert isinstance(again.parity_known(FP.hw_id, CPP.digest, near), Failed), "the latest proof must count"
 
 
@@ -268,8 +284,8 @@ def test_a_bucket_of_which_only_a_part_was_stored_is_not_settled(ledger: Ledger)
 
 def test_demoting_twice_is_demoting_once_and_stays_after_a_restart(ledger: Ledger, home: Path) -> None:
     made = record(ledger)
-    first = ledger.demote(made.id, "fault")
-    assert ledger.demote(made.id, "fault again") == first
+    first = ledger.write(Demote(decision_id=made.id, reason="fault"))
+    assert ledger.write(Demote(decision_id=made.id, reason="fault again")) == first
     assert open_ledger(home=home).serving()[0].decision == first
 
 
@@ -277,30 +293,30 @@ def test_a_superseded_decision_cannot_be_demoted_by_mistake(ledger: Ledger) -> N
     old = record(ledger, "a")
     new = record(ledger, "b", arm=PACKED, parities=[(PACKED, PASSED)])
     with pytest.raises(LedgerError, match=f"decision {new.id} does"):
-        ledger.demote(old.id, "late report")
+        ledger.write(Demote(decision_id=old.id, reason="late report"))
     assert ledger.serving()[0].decision == new
 
 
 def test_promote_by_hand_requires_a_passed_proof(ledger: Ledger) -> None:
     made = record(ledger, arm=BASELINE, state="kept", verdict=verdict("tie"))
     with pytest.raises(ParityError, match="failed parity"):
-        ledger.promote(made.id, "torch:packed", "I like it")
+        ledger.write(Promote(decision_id=made.id, candidate="torch:packed", reason="I like it"))
     with pytest.raises(UnknownName, match="cpp:attn"):
-        ledger.promote(made.id, "cpp:attm", "typo")
-    promoted = ledger.promote(made.id, "cpp:attn", "a tie, but it saves memory")
+        ledger.write(Promote(decision_id=made.id, candidate="cpp:attm", reason="typo"))
+    promoted = ledger.write(Promote(decision_id=made.id, candidate="cpp:attn", reason="a tie, but it saves memory"))
     assert (promoted.state, promoted.arm) == ("promoted", CPP)
     assert ledger.evidence(promoted.id).previous == made
 
 
 def test_a_pin_holds_against_races_and_unpin_restores_the_displaced_decision(ledger: Ledger, home: Path) -> None:
     made = record(ledger, "a")
-    pinned = ledger.pin(made.id, "frozen for the demo", candidate="torch:sdpa")
+    pinned = ledger.write(Pin(decision_id=made.id, reason="frozen for the demo", candidate="torch:sdpa"))
     later = record(ledger, "b")
     assert ledger.serving()[0].decision == pinned
     assert read_snapshot(home).rows[0].decision.arm == BASELINE
     with pytest.raises(LedgerError, match="not a pin"):
-        ledger.unpin(later.id, "wrong id")
-    back = ledger.unpin(pinned.id, "demo over")
+        ledger.write(Unpin(decision_id=later.id, reason="wrong id"))
+    back = ledger.write(Unpin(decision_id=pinned.id, reason="demo over"))
     assert (back.state, back.arm, back.verdict) == ("promoted", CPP, made.verdict)
 
 
@@ -310,31 +326,31 @@ def test_a_pin_holds_against_races_and_unpin_restores_the_displaced_decision(led
 def test_quarantine_ends_every_use_of_an_arm_and_prevents_new_ones(ledger: Ledger, home: Path) -> None:
     record(ledger, "a")
     record(ledger, "b", workload=ATTN.at(L=2048), race=race(ATTN.at(L=2048)))
-    held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="SIGSEGV", reason="crashed at L=9")
+    held = ledger.write(Hold(arm=CPP, hw_id=FP.hw_id, op="attn", cause="SIGSEGV", reason="crashed at L=9"))
     assert {r.decision.state for r in read_snapshot(home).rows} == {"quarantined"}
     assert {r.decision.arm.candidate for r in read_snapshot(home).rows} == {"torch:sdpa"}
     assert ledger.quarantined(FP.hw_id, "attn")[CPP.digest].reason == "crashed at L=9"
     assert ledger.quarantined("other") == {}
     with pytest.raises(LedgerError, match="in quarantine"):
         record(ledger, "c")
-    ledger.release(held, "fixed upstream")
-    ledger.release(held, "again")
+    ledger.write(Release(quarantine_id=held, reason="fixed upstream"))
+    ledger.write(Release(quarantine_id=held, reason="again"))
     assert ledger.quarantined(FP.hw_id) == {}
     assert record(ledger, "d").state == "promoted"
 
 
 def test_a_failure_from_before_a_release_is_forgotten(ledger: Ledger) -> None:
     failed = Failed(check="crash", case="while racing", evidence={}, reason="it fell")
-    ledger.save_parity(FP.hw_id, ATTN, CPP, failed)
-    held = ledger.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="crash", reason="it fell")
+    ledger.write(SaveParity(hw_id=FP.hw_id, workload=ATTN, arm=CPP, parity=failed))
+    held = ledger.write(Hold(arm=CPP, hw_id=FP.hw_id, op="attn", cause="crash", reason="it fell"))
     assert ledger.released(FP.hw_id, "attn") == {}
-    ledger.release(held, "the environment was broken")
+    ledger.write(Release(quarantine_id=held, reason="the environment was broken"))
     released = ledger.released(FP.hw_id, "attn")
     assert released.keys() == {CPP.digest} and ledger.released(FP.hw_id, "linear") == {}
     assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN) == failed
     assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN, since=released[CPP.digest]) is None
     again = dataclasses.replace(failed, seconds=2.0)
-    ledger.save_parity(FP.hw_id, ATTN, CPP, again)
+    ledger.write(SaveParity(hw_id=FP.hw_id, workload=ATTN, arm=CPP, parity=again))
     assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN, since=released[CPP.digest]) == again
 
 
@@ -396,7 +412,7 @@ def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tu
         with ledger.trial(FP.hw_id, "attn", CPP), open_ledger(home=home) as third:
             with pytest.raises(LedgerError, match="in use"), third.lock(FP.hw_id, "GPU-b"):
                 raise AssertionError("two at a time")
-            third.take_over(FP.hw_id, "whose lock was lost", "GPU-b")
+            third.write(TakeOver(hw_id=FP.hw_id, holder="whose lock was lost", unit="GPU-b"))
         assert struck == []
         assert record(ledger, "by a").id == 1
         with pytest.raises(LedgerError, match="taken over this device"):
@@ -431,16 +447,16 @@ def test_the_lifetime_budget_refuses_what_no_longer_fits_and_ignores_versions(le
     key = budget_key(FP.hw_id, ATTN)
     newer = dataclasses.replace(FP, environment={"torch": "2.14.0"})
     assert budget_key(newer.hw_id, ATTN.at(L=5000)) == key
-    assert [ledger.spend(key, 0.004) for _ in range(3)] == [True, True, False]
+    assert [ledger.write(Spend(key=key, amount=0.004)) for _ in range(3)] == [True, True, False]
     assert open_ledger(home=home).spent(key) == pytest.approx(0.008)
-    assert ledger.spend(key, 0.002), "exactly .01 must fit the budget"
+    assert ledger.write(Spend(key=key, amount=0.002)), "exactly .01 must fit the budget"
     assert ledger.spent("another") == 0.0
 
 
 def test_aa_sessions_add_up_by_device_and_time_class(ledger: Ledger) -> None:
-    ledger.save_aa(FP.hw_id, "us", [True, False, False])
-    ledger.save_aa(FP.hw_id, "us", [False])
-    ledger.save_aa(FP.hw_id, "ms", [True])
+    ledger.write(SaveAA(hw_id=FP.hw_id, time_class="us", crossings=(True, False, False)))
+    ledger.write(SaveAA(hw_id=FP.hw_id, time_class="us", crossings=(False,)))
+    ledger.write(SaveAA(hw_id=FP.hw_id, time_class="ms", crossings=(True,)))
     assert ledger.aa(FP.hw_id, "us") == (4, 1)
     assert ledger.aa("other", "us") == (0, 0)
 
@@ -454,34 +470,35 @@ def test_an_imported_decision_serves_once_this_host_has_proven_its_arm(ledger: L
     other = open_ledger(home=tmp_path / "other")
     own = record(other, arm=PACKED, parities=[(PACKED, PASSED)])
     content = (tmp_path / "out.json").read_bytes()
-    imported = other.import_(content, FP.hw_id)
-    (waiting,) = imported.waiting
+    imported = other.write(Import(document=bundle.read(content, "out.json").decisions, hw_id=FP.hw_id))
+    waiting = other.decision(*imported.waiting)
     assert (waiting.arm, waiting.verdict, imported.served, imported.kept) == (CPP, made.verdict, (), ())
     assert [s.decision for s in other.serving()] == [own], "the previous decision keeps serving"
     assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [own]
     assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None
     assert other.offered(FP.hw_id, MODE) == (waiting,)
-    assert not other.adopt(waiting.id, FAILED)
-    assert other.adopt(waiting.id, PASSED)
+    assert not other.write(Adopt(decision_id=waiting.id, parity=FAILED))
+    assert other.write(Adopt(decision_id=waiting.id, parity=PASSED))
     assert [s.decision for s in other.serving()] == [waiting]
     assert [r.decision for r in read_snapshot(tmp_path / "other").rows] == [waiting]
     assert other.offered(FP.hw_id, MODE) == ()
-    assert other.import_(content, FP.hw_id).served == (waiting,), "a second import must change nothing"
+    again = other.write(Import(document=ledger.export(), hw_id=FP.hw_id))
+    assert again.served == (waiting.id,), "a second import must change nothing"
 
 
 def test_an_imported_demotion_serves_at_once(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.demote(record(ledger).id, "wrong once")
+    ledger.write(Demote(decision_id=record(ledger).id, reason="wrong once"))
     other = open_ledger(home=tmp_path / "other")
     record(other)
-    assert other.import_(ledger.export(), FP.hw_id).waiting == ()
+    assert other.write(Import(document=ledger.export(), hw_id=FP.hw_id)).waiting == ()
     assert [(s.decision.state, s.decision.arm) for s in other.serving()] == [("demoted", BASELINE)]
 
 
 def test_a_manual_pin_does_not_replace_a_proof(ledger: Ledger, tmp_path: Path) -> None:
     record(ledger)
     other = open_ledger(home=tmp_path / "other")
-    (waiting,) = other.import_(ledger.export(), FP.hw_id).waiting
-    other.pin(waiting.id, "I want it")
+    (waiting,) = other.write(Import(document=ledger.export(), hw_id=FP.hw_id)).waiting
+    other.write(Pin(decision_id=waiting, reason="I want it"))
     assert other.serving() == ()
     assert other.serving(everywhere=True)[0].decision.state == "pinned"
 
@@ -490,11 +507,11 @@ def test_foreign_and_code_importing_rows_are_kept_but_do_not_serve(ledger: Ledge
     user = dataclasses.replace(CPP, candidate="mine:f", recipe=PythonRecipe(target="os:system"))
     record(ledger, "a", arm=user, parities=[(user, PASSED)])
     other = open_ledger(home=tmp_path / "other")
-    imported = other.import_(ledger.export(), FP.hw_id)
+    imported = other.write(Import(document=ledger.export(), hw_id=FP.hw_id))
     assert [why for _, why in imported.kept] == ["it would import os:system: race that candidate here instead"]
     record(ledger, "b")
     third = open_ledger(home=tmp_path / "third")
-    imported = third.import_(ledger.export(), "another-device")
+    imported = third.write(Import(document=ledger.export(), hw_id="another-device"))
     assert "another device" in imported.kept[0][1]
     assert other.serving() == third.serving() == ()
     assert len(other.history()) == len(third.history()) == 1
@@ -519,7 +536,7 @@ def test_an_edited_cut_or_malformed_import_is_refused_whole(ledger: Ledger, tmp_
     ]
     for content in bad:
         with pytest.raises(BadConfig):
-            other.import_(content, FP.hw_id)
+            other.write(Import(document=bundle.read(content, "it").decisions, hw_id=FP.hw_id))
     assert other.history() == []
 
 

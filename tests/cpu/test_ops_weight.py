@@ -15,6 +15,7 @@ from autosel.candidates.user import from_target
 from autosel.errors import BadArguments
 from autosel.formats import WEIGHT_FORMATS
 from autosel.ledger import open_ledger
+from autosel.ledger.commands import Record
 from autosel.ledger.key import current_mode
 from autosel.models.workloads import Named
 from autosel.ops.contract import Match
@@ -161,18 +162,20 @@ def test_best_takes_a_weight_or_a_tensor_each_with_its_own_decision(tmp_path: Pa
         best = dispatch.best("linear")
         assert is_right(x, w, best(x, w, None, None))
         assert "torch:linear" in best.explain() and "user:by_parts" not in best.explain()
-    open_ledger(home=tmp_path).record(
-        fp,
-        W,
-        verdict=None,
-        race=None,
-        parities=[(arm, Passed(cases=1, worst=0.1, worst_case="random"))],
-        arm=arm,
-        baseline=arms.arm(registry.baseline("linear"), W, fp, "", Knobs()),
-        mode=current_mode(),
-        state="promoted",
-        reason="for the test",
-        idempotency_key="one",
+    open_ledger(home=tmp_path).write(
+        Record(
+            fp=fp,
+            workload=W,
+            verdict=None,
+            race=None,
+            parities=[(arm, Passed(cases=1, worst=0.1, worst_case="random"))],
+            arm=arm,
+            baseline=arms.arm(registry.baseline("linear"), W, fp, "", Knobs()),
+            mode=current_mode(),
+            state="promoted",
+            reason="for the test",
+            idempotency_key="one",
+        )
     )
     with dispatch.use(tmp_path):
         bound = dispatch.best("linear", like=(x, w, None, None))

@@ -10,6 +10,7 @@ import pytest
 
 from autosel.cli import doctor
 from autosel.ledger import Ledger, compare, containment, open_ledger, snapshot
+from autosel.ledger.commands import Adopt, Demote, Hold, OpenTrial, TakeOver
 from autosel.values import Timing
 from tests.cpu.daemons import cli, running
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FAILED, FP, MODE, PACKED, PASSED, record, verdict
@@ -39,9 +40,9 @@ def test_a_host_serves_what_another_decided_only_after_its_own_proof(ledger: Led
     assert other.known(FP.hw_id, ATTN.bucket, MODE, [CPP.digest, BASELINE.digest]) is None, (
         "it must not be settled here"
     )
-    assert not other.adopt(made.id, FAILED)
+    assert not other.write(Adopt(decision_id=made.id, parity=FAILED))
     assert other.offered(FP.hw_id, MODE) == (made,)
-    assert other.adopt(made.id, PASSED)
+    assert other.write(Adopt(decision_id=made.id, parity=PASSED))
     assert published(other) == [made.id]
     assert other.offered(FP.hw_id, MODE) == ()
 
@@ -51,24 +52,24 @@ def test_a_proven_kernel_serves_until_the_better_one_is_proven_too(ledger: Ledge
     second = record(ledger, "two")
     assert published(ledger) == [second.id]
     assert published(other) == [first.id]
-    other.quarantine(PACKED, hw_id=FP.hw_id, op="attn", cause="kernel", reason="wrong after all")
+    other.write(Hold(arm=PACKED, hw_id=FP.hw_id, op="attn", cause="kernel", reason="wrong after all"))
     assert published(other) == [], "quarantined builds must not serve"
-    assert other.adopt(second.id, PASSED)
+    assert other.write(Adopt(decision_id=second.id, parity=PASSED))
     assert published(other) == [second.id]
 
 
 def test_a_demotion_by_one_host_reaches_all_of_them(ledger: Ledger, other: Ledger) -> None:
     made = record(ledger)
-    other.adopt(made.id, PASSED)
-    demoted = ledger.demote(made.id, "wrong once")
+    other.write(Adopt(decision_id=made.id, parity=PASSED))
+    demoted = ledger.write(Demote(decision_id=made.id, reason="wrong once"))
     assert published(other) == [demoted.id]
 
 
 def test_taking_over_a_device_closes_only_the_trials_of_this_host(ledger: Ledger, other: Ledger) -> None:
-    ledger.open_trial(FP.hw_id, "attn", CPP)
-    _, strikes = other.take_over(FP.hw_id, "another host's tuner")
-    assert strikes == []
-    _, strikes = ledger.take_over(FP.hw_id, "our next tuner")
+    ledger.write(OpenTrial(hw_id=FP.hw_id, op="attn", arm=CPP))
+    _, strikes = other.write(TakeOver(hw_id=FP.hw_id, holder="another host's tuner"))
+    assert strikes == ()
+    _, strikes = ledger.write(TakeOver(hw_id=FP.hw_id, holder="our next tuner"))
     assert [s.arm for s in strikes] == [CPP]
 
 

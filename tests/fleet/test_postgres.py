@@ -17,6 +17,7 @@ from alembic.runtime.migration import MigrationContext
 from autosel.errors import LedgerError
 from autosel.ledger import Ledger, open_ledger, snapshot
 from autosel.ledger import schema as t
+from autosel.ledger.commands import Demote, Hold, Pin, Promote, Release, Renew, Unpin
 from autosel.ledger.key import current_mode
 from autosel.values import Decision
 from tests.cpu import test_ledger as on_sqlite
@@ -110,12 +111,12 @@ def test_a_tuner_records_and_an_admin_also_ends_quarantines(
     ledger.grant("tuner", login)
     with opened_as(server, schema, login, tmp_path / "node") as node, node.lock(FP.hw_id):
         made = record(node)
-        assert node.demote(made.id, "wrong once").state == "demoted"
-        held = node.quarantine(CPP, hw_id=FP.hw_id, op="attn", cause="kernel", reason="wrong")
+        assert node.write(Demote(decision_id=made.id, reason="wrong once")).state == "demoted"
+        held = node.write(Hold(arm=CPP, hw_id=FP.hw_id, op="attn", cause="kernel", reason="wrong"))
         with pytest.raises(LedgerError, match="does not let this role"):
-            node.release(held, "I know better")
+            node.write(Release(quarantine_id=held, reason="I know better"))
         ledger.grant("admin", login)
-        node.release(held, "I know better")
+        node.write(Release(quarantine_id=held, reason="I know better"))
         ledger.grant("reader", login)  # its changes are undone
         with pytest.raises(LedgerError, match="does not let this role"):
             record(node, "two")
@@ -127,22 +128,22 @@ def test_only_an_admin_decides_by_hand(ledger: Ledger, server: Server, schema: s
     with opened_as(server, schema, login, tmp_path / "node") as node:
         raced = record(node)
         for by_hand in (
-            lambda: node.pin(raced.id, "mine"),
-            lambda: node.promote(raced.id, BASELINE.candidate, "it seems slower"),
+            lambda: node.write(Pin(decision_id=raced.id, reason="mine")),
+            lambda: node.write(Promote(decision_id=raced.id, candidate=BASELINE.candidate, reason="it seems slower")),
             lambda: record(node, "without a race", race=None, verdict=None),
             lambda: record(node, "of another arm", arm=PACKED, parities=[(PACKED, PASSED)]),
             lambda: record(node, "kept, and never decided", state="kept", arm=PACKED, parities=[(PACKED, PASSED)]),
         ):
             with pytest.raises(LedgerError, match="does not let this role"):
                 by_hand()
-        down = node.demote(raced.id, "wrong once")
+        down = node.write(Demote(decision_id=raced.id, reason="wrong once"))
         with pytest.raises(LedgerError, match="does not let this role"):
-            node.promote(down.id, CPP.candidate, "it was a mistake")
+            node.write(Promote(decision_id=down.id, candidate=CPP.candidate, reason="it was a mistake"))
         assert record(node, "raced again").state == "promoted"
-        pin = ledger.pin(raced.id, "an admin means it")
+        pin = ledger.write(Pin(decision_id=raced.id, reason="an admin means it"))
         with pytest.raises(LedgerError, match="does not let this role"):
-            node.unpin(pin.id, "I know better")
-        assert node.demote(pin.id, "wrong again").state == "demoted"
+            node.write(Unpin(decision_id=pin.id, reason="I know better"))
+        assert node.write(Demote(decision_id=pin.id, reason="wrong again")).state == "demoted"
     assert [d.state for d in ledger.history()] == ["demoted", "pinned", "promoted", "demoted", "promoted"]
 
 
@@ -153,14 +154,18 @@ def test_a_tuner_renews_only_decisions_that_it_has_proven_again(
     baseline = dataclasses.replace(BASELINE, digest="f" * 64)  # under another torch
     with opened_as(server, schema, login, tmp_path / "node") as node:
         raced = record(node)
-        again = node.renew(raced.id, arm=CPP, baseline=baseline, parity=PASSED, why="torch is another")
+        again = node.write(
+            Renew(decision_id=raced.id, arm=CPP, baseline=baseline, parity=PASSED, why="torch is another")
+        )
         assert again is not None and (again.state, again.stale) == ("promoted", "torch is another")
         assert [s.decision for s in node.serving()] == [again]
         with pytest.raises(LedgerError, match="does not let this role"):
-            node.renew(again.id, arm=PACKED, baseline=baseline, parity=PASSED, why="another candidate's arm")
-        pin = ledger.pin(again.id, "an admin means it")
+            node.write(
+                Renew(decision_id=again.id, arm=PACKED, baseline=baseline, parity=PASSED, why="another candidate's arm")
+            )
+        pin = ledger.write(Pin(decision_id=again.id, reason="an admin means it"))
         with pytest.raises(LedgerError, match="does not let this role"):
-            node.renew(pin.id, arm=CPP, baseline=BASELINE, parity=PASSED, why="torch is another")
+            node.write(Renew(decision_id=pin.id, arm=CPP, baseline=BASELINE, parity=PASSED, why="torch is another"))
 
 
 def test_even_with_its_own_sql_a_tuner_cannot_serve_an_arm_without_a_race(
@@ -171,7 +176,7 @@ def test_even_with_its_own_sql_a_tuner_cannot_serve_an_arm_without_a_race(
     ledger.grant("tuner", login)
     first = record(ledger)
     record(ledger, "kept", state="kept", arm=BASELINE, workload=ATTN.at(B=2))
-    pin = ledger.pin(first.id, "an admin means it")
+    pin = ledger.write(Pin(decision_id=first.id, reason="an admin means it"))
     columns = ", ".join(c.name for c in t.decisions.c if c.name not in ("id", "state", "arm_id", "idempotency_key"))
     copied = f"INSERT INTO decisions ({columns}, state, arm_id, idempotency_key) SELECT {columns}, %s, %s, 'x' "
     with server.connect(schema, login) as line:

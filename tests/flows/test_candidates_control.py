@@ -20,6 +20,7 @@ from autosel.candidates.control import CONTROL, WORKED
 from autosel.cli import doctor
 from autosel.errors import BuildError, EnvironmentFault
 from autosel.ledger import schema
+from autosel.ledger.commands import Hold, Record, Release, SaveParity
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.workloads import Named
@@ -220,21 +221,23 @@ def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released
     fp = fingerprint.take("cpu")
     cpp, base = (way_of(registry.find("rmsnorm", n), WORKLOAD, fp).arm for n in ("cpp:rmsnorm", "torch:rmsnorm"))
     failed = Failed(check="crash", case="while racing", evidence={}, reason="the worker ended (raised ImportError)")
-    ledger.save_parity(fp.hw_id, WORKLOAD, cpp, failed)
-    held = ledger.quarantine(cpp, hw_id=fp.hw_id, op="rmsnorm", cause="crash", reason=failed.reason)
-    ledger.record(
-        fp,
-        WORKLOAD,
-        verdict=None,
-        race=None,
-        parities=[(cpp, failed)],
-        arm=base,
-        baseline=base,
-        mode=current_mode(),
-        state="kept",
-        reason="no other candidate can run this here",
-        idempotency_key="of an earlier version",
-        entrants=(base.digest, cpp.digest),
+    ledger.write(SaveParity(hw_id=fp.hw_id, workload=WORKLOAD, arm=cpp, parity=failed))
+    held = ledger.write(Hold(arm=cpp, hw_id=fp.hw_id, op="rmsnorm", cause="crash", reason=failed.reason))
+    ledger.write(
+        Record(
+            fp=fp,
+            workload=WORKLOAD,
+            verdict=None,
+            race=None,
+            parities=[(cpp, failed)],
+            arm=base,
+            baseline=base,
+            mode=current_mode(),
+            state="kept",
+            reason="no other candidate can run this here",
+            idempotency_key="of an earlier version",
+            entrants=(base.digest, cpp.digest),
+        )
     )
     for force in (False, True):
         listener = Watching()
@@ -242,7 +245,7 @@ def test_a_kernel_that_an_earlier_version_blamed_races_again_once_it_is_released
         assert kept.arm == base
         skipped = [(r.candidate, r.quarantine) for r in listener.rejections if r.stage == "quarantine"]
         assert skipped == [("cpp:rmsnorm", held)]
-    ledger.release(held, "the environment was broken")
+    ledger.write(Release(quarantine_id=held, reason="the environment was broken"))
     assert_the_next_tune_decides(ledger)
     assert tuned(ledger, Watching()).measured == 0, "the bucket must be settled again"
 
@@ -261,7 +264,7 @@ def test_a_stored_failure_holds_if_it_has_a_control(
     fp = fingerprint.take("cpu")
     way = way_of(registry.find("rmsnorm", "cpp:rmsnorm"), WORKLOAD, fp)
     failed = Failed(check="raised", case="load", evidence=evidence, reason="ImportError: libtorch.so")
-    ledger.save_parity(fp.hw_id, WORKLOAD, way.arm, failed)
+    ledger.write(SaveParity(hw_id=fp.hw_id, workload=WORKLOAD, arm=way.arm, parity=failed))
     tuning = SimpleNamespace(ledger=ledger, fp=fp, request=Request(workloads=(), force=force))
     job = SimpleNamespace(workload=WORKLOAD)
     assert (prove._known(tuning, job, way) == failed) is known  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from autosel.certify import sign
 from autosel.cli import bundle
 from autosel.errors import BadConfig
 from autosel.ledger import Ledger, open_ledger
+from autosel.ledger.commands import Adopt, Import
 from autosel.ledger.key import current_mode
 from autosel.tuning.adopt import adopt
 from autosel.tuning.shortlist import way_of
@@ -67,9 +68,9 @@ def test_a_decision_is_adopted_after_building_and_proving_its_kernel_here(
     ledger: Ledger, there: Ledger, fp: Fingerprint
 ) -> None:
     made = measured(ledger, fp)
-    (waiting,) = there.import_(ledger.export(), fp.hw_id).waiting
+    (waiting,) = there.write(Import(document=ledger.export(), hw_id=fp.hw_id)).waiting
     (found,) = adopt(there, fp, Quiet())
-    assert (found.decision, found.reason) == (waiting, "")
+    assert (found.decision.id, found.reason) == (waiting, "")
     assert [s.decision.arm for s in there.serving()] == [made.arm]
     assert list(adopt(there, fp, Quiet())) == [], "once"
 
@@ -81,7 +82,7 @@ def test_an_arm_with_another_build_here_is_not_adopted(ledger: Ledger, there: Le
         values = {name: getattr(good, name) for name in ("candidate", "backend", "recipe", "knobs", "digest", "build")}
         with open_ledger(home=there.home / str(next(homes)), alone=True) as source:
             measured(source, fp, arm=Arm(**{**values, **changes}))
-            there.import_(source.export(), fp.hw_id)
+            there.write(Import(document=source.export(), hw_id=fp.hw_id))
         (found,) = adopt(there, fp, Quiet())
         assert there.serving() == ()
         return found.reason
@@ -152,5 +153,5 @@ def test_the_commands_carry_decisions_from_home_to_home(
     taken = cli(there.home, "import", str(path), "--key", signer, "--no-check")
     assert "1 wait for a proof" in taken.stdout, taken
     (waiting,) = there.offered(fp.hw_id, current_mode())
-    assert not there.adopt(waiting.id, FAILED)
-    assert there.adopt(waiting.id, PASSED)
+    assert not there.write(Adopt(decision_id=waiting.id, parity=FAILED))
+    assert there.write(Adopt(decision_id=waiting.id, parity=PASSED))

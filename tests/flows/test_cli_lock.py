@@ -19,6 +19,7 @@ from autosel.dispatch.board import Board
 from autosel.errors import ForeignDecision, UsageError
 from autosel.fingerprint import known
 from autosel.ledger import open_ledger, snapshot
+from autosel.ledger.commands import Demote
 from tests.cpu.test_dispatch_board import ROOT, WEIGHT, W, X, built, forget, home, native_arm, promote
 
 __all__ = ["built", "home"]  # fixtures
@@ -42,7 +43,7 @@ def setting(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 def test_the_lock_serves_its_pins_regardless_of_later_decisions(lock: Path, home: Path) -> None:
     ledger = open_ledger()
     (served,) = ledger.serving()
-    ledger.demote(served.decision.id, "another opinion")
+    ledger.write(Demote(decision_id=served.decision.id, reason="another opinion"))
     with dispatch.use(home):
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm"
     with dispatch.use(lock):

@@ -27,6 +27,7 @@ from autosel.errors import BuildError
 from autosel.fingerprint import probe
 from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
+from autosel.ledger.commands import Demote, Record
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import write_lock
 from autosel.ledger.store import Ledger
@@ -130,18 +131,20 @@ def decided(home: Path, key: str = "one", w: Workload = RMS) -> Decision:
     device = this_device()
     baseline = arms.arm(registry.baseline(w.op), w, device, "", Knobs())
     with open_ledger() as ledger:
-        return ledger.record(
-            device,
-            w,
-            verdict=None,
-            race=None,
-            parities=[(OTHER, Passed(cases=1, worst=0.1, worst_case="random"))],
-            arm=baseline,
-            baseline=baseline,
-            mode=current_mode(),
-            state="kept",
-            reason="for the test",
-            idempotency_key=key,
+        return ledger.write(
+            Record(
+                fp=device,
+                workload=w,
+                verdict=None,
+                race=None,
+                parities=[(OTHER, Passed(cases=1, worst=0.1, worst_case="random"))],
+                arm=baseline,
+                baseline=baseline,
+                mode=current_mode(),
+                state="kept",
+                reason="for the test",
+                idempotency_key=key,
+            )
         )
 
 
@@ -468,7 +471,7 @@ def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) 
     is only in the log, because its writer was killed before it moved the log into the file."""
     made = decided(home)
     if last == "demoted":
-        killed_after(lambda ledger: ledger.demote(made.id, "in the log alone"))
+        killed_after(lambda ledger: ledger.write(Demote(decision_id=made.id, reason="in the log alone")))
         (home / "ledger.db-shm").unlink()
         assert (home / "ledger.db-wal").stat().st_size
     for words in ("history --json", "best rmsnorm --json", "explain rmsnorm --json", "db check", "export -"):

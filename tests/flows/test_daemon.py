@@ -34,6 +34,7 @@ from autosel.daemon.hub import this_device
 from autosel.dispatch.board import Board
 from autosel.errors import LedgerError
 from autosel.ledger import commands, faults, open_ledger
+from autosel.ledger.commands import Spend, TakeOver
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.ledger.remote import RemoteLedger
@@ -144,7 +145,7 @@ def test_eight_clients_get_the_right_answers_while_others_write(daemon: Daemon) 
 
     def write(number: int) -> bool:
         with open_ledger(home=daemon.home) as ledger:
-            return all(ledger.spend(f"key {number}", 0.0001) for _ in range(20))
+            return all(ledger.write(Spend(key=f"key {number}", amount=0.0001)) for _ in range(20))
 
     with ThreadPoolExecutor(10) as pool:
         wrong = list(pool.map(look, range(8)))
@@ -265,7 +266,7 @@ def test_a_writer_continues_alone_after_the_daemon_is_killed(home: Path) -> None
             second = record(ledger, "alone")
         assert second.id > first.id
         with open_ledger(home=home, alone=True) as other, ledger.lock(FP.hw_id):
-            other.take_over(FP.hw_id, "another")
+            other.write(TakeOver(hw_id=FP.hw_id, holder="another"))
             with pytest.raises(LedgerError, match="taken"):
                 record(ledger, "too late", workload=ATTN.at(L=64))
 

@@ -28,6 +28,7 @@ from autosel.decode.question import OPS, TORCH
 from autosel.decode.run import FUSED, DecodeRun, Plan, Sampling
 from autosel.decode.team import CANDIDATE, PACKED
 from autosel.decode.weights import load_weights
+from autosel.ledger.commands import Demote
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.cost import bytes_per_step
 from autosel.values import Passed, Rejected
@@ -175,7 +176,7 @@ def test_a_demotion_holds_and_a_changed_kernel_is_raced_again(
     with open_ledger() as ledger:
         measured(plan, ledger)
         (decision,) = ledger.history("step")
-        ledger.demote(decision.id, "for the test")
+        ledger.write(Demote(decision_id=decision.id, reason="for the test"))
         asked.clear()
         assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
         edited = team.arm_of

@@ -23,6 +23,7 @@ from autosel.dispatch.board import this_device
 from autosel.errors import BadConfig, UsageError
 from autosel.integrations import flashinfer_bench as fib
 from autosel.integrations import flashinfer_traces
+from autosel.ledger.commands import Demote
 from autosel.ledger.store import open_ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.load import load_entry
@@ -188,7 +189,7 @@ def test_a_demoted_arm_is_not_exported_as_a_solution(
         made = record(ledger, fp=device, workload=d.workload, mode=d.mode, **changes)
         assert run(["export", "--to", "flashinfer", str(tmp_path / "served")]) == 0
         assert "1 definitions, 1 solutions, 0 traces" in capsys.readouterr().err
-        ledger.demote(made.id, "a NaN was seen")
+        ledger.write(Demote(decision_id=made.id, reason="a NaN was seen"))
     assert run(["export", "--to", "flashinfer", str(tmp_path / "demoted")]) == 0
     assert "0 definitions, 0 solutions, 0 traces" in capsys.readouterr().err
 

@@ -25,6 +25,7 @@ from autosel import resources
 from autosel.errors import LedgerError
 from autosel.ledger import Ledger, engine, migrate, open_ledger, rows, snapshot
 from autosel.ledger import schema as t
+from autosel.ledger.commands import Demote, SaveParity
 from autosel.values import Decision
 from tests.cpu.killed import Bomb
 from tests.cpu.test_ledger import ATTN, CPP, FP, MODE, PASSED, child_command, race, read_snapshot, record
@@ -273,7 +274,7 @@ def reads_and_is_refused(home: Path, made: Decision) -> bool:
     except LedgerError as error:
         assert "cannot take the lock" in str(error), error  # noqa: PT017
     try:
-        ledger.demote(made.id, "try")
+        ledger.write(Demote(decision_id=made.id, reason="try"))
     except LedgerError as error:
         return "is read-only" in str(error)
     return False
@@ -436,7 +437,11 @@ def test_many_writers_lose_nothing_and_every_change_has_its_epoch(home: Path) ->
         if child == 0:
             try:
                 for n in range(15):
-                    ledger.save_parity(FP.hw_id, record(ledger, f"{number}-{n}").workload, CPP, PASSED)
+                    ledger.write(
+                        SaveParity(
+                            hw_id=FP.hw_id, workload=record(ledger, f"{number}-{n}").workload, arm=CPP, parity=PASSED
+                        )
+                    )
                 os._exit(0)
             finally:
                 os._exit(1)

@@ -17,6 +17,7 @@ import torch
 from autosel import dispatch
 from autosel.errors import LedgerError
 from autosel.ledger import engine, open_ledger, snapshot
+from autosel.ledger.commands import Demote
 from autosel.tuning import contend
 from tests.cpu.killed import Graveyard, Pipe, Told, fork, hold_to, kill_at_moments, kill_at_step, outcome
 from tests.cpu.test_ledger import ATTN, race, record
@@ -193,7 +194,7 @@ def stopped_writer(home: Path) -> Iterator[int]:
         with open_ledger(home=home) as ledger:
             snapshot.publish = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
             ledger._database._checkpoint = lambda _: None  # type: ignore[method-assign]
-            ledger.demote(made.id, "stopped before it could report it")
+            ledger.write(Demote(decision_id=made.id, reason="stopped before it could report it"))
 
     pid, pipe = fork(work)
     _, status = os.waitpid(pid, os.WUNTRACED)

@@ -20,10 +20,11 @@ from autosel.client import connect, socket_path
 from autosel.dispatch.board import this_device
 from autosel.errors import LedgerError
 from autosel.ledger import Ledger, commands, open_ledger
+from autosel.ledger.commands import Demote, Hold, Record, Renew, Unpin
 from autosel.ledger.key import current_mode
 from autosel.native.compile import compile_source
 from autosel.tuning import renew
-from autosel.values import Arm, Decision, Failed, Knobs, NativeRecipe, Passed
+from autosel.values import Arm, Decision, Failed, Knobs, NativeRecipe, Passed, to_json
 from tests.cpu.daemons import Daemon, running
 from tests.cpu.test_ledger import verdict
 
@@ -94,7 +95,7 @@ def promote(ledger: Ledger, arm: Arm, **changes: Any) -> Decision:
         "reason": "for the test",
         "idempotency_key": "one",
     }
-    return ledger.record(this_device(), W, **(values | changes))
+    return ledger.write(Record(fp=this_device(), workload=W, **values | changes))
 
 
 def another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +196,7 @@ ARM = Arm(
 
 def again(ledger: Ledger, d: Decision, parity: Passed | Failed = PASSED, **changes: Any) -> Decision | None:
     values: dict[str, Any] = {"arm": d.arm, "baseline": baseline(), "parity": parity, "why": "torch is another"}
-    return ledger.renew(d.id, **(values | changes))
+    return ledger.write(Renew(decision_id=d.id, **values | changes))
 
 
 def test_a_renewed_decision_keeps_its_state_race_and_figures(ledger: Ledger) -> None:
@@ -207,7 +208,7 @@ def test_a_renewed_decision_keeps_its_state_race_and_figures(ledger: Ledger) -> 
     assert ledger.evidence(new.id).previous == old
     assert again(ledger, old) == new, "repeated calls must give one decision"
     assert [s.decision for s in ledger.serving()] == [new]
-    back = ledger.unpin(new.id, "enough")
+    back = ledger.write(Unpin(decision_id=new.id, reason="enough"))
     assert (back.state, back.arm.candidate) == ("kept", "torch:rmsnorm")
 
 
@@ -227,7 +228,7 @@ def test_a_failed_proof_changes_nothing_but_the_evidence(ledger: Ledger) -> None
 
 def test_a_quarantined_build_is_not_served_again(ledger: Ledger) -> None:
     old = promote(ledger, ARM)
-    ledger.quarantine(ARM, hw_id=this_device().hw_id, op=W.op, cause="kernel", reason="crashed", digest="e" * 64)
+    ledger.write(Hold(arm=ARM, hw_id=this_device().hw_id, op=W.op, cause="kernel", reason="crashed", digest="e" * 64))
     moved = dataclasses.replace(ARM, digest="e" * 64)
     with pytest.raises(LedgerError, match="quarantine"):
         again(ledger, promote(ledger, ARM, idempotency_key="two"), arm=moved)
@@ -237,7 +238,7 @@ def test_a_quarantined_build_is_not_served_again(ledger: Ledger) -> None:
 def test_a_race_ends_the_mark_and_a_demotion_still_works(ledger: Ledger) -> None:
     new = again(ledger, promote(ledger, ARM))
     assert new is not None
-    demoted = ledger.demote(new.id, "wrong")
+    demoted = ledger.write(Demote(decision_id=new.id, reason="wrong"))
     assert (demoted.state, demoted.arm.candidate) == ("demoted", "torch:rmsnorm")
     assert promote(ledger, ARM, idempotency_key="raced").stale == ""
 
@@ -246,8 +247,9 @@ def test_the_command_can_be_sent_to_the_daemon(ledger: Ledger) -> None:
     old = promote(ledger, ARM)
     command = commands.Renew(decision_id=old.id, arm=ARM, baseline=baseline(), parity=PASSED, why="x")
     decoded, leases = commands.decode(json.loads(json.dumps(commands.encode(command, {}))))
-    made = commands.work(ledger, decoded, leases)()
-    assert made["stale"] == "x" and made["id"] > old.id
+    made = ledger.write(decoded, leases=leases)
+    assert made.stale == "x" and made.id > old.id
+    assert commands.result_of(command, json.loads(json.dumps(to_json(made)))) == made
 
 
 def test_only_winners_of_this_device_and_mode_are_proven_again(ledger: Ledger) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosel.guard.detector import ALARM, STEP, Detector
-from autosel.ledger.store import LIFETIME_BUDGET
+from autosel.ledger.key import LIFETIME_BUDGET
 from autosel.race.evidence import ALPHA_SESSION, E_TAIL, crossed
 from autosel.race.judge import CLONE, judge
 from autosel.race.plan import (

@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from autosel import models, ops, resources, settings
 from autosel.candidates import arms, registry, validity
 from autosel.candidates.user import from_target
+from autosel.cli import bundle
 from autosel.cli.explain import explain_text
 from autosel.cli.main import run
 from autosel.cli.repro import script
@@ -41,6 +42,7 @@ from autosel.errors import MOST_CHARACTERS, AutoselError, WorkerError
 from autosel.fingerprint import known, store
 from autosel.guard import Held
 from autosel.ledger import Ledger, faults, intake, open_ledger, snapshot
+from autosel.ledger.commands import Import
 from autosel.ledger.engine import Database
 from autosel.ledger.key import current_mode, serving_key
 from autosel.models.gguf import read_gguf
@@ -393,11 +395,14 @@ def imported(data: bytes, folder: Path) -> None:
     """Import a file, then show the imported rows with the verbs."""
     ledger = ledger_in(folder)
     before = len(ledger.history())
-    found = refused_in_words(lambda: ledger.import_(data, this_device().hw_id))
+    hw_id = this_device().hw_id
+    found = refused_in_words(
+        lambda: ledger.write(Import(document=bundle.read(data, "the import").decisions, hw_id=hw_id))
+    )
     if found is None:
         assert len(ledger.history()) == before, "a refused import changed the ledger"
         return
-    for made in (*found.served, *(d for d, _ in found.kept)):
+    for made in map(ledger.decision, (*found.served, *(number for number, _ in found.kept))):
         if isinstance(made.arm.recipe, NativeRecipe):
             assert validity.staleness(made), "the build does not exist here"
         evidence = ledger.evidence(made.id)

@@ -24,6 +24,7 @@ from autosel.cli.run import Asked, run_command
 from autosel.cli.verify import command_of
 from autosel.dispatch import devices
 from autosel.fingerprint import drift, gpu, known, nvml
+from autosel.ledger.commands import Hold, Record
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
@@ -79,7 +80,7 @@ def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
     values: dict[str, Any] = {"verdict": tie, "race": None, "parities": [], "mode": current_mode(), "state": "kept"}
     values |= {"arm": base, "baseline": base, "reason": "a tie", "idempotency_key": f"{fp.hw_id}"}
     with open_ledger() as ledger:
-        return ledger.record(fp, W, **(values | changes))
+        return ledger.write(Record(fp=fp, workload=W, **values | changes))
 
 
 @pytest.fixture
@@ -137,8 +138,21 @@ def test_a_decision_for_other_conditions_is_named(cpu_alone: None, said: Said) -
     swiglu = ops.find("swiglu").workload("fp32", {"M": 1, "I": 8})
     base = arms.arm(registry.baseline("swiglu"), swiglu, other, "", Knobs())
     with open_ledger() as ledger:
-        ledger.record(other, swiglu, verdict=None, race=None, parities=[], mode=current_mode(), state="pinned",
-                      arm=base, baseline=base, reason="by hand", idempotency_key="other")  # fmt: skip
+        ledger.write(
+            Record(
+                fp=other,
+                workload=swiglu,
+                verdict=None,
+                race=None,
+                parities=[],
+                mode=current_mode(),
+                state="pinned",
+                arm=base,
+                baseline=base,
+                reason="by hand",
+                idempotency_key="other",
+            )
+        )
     told = f"tuned with {cpus + 1} CPUs, running with {cpus}"
     assert told in " ".join(said("best", "swiglu")[1].split())
     assert told in json.loads(said("best", "swiglu", "--json")[1])["reason"]
@@ -256,7 +270,7 @@ def test_the_doctor_checks_every_device(with_gpu: None, said: Said) -> None:
     decided(devices.this_device(), 50.0)
     with open_ledger() as ledger:
         arm = arms.arm(registry.baseline(W.op), W, H200, "", Knobs())
-        ledger.quarantine(arm, hw_id=H200.hw_id, op=W.op, cause="crash", reason="for the test")
+        ledger.write(Hold(arm=arm, hw_id=H200.hw_id, op=W.op, cause="crash", reason="for the test"))
     found = [(f["what"], f["text"]) for f in json.loads(said("doctor", "--json")[1])]
     assert sum(what == "device" for what, _ in found) == 2 and any("H200" in text for _, text in found)
     assert ("ledger", f"none of them was measured on {H200.name}") in found

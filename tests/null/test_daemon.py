@@ -29,6 +29,7 @@ from autosel.daemon.writer import MOST_LINGER_S, Busy, Writer, _Gathering, _Item
 from autosel.dispatch.handover import MOST_FAULTS, Handover
 from autosel.errors import AutoselError, LedgerError, UsageError
 from autosel.ledger import Ledger, commands, open_ledger
+from autosel.ledger.commands import Demote, Spend, TakeOver
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import budget_key
 from autosel.models.workloads import step
@@ -252,7 +253,7 @@ def test_writes_that_wait_share_a_commit(ledger: Ledger) -> None:
 
     first = writer.submit(hold)
     held.wait()
-    waiting = [writer.submit(lambda led, n=n: led.spend(f"key {n}", 0.001)) for n in range(20)]
+    waiting = [writer.submit(lambda led, n=n: led.write(Spend(key=f"key {n}", amount=0.001))) for n in range(20)]
     go.set()
     assert first.result() is None
     assert all(w.result() for w in waiting)
@@ -262,11 +263,15 @@ def test_writes_that_wait_share_a_commit(ledger: Ledger) -> None:
 
 def test_a_write_that_is_refused_changes_nothing_and_takes_no_other_with_it(ledger: Ledger) -> None:
     def work(led: Ledger) -> Any:
-        led.spend("kept?", 0.001)
+        led.write(Spend(key="kept?", amount=0.001))
         raise LedgerError("refused")
 
     found = ledger.together(
-        [lambda: record(ledger, "one"), lambda: work(ledger), lambda: ledger.spend(budget_key("hw", ATTN), 0.002)]
+        [
+            lambda: record(ledger, "one"),
+            lambda: work(ledger),
+            lambda: ledger.write(Spend(key=budget_key("hw", ATTN), amount=0.002)),
+        ]
     )
     assert found[0].id == 1 and found[2] is True
     assert isinstance(found[1], LedgerError)
@@ -428,12 +433,12 @@ def test_faults_that_wait_for_a_daemon_are_few_and_each_once(tmp_path: Path, led
 
 
 def test_a_stale_lease_is_refused_through_the_daemon_too(ledger: Ledger) -> None:
-    lease, _ = ledger.take_over(FP.hw_id, "the first")
-    ledger.take_over(FP.hw_id, "the second")
+    lease, _ = ledger.write(TakeOver(hw_id=FP.hw_id, holder="the first"))
+    ledger.write(TakeOver(hw_id=FP.hw_id, holder="the second"))
     spend = commands.Spend(key=budget_key(FP.hw_id, ATTN), amount=0.001, reason="")
     with pytest.raises(LedgerError, match="taken over this device"):
-        commands.work(ledger, spend, {FP.hw_id: lease})()
-    assert commands.work(ledger, spend, {})() is True
+        ledger.write(spend, leases={FP.hw_id: lease})
+    assert ledger.write(spend, leases={}) is True
 
 
 def test_a_command_comes_back_as_it_was_sent() -> None:
@@ -547,7 +552,7 @@ def test_a_speedup_is_shown_only_for_serving_decisions(ledger: Ledger) -> None:
     made = [record(ledger, f"{b}", workload=ATTN.at(B=b)) for b in (1, 2, 4)]
     view = View(hw_id=FP.hw_id, served=ledger.serving())
     assert view.speedups() == {"attn": 2.0}
-    ledger.demote(made[0].id, "wrong")
+    ledger.write(Demote(decision_id=made[0].id, reason="wrong"))
     stale = {str(made[1].id): "its source was edited", str(made[2].id): "its source was edited"}
     view = View(hw_id=FP.hw_id, served=ledger.serving(), stale=stale)
     assert view.speedups() == {}

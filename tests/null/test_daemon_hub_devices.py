@@ -26,6 +26,7 @@ from autosel.dispatch.handover import Handover
 from autosel.dispatch.served import Coverage
 from autosel.errors import LedgerError
 from autosel.fingerprint import known
+from autosel.ledger.commands import TakeOver
 from autosel.ledger.locks import InUseError
 from autosel.values import Fingerprint, to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
@@ -246,7 +247,7 @@ def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp
         with ledgers.open_ledger(home=ledger.home, alone=True) as other, other.lock(H200.hw_id, "GPU-its like"):
             record(other, "of its like", fp=there)
         record(ledger, "of the gpu", fp=there)
-        ledger.take_over(H200.hw_id, "another tuner", UUID)
+        ledger.write(TakeOver(hw_id=H200.hw_id, holder="another tuner", unit=UUID))
         with pytest.raises(LedgerError, match="taken over this device"):
             record(ledger, "late", fp=there)
         record(ledger, "of the cpu", fp=this_machine())

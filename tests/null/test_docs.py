@@ -340,7 +340,7 @@ SAID = (
     ("race.evidence", "E_TAIL", "must reach {}."),
     ("race.evidence", "TAIL_RATE_INVERSE", "p0 = 1/{}:"),
     ("race.run", "CEILING_SLACK", "faster than {} times the probe's best"),
-    ("ledger.store", "LIFETIME_BUDGET", "a budget of {} per key"),
+    ("ledger.key", "LIFETIME_BUDGET", "a budget of {} per key"),
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 from autosel.candidates import arms, registry
 from autosel.cli.main import run
 from autosel.cli.tune import report_json, show_remarks
+from autosel.ledger.commands import Hold, Record
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.ops import OPS
@@ -42,10 +43,22 @@ def held(home: Path) -> list[int]:
     fp = here()
     base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
     with open_ledger() as ledger:
-        ledger.record(
-            fp, W, verdict=None, race=None, parities=[], arm=base, baseline=base, mode=current_mode(), state="kept",
-            reason="no other candidate can run this here", idempotency_key="1", entrants=(base.digest,),
-        )  # fmt: skip
+        ledger.write(
+            Record(
+                fp=fp,
+                workload=W,
+                verdict=None,
+                race=None,
+                parities=[],
+                arm=base,
+                baseline=base,
+                mode=current_mode(),
+                state="kept",
+                reason="no other candidate can run this here",
+                idempotency_key="1",
+                entrants=(base.digest,),
+            )
+        )
         return [hold(ledger, fp, arm(base, name)) for name in ("cpp:one", "cpp:two")]
 
 
@@ -60,7 +73,7 @@ def arm(base: Arm, name: str) -> Arm:
 
 
 def hold(ledger: Ledger, fp: Fingerprint, of: Arm) -> int:
-    return ledger.quarantine(of, hw_id=fp.hw_id, op=W.op, cause="crash", reason=REASON)
+    return ledger.write(Hold(arm=of, hw_id=fp.hw_id, op=W.op, cause="crash", reason=REASON))
 
 
 def release_in(text: str) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 from autosel import dispatch, ops
 from autosel.cli.main import run
 from autosel.dispatch.devices import this_device
+from autosel.ledger.commands import Demote
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import open_ledger
 from autosel.values import Decision
@@ -49,7 +50,7 @@ def decisions(home: Path) -> tuple[Decision, Decision]:
     with open_ledger(home=home) as ledger:
         found = dataclasses.replace(verdict(), roofline=0.72, read_bytes_per_s=4e10)
         promoted = record(ledger, fp=fp, mode=current_mode(), verdict=found)
-        return promoted, ledger.demote(promoted.id, REASON)
+        return promoted, ledger.write(Demote(decision_id=promoted.id, reason=REASON))
 
 
 def numbers(made: Decision) -> list[str]:

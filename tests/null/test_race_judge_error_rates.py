@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosel.guard.detector import ALARM, Detector
+from autosel.ledger.commands import Spend
 from autosel.ledger.store import open_ledger
 from autosel.race.evidence import quantile_lower
 from autosel.race.judge import CLONE, beats, has_lost, has_won, nominees, tail_counts, tail_threshold
@@ -236,7 +237,7 @@ def test_an_interval_of_a_long_history_is_near_the_normal_one(n: int, x: int) ->
 def test_the_ledger_pays_for_as_many_attempts_as_the_study_assumes(tmp_path, pi: float, allowed: int) -> None:
     bound = error_rates.margin_of(DELTA_CALIBRATED, pi).false_promotion_bound
     with open_ledger(home=tmp_path) as ledger:
-        paid = [ledger.spend("key", bound, "attempt") for _ in range(RETRIES)]
+        paid = [ledger.write(Spend(key="key", amount=bound, reason="attempt")) for _ in range(RETRIES)]
     assert paid == [True] * allowed + [False] * (RETRIES - allowed)
     assert error_rates.allowance(bound) == allowed
 
