@@ -26,9 +26,8 @@ from autosel.daemon.hub import Hub
 from autosel.daemon.jobs import CPU
 from autosel.daemon.uses import Report
 from autosel.daemon.view import bucket_of
-from autosel.daemon.writes import COMMAND, command_of
 from autosel.errors import AutoselError, LedgerError
-from autosel.ledger import compare, faults, rows
+from autosel.ledger import commands, compare, faults, rows
 from autosel.ledger import schema as t
 from autosel.ledger.commands import Demote, Pin, Promote, Unpin
 from autosel.ledger.describe import decision_json
@@ -137,10 +136,10 @@ async def fingerprint(hub: Hub, request: Request) -> Response:
     return answer({"hw_id": facts.hw_id, "env_id": facts.env_id, **facts.fingerprint})
 
 
-async def openapi(hub: Hub, request: Request) -> Response:
-    from autosel.daemon.openapi import document
-
-    return answer(document(ENDPOINTS))
+async def addresses(hub: Hub, request: Request) -> Response:
+    """List the addresses of this table."""
+    found = [{"method": e.method, "path": e.path, "summary": e.summary, "query": e.query} for e in ENDPOINTS]
+    return answer({"version": __version__, "addresses": found})
 
 
 async def metrics_text(hub: Hub, request: Request) -> Response:
@@ -574,11 +573,19 @@ async def about_ledger(hub: Hub, request: Request) -> Response:
     return answer({"ledger": hub.ledger.name, "schema": HEAD, "writable": writable, "instance": hub.instance})
 
 
+COMMAND = Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64)
+
+
 async def write_ledger(hub: Hub, request: Request) -> Response:
     """Make one change of the ledger, for the command line and tuners of this user; acknowledged when it is on disk."""
     if not is_local(request.scope):
         raise Bad(403, "the ledger is written over the Unix socket only")
-    return answer(await hub.write(command_of(await read(request, COMMAND))))
+    body = await read(request, COMMAND)
+    try:
+        command, leases = commands.decode(body)
+    except ValueError as error:
+        raise Bad(422, "this is not a command of the ledger", why=str(error)[:300]) from error
+    return answer(await hub.write(lambda ledger: ledger.write(command, leases=leases)))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -588,29 +595,25 @@ Handler = Callable[[Hub, Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Describe an endpoint. `body` is the type of the request; `query` the parameters, with their meaning; `gives` the
-    answer."""
+    """Describe an endpoint. `query`: the parameters, with their meaning."""
 
     method: str
     path: str
     handler: Handler
     summary: str
-    body: Any = None
     query: Mapping[str, str] = field(default_factory=dict)
-    status: int = 200
-    media: str = "application/json"
 
 
 _OP = {"op": "only this op"}
 _LIMIT = {"limit": f"how many, at most {MOST_ROWS}"}
 
 
-def _get(path: str, handler: Handler, summary: str, **more: Any) -> Endpoint:
-    return Endpoint(method="GET", path=path, handler=handler, summary=summary, **more)
+def _get(path: str, handler: Handler, summary: str, **query: str) -> Endpoint:
+    return Endpoint(method="GET", path=path, handler=handler, summary=summary, query=query)
 
 
-def _post(path: str, handler: Handler, summary: str, body: Any, **more: Any) -> Endpoint:
-    return Endpoint(method="POST", path=path, handler=handler, summary=summary, body=body, **more)
+def _post(path: str, handler: Handler, summary: str) -> Endpoint:
+    return Endpoint(method="POST", path=path, handler=handler, summary=summary)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -619,47 +622,50 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/v1/fingerprint",
         fingerprint,
         "A device's identity and measured rates",
-        query={"device": "of this machine; cpu"},
+        device="of this machine; cpu",
     ),
     _get("/v1/serving", serving, "Every decision that serves this device"),
     _get(
         "/v1/best/{op}",
         best,
         "The decisions that serve an op, or one of its workloads",
-        query={"workload": "its key or bucket", "device": "of this machine; any"},
+        workload="its key or bucket",
+        device="of this machine; any",
     ),
     _get(
         "/v1/decisions",
         decisions,
         "Every decision ever made, newest first",
-        query={**_OP, **_LIMIT, "before": "only decisions of a lower number"},
+        **_OP,
+        **_LIMIT,
+        before="only decisions of a lower number",
     ),
     _get("/v1/decisions/{id}", decision, "One decision with its evidence"),
-    _post("/v1/decisions/{id}/demote", change, "The baseline serves in its place", Because),
-    _post("/v1/decisions/{id}/promote", change, "Promote another arm of it by hand", Choice),
-    _post("/v1/decisions/{id}/pin", change, "Pin it: it serves regardless of later races", Choice),
-    _post("/v1/decisions/{id}/unpin", change, "Remove the pin", Because),
-    _get("/v1/candidates", candidates, "Proofs made here, and quarantines", query=_OP),
-    _get("/v1/races", races, "Races, newest first, with their verdicts", query={**_OP, **_LIMIT}),
-    _get("/v1/races/{id}", race, "The race behind a decision", query={"samples": "1: with every sample"}),
+    _post("/v1/decisions/{id}/demote", change, "The baseline serves in its place"),
+    _post("/v1/decisions/{id}/promote", change, "Promote another arm of it by hand"),
+    _post("/v1/decisions/{id}/pin", change, "Pin it: it serves regardless of later races"),
+    _post("/v1/decisions/{id}/unpin", change, "Remove the pin"),
+    _get("/v1/candidates", candidates, "Proofs made here, and quarantines", **_OP),
+    _get("/v1/races", races, "Races, newest first, with their verdicts", **_OP, **_LIMIT),
+    _get("/v1/races/{id}", race, "The race behind a decision", samples="1: with every sample"),
     _get("/v1/jobs", job_list, "Running, waiting and finished jobs"),
     _get("/v1/jobs/{id}", job, "One job"),
-    _post("/v1/jobs", ask, "Tune these workloads when the device is idle", Ask, status=202),
+    _post("/v1/jobs", ask, "Tune these workloads when the device is idle"),
     Endpoint(method="DELETE", path="/v1/jobs/{id}", handler=cancel, summary="Cancel a job"),
-    _post("/v1/misses", misses, "Report workloads without a decision", Misses, status=202),
+    _post("/v1/misses", misses, "Report workloads without a decision"),
     _get("/v1/uses", use_list, "Calls of clients by candidate"),
-    _post("/v1/uses", report_uses, "Report the calls of one process since its last report", Report, status=202),
+    _post("/v1/uses", report_uses, "Report the calls of one process since its last report"),
     _get("/v1/coverage", coverage_list, "The share of each process's time that decisions serve"),
-    _post("/v1/coverage", report_coverage, "Report all calls of one process so far", Covered, status=202),
+    _post("/v1/coverage", report_coverage, "Report all calls of one process so far"),
     _get("/v1/faults", fault_list, "Faults seen in service, and quarantines"),
-    _post("/v1/faults", report_fault, "Report a fault of a served kernel: demote it now", Fault, status=202),
+    _post("/v1/faults", report_fault, "Report a fault of a served kernel: demote it now"),
     _get("/v1/fleet", fleet, "Hosts of this ledger, decisions that wait for a proof, devices that disagree"),
-    _get("/v1/certificates", certificate_list, "The last certificates, newest first", query=_LIMIT),
+    _get("/v1/certificates", certificate_list, "The last certificates, newest first", **_LIMIT),
     _get("/v1/certificates/verify", verify_certificates, "Check the file of certificates"),
     _get("/v1/certificates/{id}", certificate, "One certificate, byte for byte"),
-    _get("/v1/events", events, "Stream of events", media="text/event-stream"),
-    _get("/v1/openapi.json", openapi, "This interface, described"),
+    _get("/v1/events", events, "Stream of events"),
+    _get("/v1", addresses, "This list"),
     _get("/v1/ledger", about_ledger, "Which ledger this daemon writes"),
-    _post("/v1/ledger", write_ledger, "One change of the ledger (Unix socket only)", dict),
-    _get("/metrics", metrics_text, "Figures for Prometheus", media="text/plain"),
+    _post("/v1/ledger", write_ledger, "One change of the ledger (Unix socket only)"),
+    _get("/metrics", metrics_text, "Figures for Prometheus"),
 )

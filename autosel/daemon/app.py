@@ -21,7 +21,6 @@ from autosel.daemon.answers import our_bug, problem, refusal
 from autosel.daemon.bodies import MOST_TEXT, Bad
 from autosel.daemon.hub import Hub
 from autosel.errors import AutoselError
-from autosel.ledger import commands
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +36,12 @@ def build(hub: Hub, access: Access) -> Any:
 
 
 class Lookups:
-    """Answer the most frequent requests, GET /v1/best/OP[?workload=KEY] and POST /v1/ledger, without a framework."""
+    """Answer the most frequent request, GET /v1/best/OP[?workload=KEY], without a framework."""
 
     def __init__(self, app: Any, hub: Hub) -> None:
         self.app, self.hub = app, hub
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == commands.ADDRESS:
-            await self._write(scope, receive, send)
-            return
         if scope["type"] != "http" or scope["method"] != "GET" or not scope["path"].startswith(LOOKUP):
             await self.app(scope, receive, send)
             return
@@ -67,32 +63,20 @@ class Lookups:
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, length]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _write(self, scope: Any, receive: Any, send: Any) -> None:
-        request = Request(scope, receive)
-        try:
-            made = await _measured(self.hub, commands.ADDRESS, api.write_ledger, request)
-        except Exception as error:
-            made = await _our_bug(request, error)
-        await made(scope, receive, send)
-
 
 Handler = Callable[[Hub, Request], Awaitable[Response]]
 
 
 def _route(hub: Hub, path: str, handler: Handler, method: str) -> Route:
     async def endpoint(request: Request) -> Response:
-        return await _measured(hub, path, handler, request)
+        started = time.perf_counter()
+        made = await _answered(hub, handler, request)
+        hub.metrics.requests.labels(path, str(made.status_code)).inc()
+        if path != "/v1/events":
+            hub.metrics.seconds.observe(time.perf_counter() - started)
+        return made
 
     return Route(path, endpoint, methods=[method])
-
-
-async def _measured(hub: Hub, path: str, handler: Handler, request: Request) -> Response:
-    started = time.perf_counter()
-    made = await _answered(hub, handler, request)
-    hub.metrics.requests.labels(path, str(made.status_code)).inc()
-    if path != "/v1/events":
-        hub.metrics.seconds.observe(time.perf_counter() - started)
-    return made
 
 
 async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
@@ -109,7 +93,7 @@ async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    todo = "GET /v1/openapi.json lists all addresses"
+    todo = "GET /v1 lists all addresses"
     what = {404: "no such address", 405: f"not with {request.method}"}.get(error.status_code, error.detail)
     made = problem(error.status_code, what, todo=todo)
     made.headers.update(error.headers or {})

@@ -18,7 +18,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from autosel.daemon import peers
 from autosel.daemon.bodies import READ_S
-from autosel.daemon.writes import TARGET, Writes, is_straight
 
 log = logging.getLogger(__name__)
 
@@ -46,29 +45,21 @@ def limits(kind: str, uid: int | None) -> dict[str, int]:
 
 
 class Protocol(HttpToolsProtocol):
-    """Handle a connection. `writes` handles writes of the ledger from autosel's clients, one at a time per connection.
-    A client that sends the next request before the answer gets that answer and no other."""
+    """Handle a connection."""
 
     _counted: tuple[str, ...] = ()  # in `open_lines`
-    _local = False  # over the Unix socket
     _head = 0
-    _body: bytearray | None = None  # of a write that is being read
     _request, _stage = 0, ""  # the part that is arriving: "head" or "body"; "" between requests
     _timed: tuple[int, str] | None = None  # the timer's purpose
     _timer: asyncio.TimerHandle | None = None
-    _answering = _deaf = _last = False
-
-    def __init__(self, *arguments: Any, writes: Writes, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._writes = writes
+    _deaf = False
 
     def connection_made(self, transport: Any) -> None:
         self._whole = whole = Whole(transport, self.loop)
         super().connection_made(cast(Any, whole))
         descriptor = transport.get_extra_info("socket").fileno()
         with socket.socket(fileno=os.dup(descriptor)) as connection:  # an event loop's own object hides getsockopt
-            self._local = connection.family == socket.AF_UNIX
-            if self._local:
+            if connection.family == socket.AF_UNIX:
                 uid, pid = peers.of_unix(connection)
                 if uid not in (0, os.getuid()):
                     log.warning("refused a connection of user %d (pid %d)", uid, pid)
@@ -92,7 +83,6 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         open_lines.subtract(self._counted)
         self._counted = ()
-        self._body = None
         self._unwatch()
         super().connection_lost(exc)
 
@@ -113,56 +103,15 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stage = "body"
         self._head = -(1 << 62)  # a body follows, which has separate limits
-        if self._answering:
-            self._deaf = self._last = True
-        elif self._is_write():
-            self._body = bytearray()
-        else:
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        if self._body is not None:
-            self._body += body
-        elif not self._deaf:
-            super().on_body(body)
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._head, self._stage = 0, ""
-        if self._body is not None:
-            body = bytes(self._body)
-            self._body = None
-            self._answering = True
-            self._writes.take(body, self._answer)
-        elif not self._deaf:
-            super().on_message_complete()
-
-    def _is_write(self) -> bool:
-        """Return True if the request may take the short path: from this user, on a line without a running request."""
-        return (
-            self.url == TARGET
-            and self.parser.get_method() == b"POST"
-            and self._local
-            and not self._under_way()
-            and self.parser.get_http_version() == "1.1"
-            and self.parser.should_keep_alive()
-            and not self.parser.should_upgrade()
-            and not self.expect_100_continue
-            and is_straight(self.headers)
-        )
-
-    def _answer(self, whole: bytes) -> None:
-        self._answering = False
-        if self.transport.is_closing():
-            return
-        self.transport.write(whole)
-        if self._last:
-            self.transport.close()
-        else:
-            self.on_response_complete()  # wait a while for the next request
+        super().on_message_complete()
 
     def _under_way(self) -> bool:
         """Return True if an answer is still to be sent."""
-        return self._answering or not (self.cycle is None or self.cycle.response_complete)
+        return not (self.cycle is None or self.cycle.response_complete)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -174,8 +123,8 @@ class Protocol(HttpToolsProtocol):
             return
         self._unwatch()
         if now is not None and not self.transport.is_closing():
-            spare = 0.0 if self._body is not None else SPARE_S
-            self._timer = self.loop.call_later(READ_S + spare if self._stage == "body" else HEAD_S, self._overdue)
+            patience_s = READ_S + SPARE_S if self._stage == "body" else HEAD_S
+            self._timer = self.loop.call_later(patience_s, self._overdue)
         self._timed = now
 
     def _unwatch(self) -> None:
@@ -188,30 +137,16 @@ class Protocol(HttpToolsProtocol):
         self._deaf = True
         if self.transport.is_closing():
             return
-        if self._answering:
-            self._last = True
-        elif self._body is None and self._under_way():
+        if self._under_way():
             self.cycle.keep_alive = False
         else:
-            if self._body is not None:
-                self.transport.write(self._writes.too_late())
-            elif self._stage == "head":
+            if self._stage == "head":
                 self.transport.write(_LATE)
             self.transport.close()
-        self._body = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._whole.press()
-
-    # --- the end ----------------------------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """Answer running requests first."""
-        if self._answering:
-            self._last = True
-        else:
-            super().shutdown()
 
 
 _said: dict[str, float] = {}  # time of the last log line, by the kind of refusal

@@ -11,9 +11,8 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 
@@ -23,7 +22,6 @@ from autosel.daemon.access import Access, new_token
 from autosel.daemon.app import build
 from autosel.daemon.hub import Hub, Options
 from autosel.daemon.protocol import Protocol, loop_factory
-from autosel.daemon.writes import Writes
 from autosel.errors import AutoselError
 from autosel.ledger.engine import private_folder
 from autosel.ledger.locks import InUseError, daemon_lock
@@ -87,7 +85,7 @@ async def _serve(home: Path, asked: Asked, access: Access, address: str, sockets
     hub = Hub(home, Options(busy_limit=asked.busy_limit, tune=asked.tune, address=address))
     config = uvicorn.Config(
         build(hub, access),
-        http=cast(Any, partial(Protocol, writes=Writes(hub))),  # uvicorn calls it, despite its declared type
+        http=Protocol,
         lifespan="off",
         ws="none",
         access_log=False,

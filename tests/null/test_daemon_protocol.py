@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn")
 
 from autosel.daemon import peers, protocol
 from autosel.daemon.protocol import Protocol, Whole, limits
-from tests.null.test_daemon_writes import PATIENCE_S, Line, over, request, spend
+from tests.null.test_daemon_api_writes import PATIENCE_S, Line, over, request, spend
 
 GET = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -30,7 +30,7 @@ async def trickled(line: Line, first: bytes, more: bytes) -> bytes:
     loop = asyncio.get_running_loop()
     theirs, ours = socket.socketpair()
     theirs.setblocking(False)
-    made = Protocol(config=line._config, server_state=line.state, app_state={}, writes=line.writes)
+    made = Protocol(config=line._config, server_state=line.state, app_state={})
     await loop.connect_accepted_socket(lambda: made, ours)
     found = bytearray()
 
