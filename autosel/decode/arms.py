@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autosel.decode.generate import accepted, at_once, draft
 from autosel.decode.model import Batch
-from autosel.decode.persistent import serve
+from autosel.decode.persistent import serve, write
 from autosel.decode.run import Chain, Chosen
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
@@ -68,12 +68,8 @@ class Written(_Choosing):
 
     def __init__(self, scene: Scene, chosen: Chosen) -> None:
         super().__init__(scene)
-        self.list = serve(
-            *(scene.decoder, scene.cache, scene.place, chosen.chain, self.sampler),
-            form=chosen.form,
-            fp=scene.fp,
-            decision=chosen.decision,
-        )
+        given = scene.decoder, scene.cache, scene.place, chosen.chain, self.sampler
+        self.list = serve(write(*given, form=chosen.form, fp=scene.fp), scene.fp, chosen.decision)
         self.logits = self.list.logits
 
     def enqueue(self) -> None:

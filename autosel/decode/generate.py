@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autosel.decode.cache import Cache, make_cache
 from autosel.decode.model import Batch, Decoder
-from autosel.decode.persistent import AnyStep, serve
+from autosel.decode.persistent import AnyStep, serve, write
 from autosel.decode.run import FUSED, GREEDY, Chain, Sampling, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place
@@ -73,7 +73,7 @@ def generate(
         if speculate:
             return _speculating(decoder, cache, asked, told, count, speculate, stop)
         place = Place.at(token, [len(p) for p in asked])
-        made = serve(decoder, cache, place, chain, sampler, form=form, fp=fp) if prealloc else None
+        made = serve(write(decoder, cache, place, chain, sampler, form=form, fp=fp), fp) if prealloc else None
         one = _Written(made, sampler) if made else _AtOnce(decoder, cache, place, chain, sampler)
         return _decoding(one, sampler, told, count, stop, keep_logits, heard)
 

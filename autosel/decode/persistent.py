@@ -3,7 +3,7 @@
     kind = kind_of(plan.device)          # a thread team on a CPU (team.py), one launch on a GPU (launch.py)
     kind.supports(plan)                  # Accepted, or Rejected(reason): before weights are loaded
     step = kind.write(written, fp)       # the list of ops, lowered; compiles on first use
-    step = serve(decoder, cache, place)  # the same under the guard, for generation and measurements
+    step = serve(write(decoder, cache, place))  # written, under the guard, for generation and measurements
     step.run(); step.settle()            # begin; wait for its end
 
 Both kinds are made from the list that runs op by op, use its buffers, and give its tokens. `choose` decides if the step
@@ -104,28 +104,17 @@ def write(
     return GraphStep.of(step) if form == "graph" else step
 
 
-def serve(
-    decoder: Decoder,
-    cache: Cache,
-    place: Place,
-    chain: Chain = FUSED,
-    sampler: Sampler | None = None,
-    *,
-    form: StepForm = "ops",
-    fp: Fingerprint | None = None,
-    decision: Decision | None = None,
-) -> AnyStep:
-    """Write the step as `write` does, under the guard.
+def serve(step: AnyStep, fp: Fingerprint | None = None, decision: Decision | None = None) -> AnyStep:
+    """Return a written step under the guard.
 
     A thread team's step is checked while it serves (watch.py); ops of a list are always checked. `decision` is the one
-    by which the form serves; a fault demotes it.
+    by which the form serves; a fault demotes it. `fp` is as in `write`.
     """
-    found = fp or fingerprint.take(str(decoder.weights.device))
-    step, board = write(decoder, cache, place, chain, sampler, form=form, fp=found), dispatch.board()
+    board = dispatch.board()
     if not isinstance(step, TeamStep) or not board.policy.on or not board.policy.spot_rate:
         return step
     watch = StepWatch(policy=board.policy, allowance=Allowance(share=SHARE), decision=decision, report=board.report)
-    return step.guarded(watch, found)
+    return step.guarded(watch, fp or fingerprint.take("cpu"))
 
 
 KINDS: dict[str, Kind] = {"cpu": team.ThreadTeam(), "cuda": launch.OneLaunch()}

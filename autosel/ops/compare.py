@@ -8,17 +8,30 @@ error is at most twice the baseline's and (c) the result is not biased. Letters 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from autosel.ops.contract import Match, Mismatch, Op
-
-
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The first check that a result fails, with the element that fails worst."""
+
+    check: str
+    reason: str
+    evidence: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A right result; `worst` is the largest error divided by its bound."""
+
+    worst: float
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -27,15 +40,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def compare(
-    op: Op,
     got: Sequence[Tensor],
     reference: Sequence[Tensor],
     bound: Sequence[Tensor],
     baseline: Sequence[Tensor] | None = None,
 ) -> Match | Mismatch:
     """Check every output of a float-valued op. Return the first failed check, else the worst error / bound."""
-    from autosel.ops.contract import Match
-
     worst = 0.0
     for index, (g, ref, tol) in enumerate(zip(got, reference, bound, strict=True)):
         if torch.equal(g.double(), ref):  # exact, for example a copy
@@ -50,8 +60,6 @@ def compare(
 
 
 def _mismatch(check: str, reason: str, **evidence: object) -> Mismatch:
-    from autosel.ops.contract import Mismatch
-
     return Mismatch(check=check, reason=reason, evidence=evidence)
 
 

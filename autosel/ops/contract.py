@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import Match as Match  # noqa: PLC0414  (a part of the contract)
+from autosel.ops.compare import Mismatch as Mismatch  # noqa: PLC0414
+from autosel.ops.compare import compare
 from autosel.values import DTypeName, Scalar, Workload
 
 if TYPE_CHECKING:
@@ -104,22 +107,6 @@ class Written(Rows):
     """
 
     restore: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """The first check that a result fails, with the element that fails worst."""
-
-    check: str
-    reason: str
-    evidence: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """A right result; `worst` is the largest error divided by its bound."""
-
-    worst: float
 
 
 class Op(ABC):
@@ -208,10 +195,8 @@ class Op(ABC):
         self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
     ) -> Match | Mismatch:
         """Judge a result. Ops with index-valued outputs override this (ties, supports)."""
-        from autosel.ops.compare import compare
-
         reference = self.reference(inputs)
-        return compare(self, got, reference, self.bound(inputs, reference), baseline)
+        return compare(got, reference, self.bound(inputs, reference), baseline)
 
     @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:

@@ -24,4 +24,4 @@ class Expected:
         """Judge a result as `Op.verify` does."""
         if self.own:
             return self.op.verify(self.inputs, got, baseline)
-        return compare(self.op, got, self.reference, self.bound, baseline)
+        return compare(got, self.reference, self.bound, baseline)

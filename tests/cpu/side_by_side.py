@@ -33,7 +33,7 @@ def judge_of(
         return lambda got: _wrong(op.verify(inputs, got, baseline))
     reference = op.reference(inputs)
     bound = op.bound(inputs, reference)
-    return lambda got: _wrong(compare(op, got, reference, bound, baseline))
+    return lambda got: _wrong(compare(got, reference, bound, baseline))
 
 
 def _wrong(found: object) -> Mismatch | None:

@@ -184,7 +184,7 @@ def is_right(found: Resolution) -> bool:
     made = found.run(*(inputs[a.name] for a in op.args), *outputs)
     reference = op.reference(inputs)
     got = made if isinstance(made, tuple) else (made,)
-    return isinstance(compare(op, got, reference, op.bound(inputs, reference)), Match)
+    return isinstance(compare(got, reference, op.bound(inputs, reference)), Match)
 
 
 @pytest.mark.usefixtures("_there")
