@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.responses import Response
 
@@ -14,9 +14,6 @@ from autosel.errors import AutoselError, BadArguments, BadConfig, LedgerError, P
 from autosel.ledger.engine import lost
 from autosel.ledger.faults import plain
 from autosel.values import to_json
-
-if TYPE_CHECKING:
-    from autosel.daemon.hub import Hub
 
 
 def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -32,13 +29,13 @@ def problem(status: int, what: str, *, why: str = "", todo: str = "", kind: str 
     return answer({"error": {"kind": kind, "what": what, "why": why, "todo": todo}}, status, headers)
 
 
-def refusal(hub: Hub, error: AutoselError) -> Response:
+def refusal(error: AutoselError, *, read_only: bool) -> Response:
     """Turn a handler's exception into an answer."""
     if isinstance(error, Bad):
         return problem(error.status, error.what, why=error.why, todo=error.todo)
     if isinstance(error, Busy | Full):
         return problem(503, error.what, why=error.why, todo=error.todo)
-    if isinstance(error, LedgerError) and (lost(error) or hub.writer.read_only):
+    if isinstance(error, LedgerError) and (lost(error) or read_only):
         return problem(503, error.what, why=error.why, todo=error.todo, kind="LedgerError")
     return problem_of(error)
 

@@ -88,7 +88,7 @@ async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
     except AutoselError as error:
         if isinstance(error, Bad) and handler in pages.PAGES.values():
             return await pages.not_there(hub, error)
-        return refusal(hub, error)
+        return refusal(error, read_only=hub.writer.read_only)
 
 
 async def _http(request: Request, error: Exception) -> Response:

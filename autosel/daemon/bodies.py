@@ -18,6 +18,7 @@ MOST_DEPTH = 16
 MOST_TEXT = 256
 MOST_DIMS, MOST_SIZE = 8, 1 << 40
 READ_S = 10.0
+MOST_ROWS = 500  # of an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

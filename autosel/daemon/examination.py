@@ -9,12 +9,9 @@ import logging
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autosel import settings
-
-if TYPE_CHECKING:
-    from autosel.daemon.hub import Hub
 
 log = logging.getLogger(__name__)
 KEPT_S = 600.0
@@ -30,9 +27,8 @@ class Examination:
     under_way: asyncio.Task[None] | None = None
 
 
-def findings(hub: Hub, *, again: bool = False) -> list[dict[str, Any]] | None:
+def findings(e: Examination, *, again: bool = False) -> list[dict[str, Any]] | None:
     """Return the last findings; None during the first examination."""
-    e = hub.examination
     old = time.monotonic() - e.at_s > KEPT_S
     if (e.findings is None or again or old) and (e.under_way is None or e.under_way.done()):
         e.under_way = asyncio.create_task(_look(e))

@@ -22,8 +22,10 @@ from starlette.responses import Response
 
 from autosel import settings
 from autosel.certify.derive import claimed_interval, headline_roofline
-from autosel.daemon import api, charts, examination, shown
+from autosel.daemon import charts, examination, shown
 from autosel.daemon.bodies import Bad, number, query
+from autosel.daemon.decisions import evidence_of
+from autosel.daemon.fleet import fleet_json
 from autosel.daemon.hub import Hub
 from autosel.errors import LedgerError
 from autosel.fingerprint.describe import describe
@@ -157,7 +159,7 @@ async def decisions(hub: Hub, request: Request) -> Response:
 
 async def decision(hub: Hub, request: Request) -> Response:
     query(request, {})
-    e = await api.evidence_of(hub, request)
+    e = await evidence_of(hub, request)
     return await _page(
         hub, "decision", f"Decision {e.decision.id}", e=e, d=e.decision, v=e.decision.verdict,
         stale=hub.view.stale.get(str(e.decision.id), ""), sessions=shown.sessions(e.race),
@@ -181,13 +183,13 @@ async def compare(hub: Hub, request: Request) -> Response:
 
 async def fleet(hub: Hub, request: Request) -> Response:
     query(request, {})
-    found = await hub.read(lambda ledger: api.fleet_json(ledger, hub))
+    found = await hub.read(lambda ledger: fleet_json(ledger, hub))
     return await _page(hub, "fleet", "Fleet", host=shown.host(hub), fleet=found)
 
 
 async def health(hub: Hub, request: Request) -> Response:
     asked = query(request, {"again": ""})
-    findings = examination.findings(hub, again=asked["again"] == "1")
+    findings = examination.findings(hub.examination, again=asked["again"] == "1")
     stores = await asyncio.to_thread(shown.stores, hub)
     fp = from_json(Fingerprint, hub.facts.fingerprint) if hub.facts.fingerprint else None
     return await _page(
