@@ -546,6 +546,27 @@ class Decision:
         return self.reason if self.state in SERVING else f"{self.state}: {self.reason}"
 
 
+Origin = Literal["raced", "raced under other conditions", "derived", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCalls:
+    """The calls of one workload that one kernel ran in a process, and the origin of their time. `why` is empty if a
+    decision serves them."""
+
+    op: str
+    bucket: str  # "" if no workload describes the calls
+    candidate: str
+    why: str
+    calls: int
+    us_per_call: float | None
+    origin: Origin
+
+    @property
+    def us(self) -> float:
+        return self.calls * (self.us_per_call or 0.0)
+
+
 # --- data, not pickle ------------------------------------------------------------------------------------------------
 
 

@@ -41,12 +41,13 @@ def serve_command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool, u
     """
     try:
         from autosel.daemon import serve
+        from autosel.daemon.hub import Options
     except ModuleNotFoundError as error:
         raise extras.missing("daemon", "the daemon", error) from error
     if unit:
         click.echo(serve.unit(_command(tcp, origins, busy, tune), settings.home()), nl=False)
         return
-    serve.serve(serve.Asked(tcp=tcp, origins=origins, busy_limit=busy, tune=tune))
+    serve.serve(Options(tcp=tcp, origins=origins, busy_limit=busy, tune=tune))
 
 
 def _command(tcp: str, origins: tuple[str, ...], busy: float, tune: bool) -> str:

@@ -16,7 +16,7 @@ from autosel.daemon.bodies import Bad, Limits, number, read, refuse_odd, typed
 from autosel.daemon.coverage import Covered
 from autosel.daemon.hub import Hub
 from autosel.daemon.jobs import CPU
-from autosel.daemon.uses import Report
+from autosel.daemon.uses import UseReport
 from autosel.daemon.view import bucket_of
 from autosel.errors import LedgerError
 from autosel.ledger import faults
@@ -139,7 +139,7 @@ async def use_list(hub: Hub, request: Request) -> Response:
 
 async def report_uses(hub: Hub, request: Request) -> Response:
     """Count how many calls each candidate served in one process since its last report."""
-    asked: Report = typed(Report, await read(request, Limits()))
+    asked: UseReport = typed(UseReport, await read(request, Limits()))
     for told in hub.uses.take(asked, hub.view.here):
         hub.metrics.calls.labels(told.op, told.candidate).inc(told.calls)
     return answer({"instance": hub.instance}, 202)

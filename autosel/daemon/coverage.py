@@ -5,29 +5,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from autosel.candidates import registry
 from autosel.daemon.bodies import Bad
 from autosel.errors import UnknownName
-from autosel.values import to_json
+from autosel.values import ServedCalls, to_json
 
 MOST_CLIENTS = 256  # processes remembered; the one without news for longest is forgotten first
 MOST_PARTS = 128
 MOST_COUNT = 1 << 53
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Describe the calls of one workload that one kernel ran; `why` is empty if a decision serves them."""
-
-    op: str
-    bucket: str
-    candidate: str
-    why: str
-    calls: int
-    us_per_call: float | None
-    origin: Literal["raced", "raced under other conditions", "derived", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +27,7 @@ class Covered:
     engine: str
     mode: str
     share: float | None
-    parts: tuple[Part, ...]
+    parts: tuple[ServedCalls, ...]
     left_out: int
 
 

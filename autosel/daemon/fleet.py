@@ -43,7 +43,7 @@ def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
     }
 
 
-def _told_apart(d: compare.Disagreement) -> compare.Disagreement:
+def _told_apart(d: compare.Discrepancy) -> compare.Discrepancy:
     """Distinguish hosts of one name (virtual machines, containers) by the beginnings of their ids."""
     if d.names[0] != d.names[1]:
         return d

@@ -34,10 +34,12 @@ CATCH_UP_S = 1.0  # time within which clients see a decision
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Set how the daemon was started. `busy_limit`: cores that other work may use while it tunes; `tune` False: never
-    tune."""
+    tune; `tcp`: HOST:PORT or empty; `origins`: pages that may make changes from a browser, with the token."""
 
     busy_limit: float = 0.5
     tune: bool = True
+    tcp: str = ""
+    origins: tuple[str, ...] = ()
     address: str = ""  # of the dashboard, for people
 
 

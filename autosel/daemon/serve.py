@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,7 @@ GRACE_S = 3  # for running requests, at the end
 TOKEN = "token"  # noqa: S105  (the name of its file)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Set how to serve. `tcp` is HOST:PORT or empty; `origins` may make changes from a browser, with the token."""
-
-    tcp: str = ""
-    origins: tuple[str, ...] = ()
-    busy_limit: float = 0.5
-    tune: bool = True
-
-
-def serve(asked: Asked, home: Path | None = None) -> None:
+def serve(options: Options, home: Path | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises AutoselError if another daemon serves this home, or no socket can be
     opened."""
     home = home or settings.home()
@@ -51,14 +41,14 @@ def serve(asked: Asked, home: Path | None = None) -> None:
     with _only_one(home), contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(bind.unix_socket(client.socket_path(home)))]
         access, address = Access(), ""
-        if asked.tcp:
-            opened, port = bind.tcp_socket(asked.tcp)
+        if options.tcp:
+            opened, port = bind.tcp_socket(options.tcp)
             sockets.append(stack.enter_context(opened))
-            access = Access.over_tcp(port, new_token(), asked.origins)
-            address = f"http://{asked.tcp.rpartition(':')[0]}:{port}/"
+            access = Access.over_tcp(port, new_token(), options.origins)
+            address = f"http://{options.tcp.rpartition(':')[0]}:{port}/"
             write_token(client.socket_path(home).parent / TOKEN, access.token)
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_serve(home, asked, access, address, sockets))
+            runner.run(_serve(home, replace(options, address=address), access, sockets))
 
 
 @contextlib.contextmanager
@@ -81,8 +71,8 @@ def write_token(path: Path, token: str) -> None:
         file.write(token + "\n")
 
 
-async def _serve(home: Path, asked: Asked, access: Access, address: str, sockets: list[socket.socket]) -> None:
-    hub = Hub(home, Options(busy_limit=asked.busy_limit, tune=asked.tune, address=address))
+async def _serve(home: Path, options: Options, access: Access, sockets: list[socket.socket]) -> None:
+    hub = Hub(home, options)
     config = uvicorn.Config(
         build(hub, access),
         http=Protocol,

@@ -41,10 +41,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background parent may have made the child ignore it
     voice = Voice(_own_stdout())
     task = json.loads(sys.stdin.readline())
-    gate = Gate()
-    threading.Thread(target=gate.listen, args=(sys.stdin,), name="autosel-control", daemon=True).start()
+    orders = Orders()
+    threading.Thread(target=orders.listen, args=(sys.stdin,), name="autosel-control", daemon=True).start()
     try:
-        DUTIES[task["do"]](task, voice, gate)
+        DUTIES[task["do"]](task, voice, orders)
     except KeyboardInterrupt:
         voice.say("stopped")
         os._exit(130)  # at once: a thread may be waiting for a proof; workers end with this process
@@ -74,15 +74,15 @@ class Voice:
             self._out.flush()
 
 
-class Gate:
-    """Hold the daemon's orders to the running task."""
+class Orders:
+    """Follow the daemon's orders to the running task."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
 
-    def listen(self, orders: TextIO) -> None:
-        for line in orders:
+    def listen(self, lines: TextIO) -> None:
+        for line in lines:
             if line.strip() == "pause":
                 self.open.clear()
             elif line.strip() == "resume":
@@ -95,15 +95,15 @@ class Gate:
         os._exit(130)
 
 
-class Listener:
+class Reporter:
     """Report progress to the daemon. A pause starts between two pairs of a race or two proofs."""
 
-    def __init__(self, voice: Voice, gate: Gate) -> None:
-        self.voice, self.gate = voice, gate
+    def __init__(self, voice: Voice, orders: Orders) -> None:
+        self.voice, self.orders = voice, orders
         self._said: dict[str, float] = {}
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        self.gate.open.wait()
+        self.orders.open.wait()
         now = time.monotonic()
         if now - self._said.get(name, 0.0) < SAY_EVERY_S and done < total:
             return
@@ -136,7 +136,7 @@ class Listener:
         self.voice.say("rejected", **why, **told)
 
 
-def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def tune(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     from autosel import ops
     from autosel.ledger.store import open_ledger
     from autosel.models.workloads import Named
@@ -150,23 +150,23 @@ def tune(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     asked = {n: task[n] for n in ("effort", "force", "seed", "device", "budget_s") if n in task}
     request = Request(workloads=named, **asked)
     with open_ledger() as ledger:
-        found = work(request, (int(task.get("threads", 0)),), ledger, Listener(voice, gate))
+        found = work(request, (int(task.get("threads", 0)),), ledger, Reporter(voice, orders))
     undecided = [n.workload.key for n in found.undecided]
     voice.say("done", undecided=undecided, seconds=found.seconds, fingerprint=found.fingerprint)
 
 
-def adopt(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def adopt(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     """Prove decisions of other hosts, so that they may serve here."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
     from autosel.tuning.adopt import adopt as work
 
     with open_ledger() as ledger:
-        for made in work(ledger, fingerprint.take(task["device"]), Listener(voice, gate), device=task["device"]):
+        for made in work(ledger, fingerprint.take(task["device"]), Reporter(voice, orders), device=task["device"]):
             voice.say("adopted", id=made.decision.id, workload=made.decision.workload.key, reason=made.reason)
 
 
-def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def renew(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     """Prove winners again that a change made stale, so that they may serve until they are raced."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
@@ -175,24 +175,24 @@ def renew(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
     device: str = task["device"]
     fp = fingerprint.take(device)
     with open_ledger() as ledger, ledger.lock(fp.hw_id, fingerprint.unit(device)):
-        for made in work(ledger, fp, Listener(voice, gate), device=device):
+        for made in work(ledger, fp, Reporter(voice, orders), device=device):
             key = made.stale.workload.key
             voice.say("renewed", id=made.stale.id, workload=key, reason=made.reason)
 
 
-def complete(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def complete(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     """Finish the proofs of winners: the rows of their ops' arrays for which a tune had no time."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
     from autosel.tuning.complete import complete as work
 
     with open_ledger() as ledger:
-        for made in work(ledger, fingerprint.take(task["device"]), Listener(voice, gate), device=task["device"]):
+        for made in work(ledger, fingerprint.take(task["device"]), Reporter(voice, orders), device=task["device"]):
             key = made.decision.workload.key
             voice.say("completed", id=made.decision.id, workload=key, rows=made.rows, reason=made.reason)
 
 
-def examine(task: dict[str, Any], voice: Voice, gate: Gate) -> None:
+def examine(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     """Examine each device, its software and its decisions. With `rates`, also check the device's rates; if they have
     moved, measure them again, and report decisions whose knobs differ now.
 

@@ -26,7 +26,7 @@ OTHER = "other"  # stands for a candidate that neither this ledger nor this auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class UseCount:
     """Report `calls` more of one op by one candidate. `decision_id` None: without a decision; `conditions` then names
     one for other conditions, as `tuned with 2 threads, running with 1`."""
 
@@ -38,12 +38,12 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class UseReport:
     """Hold a process's report: `client` names it, `serial` grows with each report."""
 
     client: str
     serial: int
-    uses: tuple[Told, ...]
+    uses: tuple[UseCount, ...]
 
 
 class Uses:
@@ -53,7 +53,7 @@ class Uses:
         self._calls: dict[tuple[str, str, int | None, str], int] = {}
         self._clients: OrderedDict[str, tuple[int, float]] = OrderedDict()  # serial and time of the last report
 
-    def take(self, report: Report, served: Iterable[Decision]) -> list[Told]:
+    def take(self, report: UseReport, served: Iterable[Decision]) -> list[UseCount]:
         """Count a report; return its rows under known names. Raises Bad."""
         if len(report.uses) > MOST_TOLD:
             raise Bad(422, f"{len(report.uses)} uses", why=f"at most {MOST_TOLD} at a time")
@@ -86,7 +86,7 @@ class Uses:
         return {"processes": lively, "calls": sum(self._calls.values()), "uses": rows}
 
 
-def _named(told: Told, known: set[tuple[str, str]]) -> Told:
+def _named(told: UseCount, known: set[tuple[str, str]]) -> UseCount:
     """Return a row with known names. Raises Bad for an unknown op."""
     try:
         op = registry.op_name(told.op)
@@ -95,4 +95,4 @@ def _named(told: Told, known: set[tuple[str, str]]) -> Told:
     ours = {(c.op, c.name) for c in registry.own_candidates()}
     candidate = told.candidate if told.candidate == ELSEWHERE or (op, told.candidate) in known | ours else OTHER
     other = conditions.told_in(told.conditions) if told.decision_id is None else ""
-    return Told(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls, conditions=other)
+    return UseCount(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls, conditions=other)

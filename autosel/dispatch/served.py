@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from autosel import ops
 from autosel.errors import AutoselError
 from autosel.fingerprint.store import of_hardware
 from autosel.ledger.key import matters, threads_of
 from autosel.ledger.snapshot import Row
-from autosel.values import ELSEWHERE, SERVING, Decision, Workload
+from autosel.values import ELSEWHERE, SERVING, Decision, Origin, ServedCalls, Workload, to_json
 
-Origin = Literal["raced", "raced under other conditions", "derived", "unknown"]
 UsedFor = tuple[Workload | str, str, int | None, str, str]  # as Board.counted keys them
 MOST_TEXT = 240
 
@@ -37,29 +36,12 @@ def name_engine(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Describe the calls of one workload that one kernel ran. `why` is empty if a decision serves them."""
-
-    op: str
-    bucket: str  # "" if no workload describes the calls
-    candidate: str
-    why: str
-    calls: int
-    us_per_call: float | None
-    origin: Origin
-
-    @property
-    def us(self) -> float:
-        return self.calls * (self.us_per_call or 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """Hold the parts of one process, most time first. `engine` is empty outside a serving engine."""
 
     engine: str
     mode: str
-    parts: tuple[Part, ...]
+    parts: tuple[ServedCalls, ...]
 
     @property
     def share(self) -> float | None:
@@ -75,11 +57,11 @@ def measure(counted: Mapping[UsedFor, int], rows: Sequence[Row], *, engine: str,
     return Coverage(engine=engine, mode=mode, parts=tuple(sorted(parts, key=lambda p: (-p.us, -p.calls, p.bucket))))
 
 
-def _part(key: UsedFor, calls: int, times: _Times) -> Part:
+def _part(key: UsedFor, calls: int, times: _Times) -> ServedCalls:
     what, candidate, number, reason, hw_id = key
     served = number is not None and times.serves(number, candidate)
     us, origin = times.of(what, candidate, number, hw_id)
-    return Part(
+    return ServedCalls(
         op=what if isinstance(what, str) else what.op,
         bucket="" if isinstance(what, str) else what.bucket,
         candidate=candidate,
@@ -146,23 +128,11 @@ def _derived(w: Workload, hw_id: str, mode: str) -> tuple[float | None, Origin]:
 def document(found: Coverage, *, most: int) -> dict[str, Any]:
     """Return at most so many parts as JSON; the rest, which take the least time, are added up in one."""
     parts, rest = found.parts[:most], found.parts[most:]
-    rows: list[dict[str, Any]] = [
-        {
-            "op": p.op,
-            "bucket": p.bucket,
-            "candidate": p.candidate,
-            "why": p.why,
-            "calls": p.calls,
-            "us_per_call": p.us_per_call,
-            "origin": p.origin,
-        }
-        for p in parts
-    ]
     return {
         "engine": found.engine,
         "mode": found.mode,
         "share": found.share,
-        "parts": rows,
+        "parts": to_json(parts),
         "left_out": sum(p.calls for p in rest),
     }
 

@@ -23,7 +23,7 @@ MOST = 5000  # decisions examined, newest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class HostTiming:
     """Hold one arm's time on one host, and the decision with the evidence."""
 
     host: str
@@ -38,8 +38,8 @@ class Apart:
 
     workload: str
     candidate: str
-    first: Measured
-    second: Measured
+    first: HostTiming
+    second: HostTiming
 
     @property
     def ratio(self) -> float:
@@ -47,7 +47,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disagreement:
+class Discrepancy:
     """Report a disagreement of two hosts (ids, then names): `apart` of `compared` measurements, the largest first."""
 
     hw_id: str
@@ -101,16 +101,16 @@ def hosts(connection: Connection) -> list[Member]:
     ]
 
 
-def disagreements(connection: Connection) -> list[Disagreement]:
+def disagreements(connection: Connection) -> list[Discrepancy]:
     """Return every pair of hosts whose latest measurements on the same kind of device differ."""
     several = sa.select(t.decisions.c.hw_id).group_by(t.decisions.c.hw_id)
     several = several.having(sa.func.count(sa.distinct(t.decisions.c.host_id)) > 1)
     query = rows.stored().where(t.decisions.c.hw_id.in_(several), t.decisions.c.verdict_id.is_not(None))
-    cells: dict[_Cell, tuple[str, dict[str, Measured]]] = {}
+    cells: dict[_Cell, tuple[str, dict[str, HostTiming]]] = {}
     for s in rows.fetch(connection, query.order_by(t.decisions.c.id.desc()).limit(MOST)):
         for cell, arm, timing in _timed(s.decision) if s.host else ():
             _, by_host = cells.setdefault(cell, (arm.candidate, {}))
-            by_host.setdefault(s.host, Measured(host=s.host, decision_id=s.decision.id, timing=timing))
+            by_host.setdefault(s.host, HostTiming(host=s.host, decision_id=s.decision.id, timing=timing))
     names = {row.host: row.name for row in connection.execute(sa.select(t.hosts.c.host, t.hosts.c.name))}
     return _by_pair(cells, names)
 
@@ -124,7 +124,7 @@ def _timed(d: Decision) -> Iterator[tuple[_Cell, Arm, Timing]]:
             yield (d.hw_id, d.mode, d.workload.key, arm.digest), arm, timings[arm.candidate]
 
 
-def _by_pair(cells: dict[_Cell, tuple[str, dict[str, Measured]]], names: dict[str, str]) -> list[Disagreement]:
+def _by_pair(cells: dict[_Cell, tuple[str, dict[str, HostTiming]]], names: dict[str, str]) -> list[Discrepancy]:
     compared: dict[tuple[str, str, str], list[Apart]] = {}
     for (hw_id, _, workload, _), (candidate, by_host) in cells.items():
         for one, other in combinations(sorted(by_host), 2):
@@ -135,7 +135,7 @@ def _by_pair(cells: dict[_Cell, tuple[str, dict[str, Measured]]], names: dict[st
         apart = sorted((p for p in pairs if are_apart(p.first.timing, p.second.timing)), key=_width, reverse=True)
         if apart:
             who, known = (one, other), (names.get(one, one), names.get(other, other))
-            made = Disagreement(hw_id=hw_id, hosts=who, names=known, compared=len(pairs), apart=tuple(apart))
+            made = Discrepancy(hw_id=hw_id, hosts=who, names=known, compared=len(pairs), apart=tuple(apart))
             found.append(made)
     return found
 
@@ -149,7 +149,7 @@ def _width(pair: Apart) -> float:
     return max(pair.ratio, 1 / pair.ratio)
 
 
-def words(found: Disagreement) -> Sequence[str]:
+def words(found: Discrepancy) -> Sequence[str]:
     """Describe the three largest differences."""
     return [
         f"{a.workload} {a.candidate}: {a.first.timing.median_us:.4g} us ({a.first.timing.lo_us:.4g} .. "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from autosel import fingerprint
 from autosel.candidates import registry
@@ -15,6 +14,7 @@ from autosel.ledger.commands import Hold, SaveParity
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_rest
+from autosel.tuning.job import Stages
 from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
 
 AT_ONCE = 8  # decisions in one run; then a tune may use the device
@@ -27,12 +27,6 @@ class Completion:
     decision: Decision
     rows: int
     reason: str
-
-
-class Stages(Protocol):
-    """Listener of progress."""
-
-    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "cpu") -> Iterator[Completion]:

@@ -50,10 +50,14 @@ class Rejection:
     quarantine: int = 0
 
 
-class Listener(Protocol):
-    """Listener of progress."""
+class Stages(Protocol):
+    """Listener of progress by stages: a tune's listener, or its tally."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
+
+
+class Listener(Stages, Protocol):
+    """Listener of a tune's progress."""
 
     def decided(self, decision: Decision, settled_before: bool) -> None: ...
 

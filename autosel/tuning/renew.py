@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from autosel.candidates import registry, validity
 from autosel.candidates.base import Candidate, support_of
@@ -18,7 +17,7 @@ from autosel.ledger.commands import Renew
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_all
-from autosel.tuning.job import Tuning
+from autosel.tuning.job import Stages, Tuning
 from autosel.tuning.shortlist import way_of
 from autosel.values import SERVING, WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
 
@@ -32,12 +31,6 @@ class Renewal:
     stale: Decision
     decision: Decision | None
     reason: str
-
-
-class Stages(Protocol):
-    """Listener of progress: a listener of tuning, or its tally."""
-
-    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

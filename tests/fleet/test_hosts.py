@@ -105,7 +105,7 @@ def timed(ledger: Ledger, key: str, us: float, spread: float = 0.02, **changes: 
     return record(ledger, key, verdict=found, race=None, **changes).id
 
 
-def odd(ledger: Ledger) -> list[compare.Disagreement]:
+def odd(ledger: Ledger) -> list[compare.Discrepancy]:
     with ledger.reading() as c:
         return compare.disagreements(c)
 

@@ -12,11 +12,11 @@ import torch
 from autosel import dispatch, ops
 from autosel.dispatch import served
 from autosel.dispatch.devices import ids_of, this_device
-from autosel.dispatch.served import Coverage, Part, document, measure, outlook
+from autosel.dispatch.served import Coverage, document, measure, outlook
 from autosel.integrations import engine_ops
 from autosel.ledger.key import at_threads, current_mode, serving_key
 from autosel.ledger.snapshot import Row
-from autosel.values import ELSEWHERE, Decision, PythonRecipe, Rate, Timing, Workload, to_json
+from autosel.values import ELSEWHERE, Decision, PythonRecipe, Rate, ServedCalls, Timing, Workload, to_json
 from tests.null.test_dispatch import WEIGHT, W, X, baseline, decision, publish, python_arm
 
 MINE = python_arm("user:mine", PythonRecipe(target="autosel.ops.eager:swiglu"))
@@ -78,7 +78,7 @@ def test_without_a_race_the_time_is_the_least_that_moving_the_bytes_takes(monkey
 
 
 def test_a_report_has_the_parts_with_the_most_time_and_counts_the_rest() -> None:
-    parts = [Part(op="rmsnorm", bucket=str(n), candidate="c", why="", calls=n, us_per_call=1.0, origin="raced")
+    parts = [ServedCalls(op="rmsnorm", bucket=str(n), candidate="c", why="", calls=n, us_per_call=1.0, origin="raced")
              for n in (5, 3, 2)]  # fmt: skip
     told = document(Coverage(engine="", mode="m", parts=tuple(parts)), most=1)
     assert [p["bucket"] for p in told["parts"]] == ["5"] and told["left_out"] == 5 and told["share"] == 1.0
