@@ -92,10 +92,19 @@ class WeightFormat:
         return float(8 * self.bytes_per_weight(dtype, k))
 
 
+NIBBLES = Part(name="codes", dtype="uint8", per=128, count=64)  # codes of 4 bits; a row is whole lines of 64 bytes
+
+
 def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
     """Return the format with codes of eight bits and one fp32 scale per row."""
     parts = (Part(name="codes", dtype=dtype), Part(name="scales", dtype="fp32", per=0))
     return WeightFormat(name=name, code=code, bits=8, group=0, parts=parts)
+
+
+def _scaled_groups(name: str, codes: Part, bits: int, group: int, scale: PartDType | None = None) -> WeightFormat:
+    """Return the format of integer codes with a scale for each group of neighbours along K, and no zeros."""
+    parts = (codes, Part(name="scales", dtype=scale, per=group))
+    return WeightFormat(name=name, code=f"int{bits}", bits=bits, group=group, parts=parts)
 
 
 PLAIN_WEIGHT = WeightFormat(name=PLAIN, code=PLAIN, bits=0, group=0, parts=(Part(name="codes"),), exact=True)
@@ -105,8 +114,15 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         PLAIN_WEIGHT,
         _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"),
         _scaled_rows("int8-row", "int8", "int8"),
+        _scaled_groups("int4-g32", NIBBLES, 4, 32),
+        _scaled_groups("int4-g128", NIBBLES, 4, 128),
+        _scaled_groups("q4_0", NIBBLES, 4, 32, "fp16"),
+        _scaled_groups("q8_0", Part(name="codes", dtype="int8"), 8, 32, "fp16"),
     )
 }
+
+
+CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code in ("int4", "int8"))  # integer codes
 
 
 def find_weight_format(name: str) -> WeightFormat:

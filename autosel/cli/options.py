@@ -10,7 +10,7 @@ import click
 
 from autosel import settings
 from autosel.errors import UnknownName, UsageError
-from autosel.formats import PLAIN, WEIGHT_FORMATS
+from autosel.formats import WEIGHT_FORMATS
 from autosel.values import DTYPES
 
 Decorator = Callable[[Callable[..., Any]], click.Command]
@@ -111,9 +111,8 @@ def format_option() -> Option:
         "--format",
         "weight_format",
         type=Known("weight format", tuple(WEIGHT_FORMATS)),
-        default=PLAIN,
         metavar="FORMAT",
-        help=f"store matrices of weights as {', '.join(WEIGHT_FORMATS)}  [default: plain]",
+        help=f"store matrices of weights as {', '.join(WEIGHT_FORMATS)}  [default: as the model's file, or plain]",
     )
 
 

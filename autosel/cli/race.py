@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -126,7 +125,7 @@ def race_command(
     from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
-    shape_ = replace(models.load(model), weight=weight_format)
+    shape_ = models.stored_as(models.load(model), weight_format)
     named = (
         _shaped(op, shapes, dtype or shape_.dtype, weight_format)
         if shapes

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +195,7 @@ class Asked:
         from autosel.decode.run import Plan, Sampling
 
         refuse_absent(self["device"])
-        model = replace(models.load(self.model), weight=self["weight_format"])
+        model = models.stored_as(models.load(self.model), self["weight_format"])
         if self["small_batch"] and self["batch"] != 1:
             raise UsageError(
                 "--small-batch and --batch are mutually exclusive", why="each sets the number of sequences in a step"

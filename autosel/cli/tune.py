@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +125,9 @@ def tune_command(
     told = ""
     if recorded is None:
         asked = list(ops) or None
-        shape = replace(models.load(model), weight=weight_format)
+        shape = models.stored_as(models.load(model), weight_format)
         told = step_name(shape.name, ops)
-        if note := models.dequantised_note(model, dtype or shape.dtype):
+        if note := models.weights_note(model, shape.weight, dtype or shape.dtype):
             click.echo(note, err=True)
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:

@@ -17,6 +17,19 @@ def dequantise(name: str, blocks: Tensor) -> Tensor:
     return DEQUANTISED[name](blocks)
 
 
+def codes_of(name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and fp16 scales of bytes [n, bytes of a block] in Q8_0 or Q4_0, in autosel's order of codes.
+
+    Codes are int8 [n, 32], or uint8 [n, 16] with two neighbours per byte, the first in the low half.
+    """
+    scales = blocks[:, :2].contiguous().view(torch.float16)
+    if name == "Q8_0":
+        return blocks[:, 2:].view(torch.int8), scales
+    assert name == "Q4_0", f"no codes of {name}"
+    codes = torch.cat((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), 1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales
+
+
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     def read(b: Tensor) -> Tensor:
         return b.contiguous().view(dtype).float()

@@ -7,7 +7,7 @@ that turns neighbours; Gemma's norm weights, with the 1 that the model adds to t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from autosel import files
-from autosel.decode.dequantise import DEQUANTISED, dequantise
+from autosel.decode.dequantise import DEQUANTISED, codes_of, dequantise
 from autosel.errors import BadConfig
+from autosel.formats import PLAIN
 from autosel.models.gguf import GgufFile, GgufTensor, gguf_shape, read_gguf
 from autosel.models.gguf.shape import DIVISORS
 from autosel.models.shape import ModelShape
+from autosel.ops.weight import Weight
 
+ReadCodes = Callable[[str, Weight], None]
 CHUNK = 1 << 20  # weights dequantised at a time
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -58,23 +61,56 @@ class GgufTensors:
     def place(self) -> Path:
         return self.file.path
 
-    def note(self, dtype: str) -> str:
-        """Describe the formats, and the dtype that weights are served in."""
-        return f"weights: {self.file.formats()} in {self.file.path.name}, dequantised to {dtype} when loaded"
+    def note(self, format: str, dtype: str) -> str:
+        """Describe the formats, and what weights are served in."""
+        return self.file.note(format, dtype)
+
+    def codes(self, format: str) -> ReadCodes | None:
+        """Return the function that reads a matrix as it is stored, if every matrix is stored in the weight format."""
+        return self._read_codes if format != PLAIN and self.file.uniform() == format else None
+
+    def _read_codes(self, name: str, out: Weight) -> None:
+        """Read the codes and scales of a matrix. Raises BadConfig."""
+        tensor = self.entries[name]
+        self._refuse_shape(tensor, tuple(out.shape))
+        at, per_row = 0, out.shape[1] // tensor.block.weights
+        for raw in self._blocks(tensor, per_row):
+            codes, scales = codes_of(tensor.block.name, raw)
+            if not scales.isfinite().all():
+                raise BadConfig(
+                    f"{self.file.path}: {tensor.name} has a scale that is not finite",
+                    why=f"in the rows from {at} on",
+                    todo="fetch the file again, or convert the model again",
+                )
+            rows = len(raw) // per_row
+            out.scales[at : at + rows] = scales.view(rows, -1)
+            out.codes[at : at + rows, : codes.numel() // rows] = codes.view(rows, -1)
+            at += rows
+        heads = self._turned_heads(name)
+        if heads:
+            for part in out.parts().values():
+                part.copy_(halves_from_neighbours(part, heads))
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`, rounded once to its dtype. Raises BadConfig."""
         tensor = self.entries[name]
-        if tensor.shape != tuple(out.shape):
-            raise BadConfig(
-                f"{self.file.path}: {tensor.name} is {list(tensor.shape)}, {list(out.shape)} is expected",
-                todo="fetch the file again, or name the model that belongs to it",
-            )
+        self._refuse_shape(tensor, tuple(out.shape))
         offset = self.shape.norm_offset if name.endswith("norm.weight") else 0.0
         self._fill(tensor, out.view(-1), offset)
-        heads = {"q_proj.weight": self.shape.Hq, "k_proj.weight": self.shape.Hkv}.get(name.rpartition(".self_attn.")[2])
-        if self.shape.family == "llama" and heads:
+        if heads := self._turned_heads(name):
             out.copy_(halves_from_neighbours(out, heads))
+
+    def _turned_heads(self, name: str) -> int:
+        """Return the heads of a projection whose rows llama.cpp stores for a rope of neighbours; 0 for any other."""
+        heads = {"q_proj.weight": self.shape.Hq, "k_proj.weight": self.shape.Hkv}
+        return heads.get(name.rpartition(".self_attn.")[2], 0) if self.shape.family == "llama" else 0
+
+    def _refuse_shape(self, tensor: GgufTensor, expected: tuple[int, ...]) -> None:
+        if tensor.shape != expected:
+            raise BadConfig(
+                f"{self.file.path}: {tensor.name} is {list(tensor.shape)}, {list(expected)} is expected",
+                todo="fetch the file again, or name the model that belongs to it",
+            )
 
     def _fill(self, tensor: GgufTensor, out: Tensor, offset: float) -> None:
         at = 0
@@ -86,15 +122,19 @@ class GgufTensors:
 
     def _values(self, tensor: GgufTensor) -> Iterator[Tensor]:
         """Yield the weights in fp32, CHUNK at a time."""
+        for raw in self._blocks(tensor, 1):
+            yield dequantise(tensor.block.name, raw).flatten()
+
+    def _blocks(self, tensor: GgufTensor, per_row: int) -> Iterator[Tensor]:
+        """Yield bytes [n, bytes of a block], about CHUNK weights at a time, a multiple of `per_row` blocks."""
         block = tensor.block
-        left, most = math.prod(tensor.shape) // block.weights, max(1, CHUNK // block.weights)
+        left, most = math.prod(tensor.shape) // block.weights, max(1, CHUNK // block.weights // per_row) * per_row
         try:
             with files.opened(self.file.path) as file:
                 file.seek(tensor.start)
                 while left:
                     count = min(left, most)
-                    raw = self._read(file, count * block.bytes)
-                    yield dequantise(block.name, raw.view(count, block.bytes)).flatten()
+                    yield self._read(file, count * block.bytes).view(count, block.bytes)
                     left -= count
         except OSError as error:
             raise BadConfig(f"{self.file.path} cannot be read", why=error.strerror or str(error)) from error

@@ -56,8 +56,11 @@ class Tensors:
     place: Path
     entries: Mapping[str, Entry]
 
-    def note(self, dtype: str) -> str:
+    def note(self, format: str, dtype: str) -> str:
         return ""  # stored in an ordinary dtype, and rounded at most once
+
+    def codes(self, format: str) -> None:
+        return None  # a checkpoint with codes is refused
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`, converted to its dtype. Raises BadConfig for a tensor of another shape or kind."""

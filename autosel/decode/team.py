@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autosel.candidates import registry
+from autosel.candidates.cpp.linear import code_flags
 from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, PackedWeights
 from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
@@ -28,8 +29,8 @@ from autosel.decode.spot import checks_of
 from autosel.decode.step import Call, Raced, Rewritten, Step
 from autosel.decode.watch import Check, StepWatch
 from autosel.decode.weights import Weights
-from autosel.formats import PLAIN
-from autosel.knobs.cpu.facts import ISA_FLAGS, facts
+from autosel.formats import CODED, PLAIN, find_weight_format
+from autosel.knobs.cpu.facts import ISA_FLAGS, Isa, facts
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
 from autosel.native.load import load_entry
 from autosel.ops.weight import Weight
@@ -53,7 +54,7 @@ DECIDED = ("linear", "attn", "lm_head")
 SOURCE, ENTRY = "cpu/step.cpp", "step"
 CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads packed weights (packed.py)
 MOST_ROWS = 8  # dot.h has kernels for at most this many rows of x
-WEIGHTS = (PLAIN, "int8-row")  # weight formats that its projections read
+WEIGHTS = (PLAIN, *CODED)  # weight formats that its projections read
 # Op of the list -> the single-op kernel with the task's arithmetic and knobs.
 KERNELS = {
     "norm_qkv": "cpp:norm_qkv",
@@ -71,7 +72,7 @@ KERNELS = {
 def kernel_of(call: Call) -> str:
     """Return the single-op kernel with the arithmetic and knobs of an op's task, for its weights' format."""
     plain = call.workload is None or call.workload.weight_format.plain
-    return KERNELS[call.op] if plain else f"{KERNELS[call.op]}_int8"
+    return KERNELS[call.op] if plain else f"{KERNELS[call.op]}_coded"
 
 
 def is_of(call: Call, candidate: str) -> bool:
@@ -228,7 +229,7 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
     encoder = _Encoder(program, fp, step.chosen, prepared)
     tasks = tuple(encoder.tasks())
     isa = facts(fp).isa
-    artefact = compile_source(SOURCE, (*ISA_FLAGS[isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}"))
+    artefact = compile_source(SOURCE, _flags(step, isa))
     words = torch.frombuffer(bytearray(b"".join(t.words for t in tasks)), dtype=torch.int64).view(len(tasks), -1)
     return TeamStep(
         ops=step,
@@ -248,7 +249,7 @@ def write_team(step: Step, fp: Fingerprint, form: StepForm = "whole") -> TeamSte
 def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
     """Return the arm of the team that would be written from the step's list."""
     knobs = {c.workload.bucket: knobs_of(_at_longest(c), fp) for c in step.calls if c.workload and c.op in KERNELS}
-    flags = (*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{step.decoder.weights.dtype.upper()}")
+    flags = _flags(step, facts(fp).isa)
     threads = max(int(k.get("threads", 1)) for k in knobs.values())
     settings: dict[str, Scalar] = {"threads": threads, "knobs": digest(knobs)[:12]}
     settings |= {"weights": packing.layout_format()} if form == "packed" else {}
@@ -261,6 +262,12 @@ def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
         digest=digest({"source": build, "knobs": settings}),
         build=build,
     )
+
+
+def _flags(step: Step, isa: Isa) -> tuple[str, ...]:
+    """Return the flags of the build that serves the step's dtype and format of weights."""
+    dtype, format_ = step.decoder.weights.dtype, find_weight_format(step.decoder.shape.weight)
+    return (*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}", *(() if format_.plain else code_flags(format_, dtype)))
 
 
 def _at_longest(call: Call) -> Call:
@@ -324,7 +331,7 @@ class _Encoder:
         table = self.program.weights[op.table]
         codes, scales = _parts(table)
         size = (*op.out.shape, table.shape[0])
-        return _pack(EMBED, *size, codes, codes.stride(0), op.tokens, op.scale, op.out, scales)
+        return _pack(EMBED, *size, codes, codes.stride(0), op.tokens, op.scale, op.out, scales, _row_stride(scales))
 
     def _attend(self, op: Attend, waiting: list[Norm | Rotate]) -> bytes:
         (turn,) = waiting
@@ -367,7 +374,7 @@ class _Encoder:
             *(codes, up, codes.stride(0), 0 if up is None else up.stride(0)),
             *self._packed_of(op),
             *(EPILOGUES[op.call.op], op.activation, op.residual, op.y, self._token(op)),
-            *(scales, up_scales),
+            *(scales, up_scales, _row_stride(scales), _row_stride(up_scales)),
         )
 
     def _token(self, op: Project) -> Tensor | None:
@@ -395,6 +402,10 @@ class _Encoder:
 def _parts(w: Any) -> tuple[Any, Any]:
     """Return the codes and scales of a weight; for a plain one itself and None."""
     return (w.codes, w.scales) if isinstance(w, Weight) else (w, None)
+
+
+def _row_stride(scales: Tensor | None) -> int:
+    return 0 if scales is None else scales.stride(0)
 
 
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import cache_bytes
-from autosel.decode.gguf import open_gguf
+from autosel.decode.gguf import ReadCodes, open_gguf
 from autosel.decode.pages import Arena, padded
 from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
@@ -26,7 +26,8 @@ from autosel.formats import find_weight_format
 from autosel.models import is_gguf
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
-from autosel.ops.weight import Matrix, Weight, quantise
+from autosel.ops.eager_stored import held_bytes
+from autosel.ops.weight import Matrix, Weight, empty, quantise
 from autosel.values import DTYPE_BYTES, DTypeName
 
 # Prefixes of the decoder's tensors: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling; a base
@@ -143,8 +144,9 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     arena = Arena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         fill = _random(plan) if tensors is None else tensors.read
-        made = _Builder(shape, plan.dtype, arena, fill, listener or Silent()).build(plan.weights)
-    return made if tensors is None else replace(made, note=tensors.tensors.note(plan.dtype))
+        codes = None if tensors is None else tensors.codes(shape.weight)
+        made = _Builder(shape, plan.dtype, arena, fill, codes, listener or Silent()).build(plan.weights)
+    return made if tensors is None else replace(made, note=tensors.tensors.note(shape.weight, plan.dtype))
 
 
 def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
@@ -182,9 +184,16 @@ def memory_need(plan: Plan) -> int:
     """
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
-    held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
+    held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan) + baseline_bytes(plan)
     probe = PROBE_BYTES if plan.device != "cpu" else 0
     return held + logits + max(activation_bytes(plan), reference_bytes(plan)) + probe + OTHERS_BYTES
+
+
+def baseline_bytes(plan: Plan) -> int:
+    """Return the memory of the baseline's own form of weights in groups (ops/eager_stored.py)."""
+    format_, tied = find_weight_format(plan.shape.weight), plan.shape.tied
+    sizes = (size for name, size in _tensors(plan.shape) if len(size) == 2 and (tied or name != "embedding"))
+    return sum(held_bytes(format_, plan.dtype, *size) for size in sizes)
 
 
 def reference_bytes(plan: Plan) -> int:
@@ -256,8 +265,17 @@ Fill = Callable[[str, Tensor], None]
 
 
 class _Builder:
-    def __init__(self, shape: ModelShape, dtype: DTypeName, arena: Arena, fill: Fill, listener: Listener) -> None:
-        self.shape, self.dtype, self.arena, self.fill, self.listener = shape, dtype, arena, fill, listener
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: DTypeName,
+        arena: Arena,
+        fill: Fill,
+        codes: ReadCodes | None,
+        listener: Listener,
+    ) -> None:
+        self.shape, self.dtype, self.arena, self.listener = shape, dtype, arena, listener
+        self.fill, self.codes = fill, codes
 
     def build(self, source: str) -> Weights:
         sizes = list(_tensors(self.shape))
@@ -269,12 +287,17 @@ class _Builder:
         return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
 
     def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
-        """Return a matrix; one in a format is rounded to nearest from a temporary matrix of the dtype."""
+        """Return a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
         format_ = find_weight_format(self.shape.weight)
         if format_.plain or len(size) < 2:
             out = self.arena.tensor(size, self.dtype)
             self.fill(name, out)
             return out
+        if self.codes is not None:
+            n, k = size
+            stored = empty(format_, n, k, dtype=DTYPE[self.dtype], place=self.arena.bytes)
+            self.codes(name, stored)
+            return stored
         drawn = torch.empty(size, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
         self.fill(name, drawn)
         made = quantise(drawn, format_)
@@ -337,8 +360,11 @@ class Source(Protocol):
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`. Raises BadConfig for one of another shape."""
 
-    def note(self, dtype: str) -> str:
+    def note(self, format: str, dtype: str) -> str:
         """Describe the formats of weights that are not stored in an ordinary dtype, else ""."""
+
+    def codes(self, format: str) -> ReadCodes | None:
+        """Return the function that reads a matrix as it is stored, if every matrix is stored in this weight format."""
 
 
 class Place(Protocol):
@@ -376,6 +402,18 @@ class _Checkpoint:
         rows = self._rows(name, out)
         for source, part in zip(sources, out.split(rows) if len(sources) > 1 else [out], strict=True):
             self.tensors.read_into(source, part)
+
+    def codes(self, format: str) -> ReadCodes | None:
+        """Return the function that reads a matrix of autosel's as it is stored; None if it must be rounded."""
+        one = self.tensors.codes(format)
+        if one is None:
+            return None
+
+        def read(name: str, out: Weight) -> None:
+            for source, part in zip(self._sources(name), out.split(self._rows(name, out)), strict=True):
+                one(source, part)
+
+        return read
 
     def _prefix(self) -> tuple[str, str]:
         for base, top in PREFIXES:
@@ -416,7 +454,7 @@ class _Checkpoint:
             "mlp_post_norm": ("post_feedforward_layernorm",),
         }[part]
 
-    def _rows(self, name: str, out: Tensor) -> list[int]:
+    def _rows(self, name: str, out: Matrix) -> list[int]:
         s = self.shape
         return [s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D] if name.endswith("qkv") else [out.shape[0]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from autosel.errors import BadConfig, UnknownName
@@ -56,12 +57,15 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == GGUF
 
 
-def dequantised_note(name_or_path: str, dtype: str) -> str:
-    """Describe the formats of a GGUF file whose weights are computed with in `dtype`; "" for any other model."""
+def stored_as(shape: ModelShape, format: str | None) -> ModelShape:
+    """Return the model with its matrices in another format; None leaves them as they are stored."""
+    return shape if format is None else replace(shape, weight=format)
+
+
+def weights_note(name_or_path: str, format: str, dtype: str) -> str:
+    """Describe the formats of a GGUF file, and what its weights are read as; "" for any other model."""
     path = Path(name_or_path).expanduser()
-    if not is_gguf(path):
-        return ""
-    return f"weights: {read_gguf(path).formats()} in {path.name}, dequantised to {dtype} when loaded"
+    return read_gguf(path).note(format, dtype) if is_gguf(path) else ""
 
 
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:
@@ -92,5 +96,5 @@ def _from_folder(folder: Path) -> ModelShape:
     raise BadConfig(f"{folder} has no config.json", why=f"it holds {held}", todo="name a checkpoint's own folder")
 
 
-__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "dequantised_note", "is_gguf", "labels", "load", "read_config",
-           "step", "weights_of", "workloads"]  # fmt: skip
+__all__ = ["PRESETS", "ModelShape", "Named", "Rope", "is_gguf", "labels", "load", "read_config", "step",
+           "stored_as", "weights_note", "weights_of", "workloads"]  # fmt: skip

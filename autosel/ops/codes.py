@@ -2,7 +2,8 @@
 
 Contracts start at the codes; the caller chooses how to quantise. Every e4m3 number is exact in bf16, fp16 and fp32,
 including subnormals, which no conversion may flush; 0x7f and 0xff are NaN, and there is no infinity. int8 is -128 to
-127; a quantiser uses -127 to 127.
+127; a quantiser uses -127 to 127. int4 is -8 to 7, stored as 0 to 15 (a quantiser uses -7 to 7), two codes per byte,
+the first in the lower half; a row is whole lines of 128 codes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class Code:
     def numbers(self, codes: Tensor) -> Tensor:
         """Return the codes' numbers as float64."""
         return codes.double()
+
+    def count(self, codes: Tensor) -> tuple[int, ...]:
+        """Return the shape of the codes' numbers."""
+        return tuple(codes.shape)
 
     def nearest(self, numbers: Tensor) -> Tensor:
         """Return the codes of the nearest numbers, limited to the range. NaN stays NaN if it has a code."""
@@ -55,8 +60,41 @@ class Code:
         return self.all[self.numbers(self.all).isnan()]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nibbles(Code):
+    """Two codes per byte, stored plus 8."""
+
+    line: int = 128  # codes
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).double() - 8
+
+    def count(self, codes: Tensor) -> tuple[int, ...]:
+        return (*codes.shape[:-1], 2 * codes.shape[-1])
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """Return the codes of the nearest numbers, from -8 to 7; a row is filled up with zeros."""
+        inside = numbers.float().clamp(-8.0, self.most).round() + 8
+        whole = torch.nn.functional.pad(inside, (0, -inside.shape[-1] % self.line), value=8.0).to(torch.uint8)
+        pairs = whole.unflatten(-1, (-1, 2))
+        return pairs[..., 0] | pairs[..., 1] << 4
+
+    @property
+    def all(self) -> Tensor:
+        """Return each byte once: all pairs of codes."""
+        return torch.arange(256, dtype=torch.uint8)
+
+    @property
+    def nans(self) -> Tensor:
+        return self.all[:0]
+
+    def every_finite(self, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        return self.all[draw.permutation(torch.Size(shape).numel()) % 256].view(shape)
+
+
 CODES: Mapping[str, Code] = {
     "e4m3": Code(dtype=torch.float8_e4m3fn, most=448.0, least=2.0**-9),
     "int8": Code(dtype=torch.int8, most=127.0, least=1.0),
+    "int4": Nibbles(dtype=torch.uint8, most=7.0, least=1.0),
 }
 TORCH_DTYPE: Mapping[str, torch.dtype] = {"uint8": torch.uint8, "int8": torch.int8}  # dtypes of integer parts

@@ -6,12 +6,15 @@ decisions name them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from autosel.formats import DTYPE_BYTES, WeightFormat
 from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
 
 MOST_PACKED = 64  # rows of x
@@ -27,7 +30,7 @@ def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
     fp16 cannot hold that product: 448 times a thousand activations is above its range.
     """
     if w.format.group or w.zeros is not None:
-        made = F.linear(x, w.dequantised(x.dtype))
+        made = _by_groups(x, w)
         return made if out is None else out.copy_(made)
     if _packs(x, w):
         made = torch._weight_int8pack_mm(x, w.codes, w.scales.to(x.dtype))
@@ -53,6 +56,70 @@ def _packs(x: Tensor, w: Weight) -> bool:
         and w.shape[0] % 32 == 0
         and w.shape[1] % 64 == 0
     )
+
+
+def _by_groups(x: Tensor, w: Weight) -> Tensor:
+    """Return x @ w^T with PyTorch's packed product for int4, else with the weights in the dtype of x.
+
+    Both forms are made once per weight, because a conversion at each call would make the baseline slow.
+    """
+    if x.shape[0] > MOST_PACKED:
+        return F.linear(x, w.dequantised(x.dtype))
+    held = _held(w, x.dtype)
+    if len(held) == 1:
+        return F.linear(x, held[0])
+    found: Tensor = torch._weight_int4pack_mm_for_cpu(x.contiguous(), held[0], w.format.group, held[1])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A weight as PyTorch reads it: in the dtype, or packed codes and scales. Valid for these versions of its parts."""
+
+    memory: tuple[StorageWeakRef, ...]
+    versions: tuple[int, ...]
+    made: tuple[Tensor, ...]
+
+
+_HELD: dict[Any, _Held] = {}  # by the parts' memory
+MOST_HELD = 4096
+
+
+def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    parts = tuple(w.parts().values())
+    key = (dtype, *((t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape)) for t in parts))
+    versions = tuple(0 if t.is_inference() else t._version for t in parts)
+    found = _HELD.get(key)
+    if found is None or found.versions != versions or any(m.expired() for m in found.memory):
+        if len(_HELD) >= MOST_HELD:
+            _HELD.clear()
+        for dead in [k for k, one in _HELD.items() if any(m.expired() for m in one.memory)]:
+            del _HELD[dead]
+        memory = tuple(StorageWeakRef(t.untyped_storage()) for t in parts)
+        found = _HELD[key] = _Held(
+            memory, versions, _packed_int4(w) if _packs_int4(w, dtype) else (w.dequantised(dtype),)
+        )
+    return found.made
+
+
+def held_bytes(format: WeightFormat, dtype: str, n: int, k: int) -> int:
+    """Return the bytes that the baseline keeps beside a weight in a format with groups: at most those of the dtype."""
+    return n * k * DTYPE_BYTES[dtype] if format.group else 0
+
+
+def _packs_int4(w: Weight, dtype: torch.dtype) -> bool:
+    """Return True if PyTorch has a product with these codes: rows in multiples of 32, whole groups, bf16."""
+    n, k = w.shape
+    whole = n % 32 == 0 and k % w.format.group == 0
+    return w.format.code == "int4" and w.zeros is None and dtype == torch.bfloat16 and w.device.type == "cpu" and whole
+
+
+def _packed_int4(w: Weight) -> tuple[Tensor, Tensor]:
+    """Return PyTorch's packed codes, and [K / group, N, 2] with scales and the zeros of its formula, (q - 8) s + z."""
+    codes = torch.stack((w.codes & 15, w.codes >> 4), -1).flatten(-2)[:, : w.shape[1]].int().contiguous()
+    scales = w.scales.to(torch.bfloat16).T.unsqueeze(-1)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+    return packed, torch.cat((scales, torch.zeros_like(scales)), -1).contiguous()
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:

@@ -147,25 +147,25 @@ def _every(code: Code, codes: Tensor, draw: Draw) -> Tensor:
 
 def _extremes(code: Code, codes: Tensor, draw: Draw) -> Tensor:
     """Return only the largest number and its negative: the largest products and the worst cancellation."""
-    return torch.where(draw.uniform(*codes.shape) < 0.5, code.most, -code.most)
+    return torch.where(draw.uniform(*code.count(codes)) < 0.5, code.most, -code.most)
 
 
 def _lowest(code: Code, codes: Tensor, draw: Draw) -> Tensor:
     """Return the code of the lowest number, such as int8's -128, which no quantiser produces."""
-    numbers = code.numbers(code.all).nan_to_num(0.0)
-    return code.all[numbers.argmin()].expand(codes.shape)
+    lowest = code.numbers(code.all[:, None]).nan_to_num(0.0).sum(-1).argmin()
+    return code.all[lowest].expand(codes.shape)
 
 
 def _zeros(code: Code, codes: Tensor, draw: Draw) -> Tensor:
-    made = torch.zeros(codes.shape)
+    made = torch.zeros(code.count(codes))
     made.view(-1)[::3] = -0.0
     return made
 
 
 def _subnormal(code: Code, codes: Tensor, draw: Draw) -> Tensor:
     """Return only subnormals: one to seven times the least."""
-    sign = torch.where(draw.uniform(*codes.shape) < 0.5, 1.0, -1.0)
-    return draw.integers(1, 8, *codes.shape).float() * code.least * sign
+    sign = torch.where(draw.uniform(*code.count(codes)) < 0.5, 1.0, -1.0)
+    return draw.integers(1, 8, *code.count(codes)).float() * code.least * sign
 
 
 CODE_VALUES: Sequence[tuple[str, str, Numbers]] = (
@@ -201,7 +201,8 @@ def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[st
         def of(name: str) -> Change:
             def change(inputs: dict[str, Any], draw: Draw) -> None:
                 scales = inputs[name].scales
-                scales.copy_(value(torch.arange(scales.numel()), draw).view(scales.shape))
+                found = value(torch.arange(scales.numel()), draw)
+                scales.copy_(_held(found, scales.dtype).view(scales.shape))
 
             return change
 
@@ -227,3 +228,16 @@ def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[st
         ("negative scales", "a scale taken as unsigned", each(lambda n, draw: -draw.uniform(len(n)) * 0.01)),
         ("nan scales", "a swallowed NaN", nan),
     ]
+
+
+def _held(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales that the dtype holds: fp16 has a smaller range than these cases were made for.
+
+    Scales above it become an eighth of its largest number, those below it subnormals.
+    """
+    if dtype != torch.float16:
+        return scales
+    limits, size = torch.finfo(dtype), scales.abs()
+    small = limits.smallest_normal * (torch.arange(1, len(scales) + 1) % 15 + 1) / 16
+    size = torch.where((size > 0) & (size < limits.smallest_normal), small, size.clamp_max(limits.max / 8))
+    return size.copysign(scales)

@@ -20,7 +20,7 @@ rounding to nearest has an RMS error of u / 2. Equal weights round equally and c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from autosel import formats
-from autosel.formats import WeightFormat
-from autosel.ops.codes import CODES, TORCH_DTYPE
+from autosel.formats import Part, WeightFormat
+from autosel.ops.codes import CODES, TORCH_DTYPE, Code
 from autosel.ops.contract import DTYPE, TINY_NORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, matmul_error
 from autosel.ops.stored import Stored
@@ -64,14 +64,16 @@ class Weight(Stored):
 
     def exact(self) -> Tensor:
         """Return float64 [N, K]."""
-        numbers, k = CODES[self.format.code].numbers(self.codes), self.shape[1]
+        k = self.shape[1]
+        numbers = CODES[self.format.code].numbers(self.codes)[:, :k]  # a row of codes may be longer
         if self.zeros is not None:
-            numbers = numbers - self._along_k(self.zeros, k).double()
-        return numbers * self._along_k(self.scales, k).double()
+            numbers = numbers - self.along_k(self.zeros).double()
+        return numbers * self.along_k(self.scales).double()
 
-    def _along_k(self, part: Tensor, k: int) -> Tensor:
-        """Return a scale or zero for each weight of a row."""
-        return part.repeat_interleave(self.format.group, 1)[:, :k] if self.format.group else part[:, None]
+    def along_k(self, part: Tensor) -> Tensor:
+        """Return a scale or zero for each weight: [N, K], or [N, 1] if a row has one."""
+        group, k = self.format.group, self.shape[1]
+        return part.repeat_interleave(group, 1)[:, :k] if group else part[:, None]
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the nearest matrix of a dtype, computed in blocks of rows."""
@@ -102,7 +104,7 @@ class Weight(Stored):
     def flushable(self) -> Tensor:
         """Return |w| in float64 where the scale is subnormal, 0 elsewhere."""
         small = self.scales.double().abs() < TINY_NORMAL["fp32"]
-        return torch.where(self._along_k(small, self.shape[1]), self.exact().abs().nan_to_num(), 0.0)
+        return torch.where(self.along_k(small), self.exact().abs().nan_to_num(), 0.0)
 
 
 Matrix = Tensor | Weight
@@ -129,23 +131,49 @@ def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
     found = formats.find_weight_format(format) if isinstance(format, str) else format
     if found.plain:
         return w
-    assert not found.group and len(found.parts) == 2, f"no quantiser for {found.name}"
-    code, made = CODES[found.code], empty(found, *w.shape, device=w.device)
+    assert len(found.parts) == 2, f"no quantiser for {found.name}"
+    code, made = CODES[found.code], empty(found, *w.shape, dtype=w.dtype, device=w.device)
     each = max(1, BLOCK // w.shape[1])
     for first in range(0, w.shape[0], each):
         part, into = w[first : first + each].float(), made.rows(slice(first, first + each))
-        into.scales.copy_(code.scale(part.abs().amax(1)))
-        into.codes.copy_(code.nearest(part / into.scales[:, None]))
+        largest = _groups(part.abs(), found.group).amax(-1)
+        into.scales.copy_(_scales(code, largest, into.scales.dtype).view(into.scales.shape))
+        into.codes.copy_(code.nearest(part / into.along_k(into.scales).float()))
     return made
 
 
-def empty(format: WeightFormat, n: int, k: int, *, device: torch.device | str = "cpu") -> Weight:
-    """Return a matrix with uninitialised tensors."""
-    parts = {
-        p.name: torch.empty(p.shape(n, k), dtype=TORCH_DTYPE.get(str(p.dtype)) or DTYPE[str(p.dtype)], device=device)
-        for p in format.parts
-    }
-    return Weight.of(format, shape=(n, k), **parts)
+def _groups(w: Tensor, group: int) -> Tensor:
+    """Return [N, groups, group], filled up with zeros."""
+    each = group or w.shape[1]
+    return torch.nn.functional.pad(w, (0, -w.shape[1] % each)).unflatten(1, (-1, each))
+
+
+def _scales(code: Code, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales that map `largest` to the code's largest number; none becomes zero or infinite in the dtype."""
+    limits = torch.finfo(dtype)
+    return code.scale(largest).clamp(limits.smallest_normal, limits.max)
+
+
+def empty(
+    format: WeightFormat,
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    place: Callable[[int], Tensor] | None = None,
+) -> Weight:
+    """Return a matrix with uninitialised tensors. `dtype` is that of parts whose format names none; `place` returns
+    memory, as bytes."""
+
+    def of(part: Part) -> Tensor:
+        own = dtype if part.dtype is None else TORCH_DTYPE.get(part.dtype) or DTYPE[part.dtype]
+        shape = part.shape(n, k)
+        if place is None:
+            return torch.empty(shape, dtype=own, device=device)
+        return place(math.prod(shape) * own.itemsize).view(own).view(shape)
+
+    return Weight.of(format, shape=(n, k), **{p.name: of(p) for p in format.parts})
 
 
 # --- the product and its bound ----------------------------------------------------------------------------------------

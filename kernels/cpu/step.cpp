@@ -20,7 +20,7 @@
 #include "add_rmsnorm.h"
 #include "attention.h"
 #include "best.h"
-#include "int8.h"
+#include "coded.h"
 #include "packed.h"
 #include "rotate.h"
 
@@ -44,7 +44,8 @@ template <class T> struct Embed {
   const int64_t* tokens;
   double scale;
   T* out;  // [rows, d]
-  const float* scales;  // if the table holds 8-bit codes: one per row
+  const Scale* scales;  // if the table holds codes
+  int64_t scale_stride;
 };
 
 // y = epilogue(prologue(x) @ w^T) for rows <= kMaxRows rows of x.
@@ -61,14 +62,15 @@ template <class T> struct Project {
   const T* norm;
   double eps, offset;
   int64_t rounded;
-  const T *w, *up;  // [n, k]; 8-bit codes if scales are given
+  const T *w, *up;  // [n, k]; codes if scales are given, and then strides are in bytes
   int64_t w_stride, up_stride;
   const void *packed, *packed_up;  // the same matrices in the form of pack.h, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]
   int64_t* token;  // [rows]: kChoose
-  const float *scales, *up_scales;  // [n], or null
+  const Scale *scales, *up_scales;  // of codes, or null
+  int64_t scale_stride, up_scale_stride;
 };
 
 template <class T> struct Attend {
@@ -204,7 +206,7 @@ template <class T> class Walker {
       if (as<Head>(run_.task(i)).kind == kProject) {
         const Project<T>& p = as<Project<T>>(run_.task(i));
         int64_t first = units_of<T>(run_.task(i)) * rank_ / size_ * 8;
-        if (p.scales) return reinterpret_cast<const Int8<T>*>(p.w) + first * p.w_stride;
+        if (p.scales) return reinterpret_cast<const uint8_t*>(p.w) + first * p.w_stride;
         return p.packed ? static_cast<const void*>(PackedMatrix(p.packed).row(first)) : p.w + first * p.w_stride;
       }
     return nullptr;
@@ -232,9 +234,9 @@ template <class T> class Walker {
       const T* from = p.table + p.tokens[i] * p.stride;
       T* to = p.out + i * p.d;
       if (p.scales) {  // a row is rounded once, then scaled like any row
-        auto codes = reinterpret_cast<const Int8<T>*>(p.table) + p.tokens[i] * p.stride;
+        Coded table{reinterpret_cast<const uint8_t*>(p.table), p.vocabulary, p.d, p.stride, p.scales, p.scale_stride};
         for (int64_t c = 0; c < p.d; ++c) {
-          to[c] = narrow<T>(float(codes[c].code) * p.scales[p.tokens[i]]);
+          to[c] = narrow<T>(number(table, p.tokens[i], c));
           if (p.scale != 1.0) to[c] = narrow<T>(widen(to[c]) * float(p.scale));
         }
         continue;
@@ -303,14 +305,12 @@ template <class T> class Walker {
     }
 #endif
     if (p.scales) {
-      auto codes = [&p](const T* w, int64_t stride) {
-        return Matrix<const Int8<T>>{reinterpret_cast<const Int8<T>*>(w), p.n, p.k, stride};
-      };
-      Int8Matrix<T> at[2] = {{codes(p.w, p.w_stride), p.scales}, {codes(p.up, p.up_stride), p.up_scales}};
-      PlainColumns<Int8<T>> w[2];
-      for (int part = 0; part < Parts; ++part) w[part] = {&at[part].codes, panel, p.rows, p.together};
-      return share_columns<Parts>(p, w, Parts > 1 && p.rows == 1 ? w->run() / 8 : 1,
-                                  Scaled<T, Parts, Done>{at, done});
+      auto bytes = [](const T* w) { return reinterpret_cast<const uint8_t*>(w); };
+      Coded at[2] = {{bytes(p.w), p.n, p.k, p.w_stride, p.scales, p.scale_stride},
+                     {bytes(p.up), p.n, p.k, p.up_stride, p.up_scales, p.up_scale_stride}};
+      CodedColumns<T> w[2];
+      for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
+      return share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
     }
     Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     PlainColumns<T> w[2];
@@ -324,7 +324,7 @@ template <class T> class Walker {
     const void* after = coming();
     if (!after) after = p.w;
     Left* left = run_.left + (next_ - 1) * size_;
-    int64_t row = p.k * (p.scales ? 1 : int64_t(sizeof(T)));
+    int64_t row = p.w_stride * (p.scales ? 1 : int64_t(sizeof(T)));
     int64_t most = std::max(kTakenBytes / (8 * Parts * row) + 1, least), begin, end;
     while (take(left, most, begin, end)) {
       int64_t last = 8 * end < p.n ? 8 * end : p.n;
@@ -359,10 +359,10 @@ template <class T> class Walker {
       if (rank_ == 0) memcpy(p.joined, joined, size_t(elements) * sizeof(T));
       x.at = joined;
     }
-    int64_t room = std::max(dot_panel_elements<T>(p.rows, p.k), dot_panel_elements<Int8<T>>(p.rows, p.k));
+    int64_t room = std::max(dot_panel_elements<T>(p.rows, p.k), coded_panel_elements<T>(p.rows, p.k));
     Wide<T>* panel = packed.get<Wide<T>>(room);
     auto pack = [&p, panel](const auto& rows) {
-      if (p.scales) pack_for_int8<T>(rows, panel);
+      if (p.scales) pack_for_codes<T>(rows, panel);
       else pack_for_dot<T>(rows, panel);
     };
     if (!p.norm) {

@@ -1,15 +1,18 @@
 """The projections: linear by two kernels (few rows of x, many rows), and the fused ones, which do both.
 
-Each also has a kernel for weights in int8, and one for plain weights in a lossless layout of 12 bits, for few rows
-only.
+Each also has a kernel for weights as codes of 4 or 8 bits, and one for plain weights in a lossless layout of 12 bits,
+for few rows only.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autosel.candidates.cpp.base import CppKernel
+from autosel.formats import CODED, WeightFormat
 from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import facts
-from autosel.values import Fingerprint, Layout, Rejected, Support, Workload
+from autosel.values import Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Rejected, Support, Workload
 
 WALK = ("k_block", "k_ahead", "m_block")
 GATE_UP = (
@@ -18,7 +21,8 @@ GATE_UP = (
 GATE_UP_PACKED = (
     "x", "norm_weight", "w_gate", "w_gate.packed", "w_up", "w_up.packed", "eps", "offset", "activation",
 )  # fmt: skip
-MOST_INT8 = 4 * linear.MAX_ROWS  # passes over the weights
+MOST_CODED = 4 * linear.MAX_ROWS  # passes over the weights
+SCALES = {"bf16": "bf16", "fp16": "f16", "fp32": "float"}  # of a part's dtype: the kernels' type
 FEWEST_FOR_GEMM = 5  # below, converting the weights costs more than the multiplications: it never wins
 
 
@@ -67,9 +71,36 @@ def _many(w: Workload) -> str:
     return "" if w["M"] >= FEWEST_FOR_GEMM else f"M = {w['M']} is below {FEWEST_FOR_GEMM}: cpp:gemv's range"
 
 
-def _few_int8(w: Workload) -> str:
+def _few_coded(w: Workload) -> str:
     """Refuse more rows, where PyTorch, which widens the weights once and multiplies in blocks, is about as fast."""
-    return "" if w["M"] <= MOST_INT8 else f"M = {w['M']} is above {MOST_INT8}, where widening weights once is faster"
+    return "" if w["M"] <= MOST_CODED else f"M = {w['M']} is above {MOST_CODED}, where widening weights once is faster"
+
+
+def code_flags(format_: WeightFormat, dtype: str) -> tuple[str, ...]:
+    """Return the flags of a build that reads this format (kernels/cpu/coded.h): code bits, group, type of a scale."""
+    scale = next(p.dtype or dtype for p in format_.parts if p.name == "scales")
+    flags = {"CODE_BITS": format_.bits, "GROUP": format_.group, "SCALE": SCALES[scale]}
+    return tuple(f"-DAUTOSEL_{name}={value}" for name, value in flags.items())
+
+
+class CodedKernel(CppKernel):
+    """A kernel for weights as integer codes with scales; a build serves one format."""
+
+    def __init__(self, op: str, source: str, operands: tuple[str, ...]) -> None:
+        super().__init__(
+            op,
+            f"{source}_coded",
+            formula=linear.coded,
+            knob_args=("threads", "rows"),
+            limits=_few_coded,
+            formats=CODED,
+            operands=operands,
+        )
+
+    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
+        found = super().recipe(w, fp, knobs)
+        assert isinstance(found, NativeRecipe)
+        return replace(found, flags=(*found.flags, *code_flags(w.weight_format, w.dtype)))
 
 
 KERNELS = (
@@ -80,15 +111,7 @@ KERNELS = (
         for op in ("norm_qkv", "gate_up", "lm_head")
     ),
     *(
-        CppKernel(
-            op,
-            f"{source}_int8",
-            formula=linear.gemv,
-            knob_args=("threads", "rows"),
-            limits=_few_int8,
-            formats=("int8-row",),
-            operands=operands,
-        )
+        CodedKernel(op, source, operands)
         for op, source, operands in (
             ("linear", "gemv", ("x", "w.codes", "w.scales", "bias", "residual")),
             ("norm_qkv", "norm_qkv", ("x", "norm_weight", "w.codes", "w.scales", "eps", "offset")),

@@ -50,6 +50,11 @@ def gemv(w: Workload, f: CpuFacts) -> Knobs:
     return Knobs(settings=(_threads(w, f), _rows(w, f)))
 
 
+def coded(w: Workload, f: CpuFacts) -> Knobs:
+    """Return threads and rows for weights as codes (coded.h)."""
+    return Knobs(settings=(_threads(w, f), _rows(w, f)))
+
+
 def gemm(w: Workload, f: CpuFacts) -> Knobs:
     """Return threads, k_block, k_ahead and m_block."""
     return Knobs(settings=(_threads(w, f), *_walk(w, f)))
@@ -103,9 +108,10 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
     )
 
 
-def _weight_bytes(w: Workload) -> int:
-    """Of a code: what streams from memory, but for the scale of a row."""
-    return PART_BYTES[w.weight_format.parts[0].dtype or w.dtype]
+def _weight_bytes(w: Workload) -> float:
+    """Return the bytes per weight that stream from memory: its code, without its share of a scale."""
+    found = w.weight_format
+    return PART_BYTES[found.parts[0].dtype or w.dtype] if found.plain else found.bits / 8
 
 
 def _multiply_rate(w: Workload, f: CpuFacts) -> float:

@@ -31,12 +31,12 @@ UNSUPPORTED = (
 
 
 def gguf_shape(file: GgufFile) -> ModelShape:
-    """Return the model of a GGUF file, computed in bf16. Raises BadConfig."""
+    """Return the model of a GGUF file, computed in bf16, in the format of its matrices. Raises BadConfig."""
     _refuse_part(file)
     name = _architecture(file)
     fields = _fields(file, name)
     _refuse_unsupported(fields)
-    shape = _shape(file, fields, FAMILIES[name])
+    shape = replace(_shape(file, fields, FAMILIES[name]), weight=file.uniform())
     refuse_too_large(shape, file.path)
     return shape
 

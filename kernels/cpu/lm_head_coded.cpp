@@ -1,26 +1,26 @@
-// lm_head_int8   logits = (x @ codes^T) * scales, or in each row the lowest index of their maximum
+// lm_head_coded   logits = (x @ codes^T) * scales, or in each row the lowest index of their maximum
 //                                           x[M,d], codes int8[V,d], scales fp32[V] -> logits[M,V] or token[M] int64
 //
 // bytes   V d + 4 V + M d b + (M V b or 8 M)      FLOPs   2 M V d
 // roofline at M=1, V=128256, d=4096, on two cores of Zen 4 reading 37 GB/s: 525 MB is 14 ms.
-// knobs   threads, rows (knobs/cpu/linear.py). As lm_head.cpp, with the weights of int8.h.
+// knobs   threads, rows (knobs/cpu/linear.py). As lm_head.cpp, with the weights of coded.h.
 #include <vector>
 
 #include "best.h"
-#include "int8.h"
+#include "coded.h"
 
 namespace autosel {
 
-static void lm_head_int8(TensorView x, TensorView codes, TensorView scales, int64_t greedy, TensorView out,
+static void lm_head_coded(TensorView x, TensorView codes, TensorView scales, int64_t greedy, TensorView out,
                          int64_t threads, int64_t rows) {
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto weights = int8_matrix<T>(codes, scales, "w", -1, from.columns);
+    auto weights = coded_matrix(codes, scales, "w", -1, from.columns);
     int64_t m = from.rows;
     if (!greedy) {
-      auto to = matrix<T>(out, "logits", x, m, weights.codes.rows);
-      return stream_int8<T, 1>(from, m, &weights, threads, rows,
+      auto to = matrix<T>(out, "logits", x, m, weights.rows);
+      return stream_coded<T, 1>(from, m, &weights, threads, rows,
                                [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
                                  for (int64_t c = 0; c < count; ++c) to.row(i)[n + c] = narrow<T>(v[0][c]);
                                });
@@ -32,7 +32,7 @@ static void lm_head_int8(TensorView x, TensorView codes, TensorView scales, int6
     static thread_local std::vector<Best> kept;
     kept.assign(size_t(threads * m), Best{0, -1});
     Best* best = kept.data();
-    stream_int8<T, 1>(from, m, &weights, threads, rows,
+    stream_coded<T, 1>(from, m, &weights, threads, rows,
                       [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
                         challenge<T>(best[rank * m + i], n, count, v[0]);
                       });
@@ -42,4 +42,4 @@ static void lm_head_int8(TensorView x, TensorView codes, TensorView scales, int6
 
 }  // namespace autosel
 
-AUTOSEL_EXPORT(lm_head_int8, autosel::lm_head_int8);
+AUTOSEL_EXPORT(lm_head_coded, autosel::lm_head_coded);

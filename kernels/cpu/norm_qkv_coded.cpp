@@ -1,22 +1,22 @@
-// norm_qkv_int8   y = (rmsnorm(x) @ codes^T) * scales      x[M,d], norm_weight[d], codes int8[N,d], scales[N] -> y[M,N]
+// norm_qkv_coded   y = (rmsnorm(x) @ codes^T) * scales      x[M,d], norm_weight[d], codes int8[N,d], scales[N] -> y[M,N]
 //
 // bytes   N d + 4 N + (M d + d + M N) b      FLOPs   2 M N d + 4 M d
 // roofline at M=1, d=4096, N=6144, on two cores of Zen 4 reading 37 GB/s: 25 MB is 0.68 ms; the norm itself 1 us.
-// knobs   threads, rows (knobs/cpu/linear.py). As norm_qkv.cpp, with the weights of int8.h.
-#include "int8.h"
+// knobs   threads, rows (knobs/cpu/linear.py). As norm_qkv.cpp, with the weights of coded.h.
+#include "coded.h"
 
 namespace autosel {
 
-static void norm_qkv_int8(TensorView x, TensorView norm_weight, TensorView codes, TensorView scales, double eps,
+static void norm_qkv_coded(TensorView x, TensorView norm_weight, TensorView codes, TensorView scales, double eps,
                           double offset, TensorView y, int64_t threads, int64_t rows) {
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto weights = int8_matrix<T>(codes, scales, "w", -1, from.columns);
-    auto to = matrix<T>(y, "y", x, from.rows, weights.codes.rows);
+    auto weights = coded_matrix(codes, scales, "w", -1, from.columns);
+    auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
     auto scale = vector<const T>(norm_weight, "norm_weight", x, from.columns);
     Normalised<T> normalised{from, scale, float(eps), float(offset)};
-    stream_int8<T, 1>(normalised, from.rows, &weights, threads, rows,
+    stream_coded<T, 1>(normalised, from.rows, &weights, threads, rows,
                       [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
                         for (int64_t c = 0; c < count; ++c) to.row(i)[n + c] = narrow<T>(v[0][c]);
                       });
@@ -25,4 +25,4 @@ static void norm_qkv_int8(TensorView x, TensorView norm_weight, TensorView codes
 
 }  // namespace autosel
 
-AUTOSEL_EXPORT(norm_qkv_int8, autosel::norm_qkv_int8);
+AUTOSEL_EXPORT(norm_qkv_coded, autosel::norm_qkv_coded);
