@@ -83,8 +83,8 @@ class GgufTensors:
                     todo="fetch the file again, or convert the model again",
                 )
             rows = len(raw) // per_row
-            out.scales[at : at + rows] = scales.view(rows, -1)
-            out.codes[at : at + rows, : codes.numel() // rows] = codes.view(rows, -1)
+            out.scales[at : at + rows] = scales.reshape(rows, -1)
+            out.codes[at : at + rows, : codes.numel() // rows] = codes.reshape(rows, -1)
             at += rows
         heads = self._turned_heads(name)
         if heads:

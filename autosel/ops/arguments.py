@@ -119,7 +119,8 @@ class Binder:
         if not isinstance(tensor, Tensor):
             raise self.fail(name, f"is {type(tensor).__name__}; {format_} has {name.rpartition('.')[2]}")
         self._place(name, tensor)
-        dtype = TORCH_DTYPE.get(str(dtype_name)) or DTYPE[str(dtype_name)]
+        own = self.dtype if dtype_name is None else TORCH_DTYPE.get(dtype_name) or DTYPE[dtype_name]
+        dtype = own or torch.bfloat16  # x, which is bound first, has the workload's
         if tensor.dtype != dtype:
             raise self.fail(name, f"is {tensor.dtype}, {format_} has {dtype}")
         if tuple(tensor.shape) != shape:

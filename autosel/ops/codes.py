@@ -77,7 +77,8 @@ class Nibbles(Code):
         inside = numbers.float().clamp(-8.0, self.most).round() + 8
         whole = torch.nn.functional.pad(inside, (0, -inside.shape[-1] % self.line), value=8.0).to(torch.uint8)
         pairs = whole.unflatten(-1, (-1, 2))
-        return pairs[..., 0] | pairs[..., 1] << 4
+        packed: Tensor = pairs[..., 0] | pairs[..., 1] << 4
+        return packed
 
     @property
     def all(self) -> Tensor:

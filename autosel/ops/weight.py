@@ -151,7 +151,8 @@ def _groups(w: Tensor, group: int) -> Tensor:
 def _scales(code: Code, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales that map `largest` to the code's largest number; none becomes zero or infinite in the dtype."""
     limits = torch.finfo(dtype)
-    return code.scale(largest).clamp(limits.smallest_normal, limits.max)
+    found: Tensor = code.scale(largest).clamp(limits.smallest_normal, limits.max)
+    return found
 
 
 def empty(

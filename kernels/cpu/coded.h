@@ -365,12 +365,12 @@ static Coded coded_matrix(const TensorView& codes, const TensorView& scales, con
                      << " (-1: any)");
   AUTOSEL_CHECK(wide <= 1 || codes.stride(1) == 1, name << ".codes: last dimension not contiguous");
   constexpr bool is_bf16 = std::is_same_v<Scale, bf16>;
-  AUTOSEL_CHECK(s.code == (is_bf16 ? kDLBfloat : kDLFloat) && s.bits == 8 * sizeof(Scale), name << ".scales has another dtype");
-  AUTOSEL_CHECK(kGroup ? scales.ndim() == 2 && scales.size(0) == codes.size(0) && scales.size(1) == groups
-                       : scales.ndim() == 1 && scales.size(0) == codes.size(0),
-                name << ".scales must be one per row" << (kGroup ? " and group" : ""));
-  AUTOSEL_CHECK(!kGroup || groups <= 1 || scales.stride(1) == 1, name << ".scales: last dimension not contiguous");
-  AUTOSEL_CHECK(kGroup || scales.size(0) <= 1 || scales.stride(0) == 1, name << ".scales: not contiguous");
+  constexpr const char* dtype = is_bf16 ? "bfloat16" : sizeof(Scale) == 2 ? "float16" : "float32";
+  AUTOSEL_CHECK(s.code == (is_bf16 ? kDLBfloat : kDLFloat) && s.bits == 8 * sizeof(Scale) &&
+                    scales.ndim() == (kGroup ? 2 : 1) && scales.size(0) == codes.size(0) &&
+                    (!kGroup || scales.size(1) == groups),
+                name << ".scales must be " << dtype << " [" << codes.size(0) << (kGroup ? ",K/group]" : "]"));
+  AUTOSEL_CHECK(scales.size(kGroup ? 1 : 0) <= 1 || scales.stride(kGroup ? 1 : 0) == 1, name << ".scales: not contiguous");
   return {data<const uint8_t>(codes), codes.size(0), columns, codes.stride(0), data<const Scale>(scales), kGroup ? scales.stride(0) : 1};
 }
 

@@ -5,6 +5,7 @@ gemv runs in all instruction sets, the others in a daily selection, or in all wi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,13 +19,16 @@ from autosel.candidates.cpp.base import CppKernel
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load, reader_of
 from autosel.fingerprint import machine
+from autosel.formats import CODED, find_weight_format
 from autosel.knobs.cpu import linear as knobs
 from autosel.knobs.cpu.facts import facts
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.ops import OPS
+from autosel.ops.codes import CODES
 from autosel.ops.contract import DTYPE, Inputs, Match, Op
+from autosel.ops.weight import Weight, empty, quantise
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
 from tests import drawn
 from tests.cpu.side_by_side import mismatches
@@ -82,47 +86,37 @@ def device(isa: tuple[str, ...] = tuple(sorted(HAVE)), cpus: int = 2, **sizes: i
 
 def variant(name: str, isa: Isa) -> CppKernel:
     """Return the kernel of that name, built for one instruction set."""
-    k = next(k for k in KERNELS if k.source == name)
-    return CppKernel(
-        k.op,
-        k.source,
-        formula=k.formula,
-        knob_args=k.knob_args,
-        limits=k.limits,
-        formats=tuple(k.formats),
-        operands=k.operands,
-        layout=k.layout,
-        dtypes=k.dtypes,
-        isa=isa,
-    )
+    kernel = copy.copy(next(k for k in KERNELS if k.source == name))
+    kernel.isa = isa
+    return kernel
+
+
+ONE_DTYPE = tuple(f"-DAUTOSEL_{dtype}" for dtype in ("BF16", "FP16", "FP32"))
 
 
 @cache
-def digest(name: str, isa: Isa) -> tuple[NativeRecipe, str]:
+def digest(name: str, isa: Isa, format_: str = "", dtype: DTypeName = "bf16") -> tuple[NativeRecipe, str]:
+    """Build a kernel: for all dtypes at once, unless it reads codes, whose scales may have the dtype."""
     kernel = variant(name, isa)
     dims, traits = WORKLOADS[kernel.op][0]
-    w = OPS[kernel.op].workload("bf16", dims, **traits, **traits_of(kernel))
-    recipe = kernel.recipe(w, device(), kernel_knobs(kernel, "bf16"))
+    w = OPS[kernel.op].workload(dtype, dims, **traits, **({"weight": format_} if format_ else traits_of(kernel)))
+    recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
-    every_dtype = tuple(flag for flag in recipe.flags if not flag.startswith("-DAUTOSEL_"))  # one build for all three
-    return recipe, compile_source(recipe.source, every_dtype).digest
-
-
-def kernel_knobs(kernel: CppKernel, dtype: DTypeName) -> Any:
-    dims, traits = WORKLOADS[kernel.op][0]
-    return kernel.knobs(OPS[kernel.op].workload(dtype, dims, **traits, **traits_of(kernel)), device())
+    flags = tuple(flag for flag in recipe.flags if flag not in ONE_DTYPE)
+    return recipe, compile_source(recipe.source, flags).digest
 
 
 def bound(kernel: CppKernel, w: Workload) -> Callable[..., Any]:
     """Return the kernel with the knobs that its formula gives for w."""
     assert kernel.isa is not None
-    recipe, built = digest(kernel.source, kernel.isa)
+    plain = w.weight_format.plain
+    recipe, built = digest(kernel.source, kernel.isa, *(() if plain else (w.weight_format.name, w.dtype)))
     return load(OPS[kernel.op], recipe, built, kernel.knobs(w, device()).values)
 
 
-def entry(name: str, isa: Isa = NATIVE) -> Callable[..., Any]:
+def entry(name: str, isa: Isa = NATIVE, format_: str = "", dtype: DTypeName = "bf16") -> Callable[..., Any]:
     """Return the native function, for knobs that no formula gives."""
-    recipe, built = digest(name, isa)
+    recipe, built = digest(name, isa, format_, dtype)
     return load_entry(built, recipe.entry)
 
 
@@ -329,18 +323,56 @@ def test_greedy_compares_logits_as_they_would_be_stored() -> None:
     assert token.item() == 0
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_code_is_multiplied_exactly_in_every_instruction_set(isa: Isa, dtype: DTypeName) -> None:
-    """Multiply all 256 codes by powers of two, with a scale of two, so that each product is exact."""
-    codes = torch.arange(-128, 128, dtype=torch.int8).view(256, 1).expand(256, 70).contiguous()
-    scales = torch.full((256,), 2.0)
-    for m in (1, 3, 8, 9):
-        x = torch.zeros(m, 70, dtype=DTYPE[dtype])
-        x[:, 69] = 0.5
-        y = torch.empty(m, 256, dtype=x.dtype)
-        entry("gemv_int8", isa)(x, codes, scales, None, None, y, 2, 4)
-        assert torch.equal(y.float(), codes[:, 0].float().to(x.dtype).float().expand(m, 256)), m
+# --- codes -----------------------------------------------------------------------------------------------------------
+
+CODED_BUILDS = [
+    *((f, "bf16", NATIVE) for f in CODED),
+    *drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=6),
+]
+
+
+@pytest.mark.parametrize(("format_", "dtype", "isa"), CODED_BUILDS)
+def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(format_: str, dtype: DTypeName, isa: Isa) -> None:
+    kernel, op, wrong = variant("gemv_coded", isa), OPS["linear"], []
+    for dims, traits in WORKLOADS["linear"]:
+        for case in op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_)):
+            if isinstance(kernel.supports(case.workload, device()), Accepted):
+                run = partial(outputs_of, op, case.workload, bound(kernel, case.workload))
+                wrong += [f"{case.workload.key}, {case.name}: {w}" for _, w in mismatches(op, case, 7, {isa: run})]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("format_", "dtype", "isa"), CODED_BUILDS)
+def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeName, isa: Isa) -> None:
+    """Multiply all codes by powers of two, with a scale of two, so that each product is exact, at every place of K."""
+    k, found = 290, find_weight_format(format_)
+    numbers = torch.arange(-(2 ** (found.bits - 1)), 2 ** (found.bits - 1)).float()
+    w = empty(found, len(numbers), k, dtype=DTYPE[dtype])
+    same = numbers[:, None].expand(-1, k)
+    w.codes.copy_(CODES[found.code].nearest(same) if found.bits == 4 else same)
+    w.scales.fill_(2.0)
+    assert torch.equal(w.exact(), 2 * numbers[:, None].double().expand(-1, k))
+    function = entry("gemv_coded", isa, format_, dtype)
+    for m, rows in ((1, 1), (1, 4), (2, 4), (3, 1), (4, 2), (7, 1), (8, 1), (11, 4)):
+        for at in range(0, k, 1 if m == 1 else 37):
+            x = torch.zeros(m, k, dtype=DTYPE[dtype])
+            x[:, at] = torch.tensor([0.5, -1.0, 2.0])[torch.arange(m) % 3].to(x.dtype)
+            y = torch.empty(m, len(numbers), dtype=x.dtype)
+            function(x, w.codes, w.scales, None, None, y, 2, rows)
+            assert torch.equal(y.float(), (x[:, at : at + 1].float() * 2 * numbers).to(x.dtype).float()), (m, rows, at)
+
+
+@pytest.mark.parametrize("format_", CODED)
+def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str) -> None:
+    n, k = 19, 416
+    w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(1)), format_)
+    assert isinstance(w, Weight)
+    w.scales.copy_(2.0 ** (torch.arange(w.scales.numel()) % 9 - 4).view(w.scales.shape))
+    x = torch.eye(k)
+    for first in range(0, k, 32):
+        y = torch.empty(32, n)
+        entry("gemv_coded", NATIVE, format_, "fp32")(x[first : first + 32], w.codes, w.scales, None, None, y, 2, 4)
+        assert torch.equal(y.T, w.exact().float()[:, first : first + 32]), first
 
 
 # --- the caller's mistakes -------------------------------------------------------------------------------------------
@@ -371,7 +403,7 @@ def test_wrong_arguments_are_refused_by_name(
     [
         ({"codes": torch.zeros(8, 5, dtype=torch.int8)}, "w.codes is 8 x 5"),
         ({"codes": torch.zeros(8, 4)}, "w.codes must be int8"),
-        ({"scales": torch.zeros(7)}, "w.scales must be float32"),
+        ({"scales": torch.zeros(7)}, r"w.scales must be float32 \[8\]"),
         ({"scales": torch.zeros(8, dtype=torch.bfloat16)}, "w.scales must be float32"),
         ({"scales": torch.zeros(16)[::2]}, "w.scales: not contiguous"),
     ],
@@ -379,7 +411,9 @@ def test_wrong_arguments_are_refused_by_name(
 def test_parts_of_a_weight_that_do_not_fit_are_refused_by_name(change: dict[str, torch.Tensor], problem: str) -> None:
     given = {"codes": torch.zeros(8, 4, dtype=torch.int8), "scales": torch.zeros(8), **change}
     with pytest.raises(ValueError, match=problem):
-        entry("gemv_int8")(torch.zeros(2, 4), given["codes"], given["scales"], None, None, torch.zeros(2, 8), 1, 1)
+        entry("gemv_coded", NATIVE, "int8-row", "fp32")(
+            torch.zeros(2, 4), given["codes"], given["scales"], None, None, torch.zeros(2, 8), 1, 1
+        )
 
 
 # --- knobs -----------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_regrets_are_averaged_as_ratios() -> None:
 
 def cpu(**rates: float) -> Fingerprint:
     identity = {
-        "cpus": 2, "cores": 2, "isa": ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16"),
+        "cpus": 2, "cores": 2, "isa": ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
         "l1d_bytes": 48 << 10, "l2_bytes": 1 << 20, "l3_bytes": 32 << 20, "l3_domains": 1,
     }  # fmt: skip
     found = {name: Rate(value=value, unit="", spread=0.0, source="test") for name, value in rates.items()}

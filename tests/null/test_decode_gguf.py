@@ -21,6 +21,7 @@ from autosel.decode.weights import Weights, load_weights, refuse_unloadable
 from autosel.errors import BadConfig
 from autosel.models.gguf import read_gguf
 from autosel.models.shape import ModelShape
+from autosel.ops.weight import Weight
 from tests import steps
 from tests.ggufs import FORMATS, Stored, gguf, size
 
@@ -149,9 +150,51 @@ def test_weights_in_blocks_are_rounded_once_and_the_run_says_so(tmp_path: Path) 
     weights = loaded(path, dtype="bf16")
     assert torch.equal(weights.layers[0].up, dequantise("Q4_1", raw).view(shape).bfloat16())
     assert weights.note == "weights: F32, Q4_1 in llama.gguf, dequantised to bf16 when loaded"
-    assert weights.note == models.dequantised_note(str(path), "bf16")
-    assert models.dequantised_note(str(folder), "bf16") == ""
+    assert weights.note == models.weights_note(str(path), "plain", "bf16")
+    assert models.weights_note(str(folder), "plain", "bf16") == ""
     assert models.weights_of(str(path)) == str(path)
+
+
+def in_blocks(name: str, folder: Path) -> dict[str, Stored]:
+    """Return the tensors with every matrix in random blocks of one format."""
+    generator, found = torch.Generator().manual_seed(1), stored(folder)
+    for n, tensor in found.items():
+        if len(tensor.shape) < 2:
+            continue
+        blocks = math.prod(tensor.shape) // 32
+        raw = torch.randint(256, (blocks, size((32,), name)), dtype=torch.uint8, generator=generator)
+        raw[:, 1] &= 0xBF  # finite scales
+        found[n] = Stored(n, tensor.shape, name, raw.numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("block", "format_"), [("Q8_0", "q8_0"), ("Q4_0", "q4_0")])
+def test_a_file_in_one_format_is_read_as_codes(tmp_path: Path, family: str, block: str, format_: str) -> None:
+    folder = steps.write_model(tmp_path / family, family)
+    path = file_of(folder, in_blocks(block, folder))
+    shape = models.load(path)
+    assert shape.weight == format_
+    ours = loaded(path, dtype="bf16")
+    wide = load_weights(Plan(model=replace(shape, weight="plain"), weights=str(path), dtype="fp32"))
+    for name, exact in wide.named.items():
+        found = ours[name]
+        assert isinstance(found, Weight) == (exact.dim() == 2), name
+        if isinstance(found, Weight):
+            assert torch.equal(found.exact().float(), exact), name
+    assert ours.note == f"weights: {block}, F32 in {family}.gguf, read as they are"
+    assert wide.note.endswith("dequantised to fp32 when loaded")
+
+
+def test_a_scale_that_is_not_finite_is_refused_by_tensor(tmp_path: Path) -> None:
+    folder = steps.write_model(tmp_path / "llama", "llama")
+    tensors, name = in_blocks("Q8_0", folder), "blk.0.ffn_up.weight"
+    raw = bytearray(tensors[name].data)
+    raw[34 * 5 + 1] = 0x7C  # fp16 infinity
+    raw[34 * 5] = 0
+    tensors[name] = replace(tensors[name], data=bytes(raw))
+    with pytest.raises(BadConfig, match=f"{name} has a scale that is not finite"):
+        loaded(file_of(folder, tensors), dtype="bf16")
 
 
 def test_large_tensors_are_read_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

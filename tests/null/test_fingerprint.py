@@ -18,7 +18,7 @@ from autosel.fingerprint.machine import cpu_list, cpu_quota, hardware, identity,
 from autosel.fingerprint.neighbours import Neighbours
 from autosel.values import Fingerprint, Rate
 
-X86_FLAGS = "fpu sse4_2 avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512_bf16 hypervisor"
+X86_FLAGS = "fpu sse4_2 avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512vbmi avx512_bf16 hypervisor"
 
 
 class Tree:
@@ -289,7 +289,7 @@ def fingerprint(rates: dict[str, Rate] | None = None, **identity_changes: Any) -
     facts = {
         "vendor": "AuthenticAMD",
         "model": "AMD EPYC 9R45",
-        "isa": ["avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vl", "f16c", "fma"],
+        "isa": ["avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vbmi", "avx512vl", "f16c", "fma"],
         "cpus": 2,
         "cores": 2,
         "slow_cores": 0,

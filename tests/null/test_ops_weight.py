@@ -64,15 +64,19 @@ def test_a_scaled_product_of_codes_worked_out_by_hand() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_quantised_to_their_largest_weight_and_come_back(name: str) -> None:
     w, code = drawn(300, 70), CODES[WEIGHT_FORMATS[name].code]
-    w[4], w[7, 3] = 0.0, 3e38
+    w[4] = 0.0
+    w[7, 3] = 3e38 if WEIGHT_FORMATS[name].parts[1].dtype != "fp16" else 3e5
     found = quantise(w, name)
     assert isinstance(found, Weight) and found.shape == w.shape and found.dtype == name
-    numbers = code.numbers(found.codes)
-    assert numbers.isfinite().all() and found.scales[4] == 1.0 and not numbers[4].any()
-    assert (numbers.abs().amax(1)[w.any(1)] == code.most).all()
-    error, scale = (found.exact() - w.double()).abs(), found.scales.double()[:, None]
+    numbers, group = code.numbers(found.codes)[:, :70], found.format.group or 70
+    assert numbers.isfinite().all() and (found.scales[4] == 1.0).all() and not numbers[4].any()
+    for first in range(0, 70, group):
+        some = slice(first, first + group)
+        largest = numbers[:, some].abs().amax(1)[w[:, some].any(1)]
+        assert (largest >= code.most - 1).all() and largest.float().mean() > code.most - 0.1
+    error, scale = (found.exact() - w.double()).abs(), found.along_k(found.scales).double()
     half_step = torch.maximum(2.0**-4 * w.double().abs(), code.least / 2 * scale)
-    assert (error <= half_step * (1 + 1e-6)).all()
+    assert (error <= half_step * (1 + 2.0**-7)).all()  # a scale itself is rounded
 
 
 def test_plain_is_the_tensor_itself() -> None:
@@ -103,7 +107,7 @@ def test_dequantised_is_the_nearest_of_a_dtype(name: str) -> None:
 @pytest.mark.parametrize("code", CODES.values(), ids=str)
 def test_all_finite_codes_of_a_format_are_listed(code: Any) -> None:
     found = code.every_finite((2, 256 - len(code.nans)), Draw(1, "bf16")).view(torch.uint8)
-    finite = code.all[~code.numbers(code.all).isnan()].view(torch.uint8)
+    finite = code.all[~code.numbers(code.all[:, None]).isnan().any(1)].view(torch.uint8)
     assert sorted(found.flatten().tolist()) == sorted(finite.tolist() * 2)
 
 
@@ -149,8 +153,11 @@ def test_the_eager_op_passes_every_case(dtype: DTypeName, name: str, op: str, tr
 def product(inputs: dict[str, Any], read: Numbers = lambda c: c, scaled: Numbers = lambda s: s) -> Tensor:
     """Return fp32 sums of codes, times the scale."""
     w: Weight = inputs["w"]
-    made = inputs["x"].float() @ read(w.codes.float()).T
-    return (made * scaled(w.scales)).to(inputs["x"].dtype)
+    numbers = read(CODES[w.format.code].numbers(w.codes)[:, : w.shape[1]].float())
+    scales = w.along_k(scaled(w.scales.float()))
+    if w.format.group:
+        return (inputs["x"].float() @ (numbers * scales).T).to(inputs["x"].dtype)
+    return (inputs["x"].float() @ numbers.T * scales[:, 0]).to(inputs["x"].dtype)
 
 
 def rounded_weight(inputs: dict[str, Any]) -> Tensor:
@@ -160,6 +167,8 @@ def rounded_weight(inputs: dict[str, Any]) -> Tensor:
 
 def stored_product(inputs: dict[str, Any]) -> Tensor:
     x, w = inputs["x"], inputs["w"]
+    if w.format.group:
+        return product(inputs)  # only a row's scale may be applied after the product is stored
     made = (x.float() @ w.codes.float().T).to(x.dtype).float()
     return (made * w.scales).to(x.dtype)
 
@@ -218,7 +227,7 @@ def half_down(x: Tensor) -> Tensor:
 MISREAD = [flushed, nan_as_480, fnuz, unsigned, half_down]
 MISSCALED: dict[str, Numbers] = {
     "a neighbour's": lambda s: s.roll(1),
-    "one for all": lambda s: s[:1].expand(len(s)),
+    "one for all": lambda s: s.view(-1)[:1].expand(s.shape),
     "rounded to eight bits": lambda s: s.bfloat16().float() * (1 + 2.0**-6),
     "squared": lambda s: s * s,
     "its size": lambda s: s.abs(),

@@ -90,7 +90,7 @@ class CodedKernel(CppKernel):
         super().__init__(
             op,
             f"{source}_coded",
-            formula=linear.coded,
+            formula=linear.gemv,
             knob_args=("threads", "rows"),
             limits=_few_coded,
             formats=CODED,

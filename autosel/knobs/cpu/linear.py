@@ -50,11 +50,6 @@ def gemv(w: Workload, f: CpuFacts) -> Knobs:
     return Knobs(settings=(_threads(w, f), _rows(w, f)))
 
 
-def coded(w: Workload, f: CpuFacts) -> Knobs:
-    """Return threads and rows for weights as codes (coded.h)."""
-    return Knobs(settings=(_threads(w, f), _rows(w, f)))
-
-
 def gemm(w: Workload, f: CpuFacts) -> Knobs:
     """Return threads, k_block, k_ahead and m_block."""
     return Knobs(settings=(_threads(w, f), *_walk(w, f)))
