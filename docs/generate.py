@@ -402,7 +402,10 @@ EXAMPLE_CPU = Fingerprint(
     kind="cpu",
     name="example: 2 cores of Zen 4, AVX-512-BF16",
     identity={
-        "isa": ["avx", "avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vbmi", "avx512vl", "bmi2", "f16c", "fma"],
+        "isa": [
+            "avx", "avx2", "avx512_bf16", "avx512bw", "avx512dq", "avx512f", "avx512vbmi", "avx512vl", "bmi2", "f16c",
+            "fma",
+        ],
         "cpus": 2, "l1d_bytes": 32 << 10, "l2_bytes": 1 << 20, "l3_bytes": 32 << 20, "l3_domains": 1,
     },
     environment={},

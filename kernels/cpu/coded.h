@@ -45,8 +45,10 @@ template <class T> static inline vreg multiply_codes(vreg acc, Numbers<T> w, con
 
 // bf16 of -8 .. 7 by code, twice.
 alignas(64) static constexpr uint16_t kNibbleTable[32] = {
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
 template <class T> struct Nibbles {
   static constexpr int kBits = 4, kRegisters = kPaired<T> ? 4 : 8;  // of numbers, and of x, per piece
@@ -60,7 +62,10 @@ template <class T> struct Nibbles {
           _mm512_srli_epi16(reinterpret_cast<__m512i>(words), 4 * r), _mm512_load_si512(kNibbleTable)));
     else
 #endif
-      return __builtin_convertvector(reinterpret_cast<vi>(words >> (4 * r) & 15), vreg) - 8.0f;
+    {
+      vi both = reinterpret_cast<vi>(words ^ 0x88888888u);  // code - 8 in two's complement
+      return __builtin_convertvector(both << (28 - 4 * r) >> 28, vreg);
+    }
   }
 };
 
@@ -108,7 +113,8 @@ template <class T> struct Octets {
       vi pair = reinterpret_cast<vi>(words << (16 - 16 * r));  // codes 2r and 2r + 1 of each word, in its upper half
       __m512 odd = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(pair >> 24));
       __m512 even = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(pair << 8 >> 24));
-      return reinterpret_cast<vu>(_mm512_or_si512(_mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(int(0xffff0000))),
+      const __m512i upper_half = _mm512_set1_epi32(int(0xffff0000));
+      return reinterpret_cast<vu>(_mm512_or_si512(_mm512_and_si512(_mm512_castps_si512(odd), upper_half),
                                                   _mm512_srli_epi32(_mm512_castps_si512(even), 16)));
 #else
       return {};
@@ -130,40 +136,41 @@ template <class T> using Code = std::conditional_t<AUTOSEL_CODE_BITS == 4, Nibbl
 using Scale = AUTOSEL_SCALE;
 constexpr int64_t kGroup = AUTOSEL_GROUP;
 static_assert(AUTOSEL_CODE_BITS == 4 || AUTOSEL_CODE_BITS == 8, "codes have 4 or 8 bits");
-static_assert(kGroup == 0 || kGroup == 32 || kGroup == 64 || kGroup == 128, "a scale is for a row, or 32, 64 or 128 codes");
+static_assert(kGroup == 0 || kGroup == 32 || kGroup == 64 || kGroup == 128, "a scale is for a row or 32 to 128 codes");
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 
 // Scales of a piece; 0: a row's scale is applied to its sum.
-template <class T> constexpr int64_t kScales = kGroup == 0 ? 0 : kGroup < Code<T>::kCodes ? Code<T>::kCodes / kGroup : 1;
+template <class T>
+constexpr int64_t kScales = kGroup == 0 ? 0 : kGroup < Code<T>::kCodes ? Code<T>::kCodes / kGroup : 1;
+
+#if defined(AUTOSEL_AVX512)
+static inline __m128 four_at(const float* s) { return _mm_loadu_ps(s); }
+static inline __m128i halves_at(const void* s) { return _mm_loadl_epi64(static_cast<const __m128i*>(s)); }
+static inline __m128 four_at(const f16* s) { return _mm_cvtph_ps(halves_at(s)); }
+static inline __m128 four_at(const bf16* s) {
+  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves_at(s)), 16));
+}
+#endif
 
 // The scale of each lane of a piece that has N of them.
 template <int64_t N> static inline vreg spread(const Scale* s) {
-  if constexpr (N == 1) {
-    return splat(widen(s[0]));
-  } else {
-    float each[N];
-    for (int64_t i = 0; i < N; ++i) each[i] = widen(s[i]);
+  if constexpr (N == 1) return splat(widen(s[0]));
 #if defined(AUTOSEL_AVX512)
-    __m512 few;
-    if constexpr (N == 4) {
-      __m128 four;
-      if constexpr (std::is_same_v<Scale, f16>) four = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(s)));
-      else if constexpr (std::is_same_v<Scale, bf16>)
-        four = _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(s))), 16));
-      else four = _mm_loadu_ps(reinterpret_cast<const float*>(s));
-      few = _mm512_castps128_ps512(four);
-    } else {
-      return reinterpret_cast<vreg>(_mm512_mask_mov_ps(_mm512_set1_ps(each[0]), 0xff00, _mm512_set1_ps(each[1])));
-    }
+  if constexpr (N == 2)
+    return reinterpret_cast<vreg>(
+        _mm512_mask_mov_ps(_mm512_set1_ps(widen(s[0])), 0xff00, _mm512_set1_ps(widen(s[1]))));
+  if constexpr (N == 4) {
     const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return reinterpret_cast<vreg>(_mm512_permutexvar_ps(lane, few));
-#else
-    vreg v;
-    for (int i = 0; i < kLanes; ++i) v[i] = each[i * N / kLanes];
-    return v;
-#endif
+    return reinterpret_cast<vreg>(_mm512_permutexvar_ps(lane, _mm512_castps128_ps512(four_at(s))));
   }
+#elif defined(__AVX2__)
+  if constexpr (N == 2)
+    return reinterpret_cast<vreg>(_mm256_set_m128(_mm_set1_ps(widen(s[1])), _mm_set1_ps(widen(s[0]))));
+#endif
+  vreg v;
+  for (int i = 0; i < kLanes; ++i) v[i] = widen(s[i * N / kLanes]);
+  return v;
 }
 
 // --- R rows of codes against M rows of x -----------------------------------------------------------------------------
@@ -189,12 +196,14 @@ template <class T> static inline int64_t coded_panel_elements(int64_t m, int64_t
   return pieces_in<T>(k) * Code<T>::kCodes * m;
 }
 
-template <class F, int... I> static inline __attribute__((always_inline)) void each_of(const F& f, std::integer_sequence<int, I...>) {
+template <class F, int... I>
+static inline __attribute__((always_inline)) void each_of(const F& f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
 }
 
 // out[m * R + r] = x[m] . (row n + r). Lines from `next` on are prefetched, as many as are read.
-template <class T> using CodedBlock = void (*)(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out);
+template <class T>
+using CodedBlock = void (*)(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out);
 
 template <class T, int M, int R>
 static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out) {
@@ -342,10 +351,12 @@ template <class T> struct CodedColumns {
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
     bool whole = n + rows <= to;
     int64_t taken = whole ? rows : 1;
-    const uint8_t* at = w->row(n);
-    const uint8_t* next = rows == 1 ? at + kAheadOfShort : n + taken < to ? at + taken * w->stride : static_cast<const uint8_t*>(then);
+    const uint8_t *at = w->row(n), *next = static_cast<const uint8_t*>(then);
+    if (rows == 1) next = at + kAheadOfShort;
+    else if (n + taken < to) next = at + taken * w->stride;
+    const CodedBlock<T>* block = whole ? several : one;
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++), next = at)
-      (whole ? several : one)[g >= groups.larger](*w, n, panel + coded_panel_elements<T>(i, w->columns), next, out + i * taken);
+      block[g >= groups.larger](*w, n, panel + coded_panel_elements<T>(i, w->columns), next, out + i * taken);
     return taken;
   }
 };
@@ -353,7 +364,8 @@ template <class T> struct CodedColumns {
 // --- all of it -------------------------------------------------------------------------------------------------------
 
 // Raises ValueError unless the operands are a matrix of `rows` x `columns` (-1: any) in the build's format.
-static Coded coded_matrix(const TensorView& codes, const TensorView& scales, const char* name, int64_t rows, int64_t columns) {
+static Coded coded_matrix(const TensorView& codes, const TensorView& scales, const char* name, int64_t rows,
+                          int64_t columns) {
   constexpr bool packed = AUTOSEL_CODE_BITS == 4;
   const int64_t wide = packed ? (columns + kNibblesInLine - 1) / kNibblesInLine * (kNibblesInLine / 2) : columns;
   const int64_t groups = kGroup ? (columns + kGroup - 1) / kGroup : 1;
@@ -361,8 +373,8 @@ static Coded coded_matrix(const TensorView& codes, const TensorView& scales, con
   AUTOSEL_CHECK(codes.ndim() == 2 && c.code == (packed ? kDLUInt : kDLInt) && c.bits == 8,
                 name << ".codes must be " << (packed ? "uint8 [N,K/2]" : "int8 [N,K]"));
   AUTOSEL_CHECK((rows < 0 || codes.size(0) == rows) && codes.size(1) == wide,
-                name << ".codes is " << codes.size(0) << " x " << codes.size(1) << ", expected " << rows << " x " << wide
-                     << " (-1: any)");
+                name << ".codes is " << codes.size(0) << " x " << codes.size(1) << ", expected " << rows << " x "
+                     << wide << " (-1: any)");
   AUTOSEL_CHECK(wide <= 1 || codes.stride(1) == 1, name << ".codes: last dimension not contiguous");
   constexpr bool is_bf16 = std::is_same_v<Scale, bf16>;
   constexpr const char* dtype = is_bf16 ? "bfloat16" : sizeof(Scale) == 2 ? "float16" : "float32";
@@ -370,8 +382,10 @@ static Coded coded_matrix(const TensorView& codes, const TensorView& scales, con
                     scales.ndim() == (kGroup ? 2 : 1) && scales.size(0) == codes.size(0) &&
                     (!kGroup || scales.size(1) == groups),
                 name << ".scales must be " << dtype << " [" << codes.size(0) << (kGroup ? ",K/group]" : "]"));
-  AUTOSEL_CHECK(scales.size(kGroup ? 1 : 0) <= 1 || scales.stride(kGroup ? 1 : 0) == 1, name << ".scales: not contiguous");
-  return {data<const uint8_t>(codes), codes.size(0), columns, codes.stride(0), data<const Scale>(scales), kGroup ? scales.stride(0) : 1};
+  constexpr int last = kGroup ? 1 : 0;
+  AUTOSEL_CHECK(scales.size(last) <= 1 || scales.stride(last) == 1, name << ".scales: not contiguous");
+  return {data<const uint8_t>(codes), codes.size(0),      columns, codes.stride(0),
+          data<const Scale>(scales),  scales.stride(0)};
 }
 
 // As dot.h's `stream`.
@@ -386,9 +400,10 @@ static void stream_coded(const X& x, int64_t m, const Coded* w, int64_t threads,
       pack_for_codes<T>(x(m0, some), panel);
       CodedColumns<T> columns[Parts];
       for (int p = 0; p < Parts; ++p) columns[p] = CodedColumns<T>(w + p, panel, some, rows);
-      stream_runs<Parts>(columns, some, begin, end, w->row(end), [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
+      auto offset = [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
         done(rank, m0 + i, n, count, v);
-      });
+      };
+      stream_runs<Parts>(columns, some, begin, end, w->row(end), offset);
     }
   });
 }

@@ -1,6 +1,7 @@
 // gate_up_coded   h = rmsnorm(x); y = act(h @ gate^T) * (h @ up^T), gate and up [I,d] of codes and scales
 //
-// act: 0 silu, 1 gelu (erf), 2 gelu (tanh)     bytes   2 I d (bits / 8 + scale / group) + (M d + d + M I) b      FLOPs   4 M I d + 4 M d + 5 M I
+// act: 0 silu, 1 gelu (erf), 2 gelu (tanh)
+// bytes   2 I d (bits / 8 + scale / group) + (M d + d + M I) b      FLOPs   4 M I d + 4 M d + 5 M I
 // roofline at M=1, d=4096, I=14336, on two cores of Zen 4 reading 37 GB/s: 117 MB is 3.2 ms in int8.
 // knobs   threads, rows (knobs/cpu/linear.py). As gate_up.cpp, with the weights of coded.h.
 #include "activation.h"

@@ -1,8 +1,8 @@
-// lm_head_coded   logits = (x @ codes^T) * scales, or in each row the lowest index of their maximum
-//                                           x[M,d], codes int8[V,d], scales fp32[V] -> logits[M,V] or token[M] int64
+// lm_head_coded   logits = x @ w^T, or in each row the lowest index of their maximum
+//                                          x[M,d], codes and scales of w[V,d] -> logits[M,V] or token[M] int64
 //
-// bytes   V d + 4 V + M d b + (M V b or 8 M)      FLOPs   2 M V d
-// roofline at M=1, V=128256, d=4096, on two cores of Zen 4 reading 37 GB/s: 525 MB is 14 ms.
+// bytes   V d (bits / 8 + scale / group) + M d b + (M V b or 8 M)      FLOPs   2 M V d
+// roofline at M=1, V=128256, d=4096, on two cores of Zen 4 reading 37 GB/s: 525 MB is 14 ms in int8.
 // knobs   threads, rows (knobs/cpu/linear.py). As lm_head.cpp, with the weights of coded.h.
 #include <vector>
 

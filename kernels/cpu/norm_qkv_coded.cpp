@@ -1,7 +1,7 @@
-// norm_qkv_coded   y = (rmsnorm(x) @ codes^T) * scales      x[M,d], norm_weight[d], codes int8[N,d], scales[N] -> y[M,N]
+// norm_qkv_coded   y = rmsnorm(x) @ w^T      x[M,d], norm_weight[d], codes and scales of w[N,d] -> y[M,N]
 //
-// bytes   N d + 4 N + (M d + d + M N) b      FLOPs   2 M N d + 4 M d
-// roofline at M=1, d=4096, N=6144, on two cores of Zen 4 reading 37 GB/s: 25 MB is 0.68 ms; the norm itself 1 us.
+// bytes   N d (bits / 8 + scale / group) + (M d + d + M N) b      FLOPs   2 M N d + 4 M d
+// roofline at M=1, d=4096, N=6144, on two cores of Zen 4 reading 37 GB/s: 25 MB (int8) is 0.68 ms.
 // knobs   threads, rows (knobs/cpu/linear.py). As norm_qkv.cpp, with the weights of coded.h.
 #include "coded.h"
 
