@@ -145,7 +145,8 @@ def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
 def _groups(w: Tensor, group: int) -> Tensor:
     """Return [N, groups, group], filled up with zeros."""
     each = group or w.shape[1]
-    return torch.nn.functional.pad(w, (0, -w.shape[1] % each)).unflatten(1, (-1, each))
+    whole: Tensor = torch.nn.functional.pad(w, (0, -w.shape[1] % each)).unflatten(1, (-1, each))
+    return whole
 
 
 def _scales(code: Code, largest: Tensor, dtype: torch.dtype) -> Tensor:
