@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, zip_longest
 from random import Random
 from typing import Any
 
@@ -34,7 +34,8 @@ class Reach:
 
     def see(self, x: Tensor) -> None:
         self.shapes[x.shape] += 1
-        self.axes = [max(a, b) for a, b in zip(self.axes, x.shape, strict=True)]
+        # A scale per row has one axis, a scale per group two.
+        self.axes = [max(a, b) for a, b in zip_longest(self.axes, x.shape, fillvalue=1)]
         wide = x.double()
         finite = wide[wide.isfinite()]
         if finite.numel():
