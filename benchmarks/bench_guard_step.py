@@ -61,7 +61,7 @@ def main() -> int:
     options = parser.parse_args()
     model = models.load(options.model)
     plan = Plan(model=model, layers=options.layers, seq=options.context, prompt="synthetic")
-    with torch.inference_mode():
+    with torch.inference_mode(), dispatch.measuring():
         scene = set_scene(plan, load_weights(plan), fingerprint.take("cpu"), Silent(), time.perf_counter_ns)
         step = Written(scene, Chosen(form="whole")).list
         assert isinstance(step, TeamStep) and step.watch is not None

@@ -50,7 +50,7 @@ from kept import device_of, file_of, keep
 from peers_tables import steps
 from torch import Tensor
 
-from autosel import fingerprint, models
+from autosel import dispatch, fingerprint, models
 from autosel.certify.issue import git_sha
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed as packing
@@ -80,7 +80,7 @@ def main() -> int:
     plan = Plan(model=model, layers=min(options.layers, model.layers), seq=max(options.seq or [2048]))
     weights = load_weights(plan)
     rows = []
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+    with torch.inference_mode(), dispatch.measuring(), tempfile.TemporaryDirectory() as scratch:
         folder = options.gguf or scratch
         for seq in options.seq or [128, 2048]:
             arms = {name: ARM[name](weights, seq, Path(folder)) for name in options.arm or ARMS}

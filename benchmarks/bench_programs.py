@@ -180,7 +180,8 @@ def served(w: Any) -> Callable[[], Any]:
 
     op = find(w.op)
     arguments = (*op.arguments(op.inputs(w, 1)), *op.allocate(w))
-    bound = dispatch.best(w.op, like=arguments)
+    with dispatch.measuring():
+        bound = dispatch.best(w.op, like=arguments)
     return lambda: bound(*arguments)
 
 

@@ -32,7 +32,7 @@ import command_line
 import torch
 from kept import device_of, file_of, keep
 
-from autosel import fingerprint, models
+from autosel import dispatch, fingerprint, models
 from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
@@ -63,7 +63,7 @@ def main() -> int:
             layers = min(options.layers, model.layers)
             plan = Plan(model=model, layers=layers, seq=seq, dtype=options.dtype, prompt="synthetic")
             weights = weights or load_weights(plan)
-            with torch.inference_mode():
+            with torch.inference_mode(), dispatch.measuring():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
     if options.write:
         _keep(rows, file_of("step", fp), device_of(fp))

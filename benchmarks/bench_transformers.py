@@ -146,7 +146,7 @@ def _uses(board: dispatch.Board) -> list[dict[str, Any]]:
 def _serving(options: argparse.Namespace, model: Any, ask: Callable[[], Any]) -> Iterator[dispatch.Board]:
     """Serve the home's decisions, or with --pinned autosel's kernels for the patched model's workloads."""
     if not options.pinned:
-        with dispatch.use(autosel.settings.home()) as board:
+        with dispatch.use(autosel.settings.home()) as board, dispatch.measuring():
             yield board
         return
     from tests.cpu.serving import serve

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autosel.client import Client
 
 MOST_USES = 12  # rows
+MOST_JOBS = 6
 
 
 @verb("serve", "serve", "serve --tcp 127.0.0.1:8765", "serve --systemd-unit")
@@ -110,10 +111,18 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         click.echo(paragraph(f"{name:<11}{text}", hang=" " * 11))
     if served["uses"]:
         click.echo("\n" + _uses_table(served["uses"]))
-    jobs = ask.get("/v1/jobs")["jobs"][:10]
-    if jobs:
-        lines = [[str(j["id"]), j["state"], j["source"], j["workload"], j["note"] or j["reason"]] for j in jobs]
-        click.echo("\n" + table(("job", "state", "from", "workload", "note"), lines, right=(0,), wrap=4))
+    jobs = ask.get("/v1/jobs")["jobs"]
+    for title, ended in (("queue", False), ("ended", True)):
+        if some := [j for j in jobs if bool(j["ended_at"]) == ended]:
+            click.echo("\n" + _jobs_table(title, some))
+
+
+def _jobs_table(title: str, jobs: list[dict[str, Any]]) -> str:
+    """Return a table of the first jobs, with the rest in one line."""
+    lines = [[str(j["id"]), j["state"], j["source"], j["workload"], j["note"] or j["reason"]] for j in jobs[:MOST_JOBS]]
+    rest = len(jobs) - MOST_JOBS
+    lines += [["", "", "", f"{rest} others", ""]] if rest > 0 else []
+    return table((title, "state", "from", "workload", "note"), lines, right=(0,), wrap=4)
 
 
 def _show_coverage(processes: list[dict[str, Any]]) -> None:

@@ -118,11 +118,8 @@ def _measured_alike(hub: Hub, mode: str, miss: Miss, device: str) -> bool:
 
 def _queue(hub: Hub, mode: str, miss: Miss, device: str) -> int | None:
     bucket, _ = bucket_of(miss.workload.key)
-    stale, here = hub.view.stale, hub.known[device].hw_id
     threads = hub.threads_for(mode) if device == CPU else 0
-    own = at_threads(hub.view.mode, threads)
-    same = [d for d in hub.view.here if d.bucket == bucket and (d.hw_id, d.mode) == (here, own)]
-    if any(str(d.id) not in stale for d in same):
+    if hub.decided(device, bucket, threads) is not None:
         return None  # decided meanwhile
     made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device, threads=threads)
     return made.id if made else None

@@ -22,7 +22,7 @@ from autosel.daemon.uses import Uses
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
-from autosel.ledger.key import threads_of
+from autosel.ledger.key import at_threads, matters, threads_of
 from autosel.ledger.store import Ledger, Served, open_ledger
 from autosel.values import Decision
 
@@ -131,6 +131,7 @@ class Hub:
         if epoch == before.epoch and {(s.key, s.epoch, s.decision.id) for s in served} == known:
             return
         self.view = replace(before, epoch=epoch, served=served, _answers={})
+        self.jobs.end_decided(self.decided)
         for s in served:
             if before.epoch and (s.key, s.epoch, s.decision.id) not in known:
                 self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
@@ -144,6 +145,7 @@ class Hub:
         others = {f.hw_id: name for name, f in reversed(self.known.items()) if f.hw_id != self.facts.hw_id}
         own = self.facts
         self.view = replace(self.view, hw_id=own.hw_id, others=others, mode=own.mode, stale=stale, _answers={})
+        self.jobs.end_decided(self.decided)
         self.events.tell("facts", {"device": facts.device, "stale": stale})
 
     @property
@@ -155,6 +157,17 @@ class Hub:
     def threads_for(self, mode: str) -> int:
         """Return the threads to tune with for a process in that mode; 0 if they are this daemon's own."""
         return 0 if mode == self.view.mode else threads_of(mode)
+
+    def decided(self, device: str, bucket: str, threads: int) -> int | None:
+        """Return the decision that serves a bucket on a device to processes with so many threads (0: as many as this
+        daemon's); None without one, or if it is stale or waits for a race."""
+        if device not in self.known or not self.view.mode:
+            return None
+        kind, hw_id = device.partition(":")[0], self.known[device].hw_id
+        own = matters(at_threads(self.view.mode, threads), kind, bucket)
+        same = [d for d in self.view.here if (d.bucket, d.hw_id) == (bucket, hw_id) and not d.stale]
+        same = [d for d in same if matters(d.mode, kind, bucket) == own]
+        return next((d.id for d in same if str(d.id) not in self.view.stale), None)
 
     def device_of(self, hw_id: str) -> str:
         """Return the device here with this identity; "" if there is none. Of equal ones, the one that others use

@@ -202,6 +202,14 @@ class Jobs:
         self._order("stop")
         return job
 
+    def end_decided(self, decided: Callable[[str, str, int], int | None]) -> None:
+        """End queued jobs that another process has decided. `decided`: the decision for a device, bucket and number of
+        threads; None without one."""
+        for job in [j for j in self._jobs.values() if j.state == "queued" and not j.force]:
+            number = decided(*_place(job))
+            if number is not None:
+                self._end(job, "done", "decided by another process", number)
+
     def _put(self, job: Job, *, save: bool = True) -> Job:
         self._jobs[job.id] = job
         ended = sorted((j for j in self._jobs.values() if j.state not in OPEN), key=lambda j: j.id)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autosel import fingerprint
+from autosel import dispatch, fingerprint
 from autosel.candidates.layouts import STORE
 from autosel.decode import graph
 from autosel.decode.account import (
@@ -71,7 +71,7 @@ def measure(
     listener, fp = listener or Silent(), fingerprint.take(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     plain = plan.layout == "plain" or not plan.listed  # it is not known beforehand what other steps read
-    with torch.inference_mode(), current(plan.device), STORE.paused(plain):
+    with torch.inference_mode(), current(plan.device), STORE.paused(plain), dispatch.measuring():
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
         earlier = chosen is not None

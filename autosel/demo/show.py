@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from autosel import fingerprint, models, pipeline, settings
+from autosel import dispatch, fingerprint, models, pipeline, settings
 from autosel.certify import issue, run
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
@@ -100,7 +100,9 @@ def show(request: Request, ledger: Ledger, screen: Screen) -> Shown:
     report = _tuned(plan, request, ledger, screen)
     weights, chosen, made = _certified(plan, request.certificates, ledger, screen)
     answers = _Answers(plan=plan, weights=weights, chat=chat, screen=screen, made=made)
-    pytorch, autosel = answers.pytorch(), answers.autosel(chosen)
+    with dispatch.measuring():
+        pytorch, autosel = answers.pytorch(), answers.autosel(chosen)
+        differs = difference(pytorch, autosel, lambda count: answers.exact(pytorch.tokens[:count]))
     return Shown(
         folder=folder,
         question=request.question,
@@ -108,7 +110,7 @@ def show(request: Request, ledger: Ledger, screen: Screen) -> Shown:
         certificate=made,
         texts={"pytorch": chat.text(pytorch.tokens), "autosel": chat.text(autosel.tokens)},
         tokens={"pytorch": pytorch.tokens, "autosel": autosel.tokens},
-        differs=difference(pytorch, autosel, lambda count: answers.exact(pytorch.tokens[:count])),
+        differs=differs,
     )
 
 

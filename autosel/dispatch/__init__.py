@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from autosel import ops, settings
 from autosel.dispatch.board import Board, Uses
 from autosel.dispatch.bound import Bound
+from autosel.dispatch.handover import measuring
 from autosel.dispatch.selection import Selection
 from autosel.dispatch.served import Coverage
 from autosel.errors import UsageError
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from autosel.dispatch.agreement import Agreement
 
 __all__ = [
-    "Board", "Bound", "Coverage", "Selection", "Use", "Uses", "agree", "best", "board", "coverage", "epoch", "refresh",
-    "use", "uses",
+    "Board", "Bound", "Coverage", "Selection", "Use", "Uses", "agree", "best", "board", "coverage", "epoch",
+    "measuring", "refresh", "use", "uses",
 ]  # fmt: skip
 
 

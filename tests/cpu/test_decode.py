@@ -334,7 +334,9 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
         iters=8,
         warmup=1,
     )
+    missed = dict(dispatch.board()._handover._missed)
     run = measure(plan, load_weights(plan))
+    assert dispatch.board()._handover._missed == missed, "a daemon would tune what only a run calls"
     assert run.max_logit_error <= run.logit_bound
     assert len(run.optimised_ns) == len(run.baseline_ns) == len(run.optimised_first) == len(run.read_probes)
     assert run.tokens_per_step * len(run.optimised_ns) == plan.iters

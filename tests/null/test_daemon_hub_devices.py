@@ -331,6 +331,34 @@ def test_misses_of_a_process_with_fewer_threads_are_tuned_for_so_many(app: App) 
         assert sorted(job["threads"] for job in jobs) == [0, 1]
 
 
+def test_a_queued_workload_leaves_the_queue_when_another_process_decides_it(app: App) -> None:
+    with over_socket(app) as client:
+        learned(client, app, cpu())
+        missed = [{"workload": to_json(ATTN.at(B=b)), "calls": 3} for b in (7, 9)]
+        told = client.post("/v1/misses", json={"hw_id": this_device(), "mode": MODE, "misses": missed}).json()
+        with ledgers.open_ledger(home=app.home) as ledger:
+            other = record(ledger, "other mode", fp=this_machine(), workload=ATTN.at(B=9), mode=f"{MODE}.other")
+            made = record(ledger, "meanwhile", fp=this_machine(), workload=ATTN.at(B=7), mode=MODE)
+        learned(client, app)
+        jobs = {job["id"]: job for job in client.get("/v1/jobs").json()["jobs"]}
+        first, second = (jobs[number] for number in told["queued"])
+        assert (first["state"], first["decision_id"]) == ("done", made.id) and other.id != made.id
+        assert first["note"] == "decided by another process" and second["state"] == "queued"
+        forced = {"workloads": [to_json(ATTN.at(B=7))], "force": True}
+        client.post("/v1/jobs", json=forced)
+        learned(client, app, cpu())
+        assert client.get("/v1/health").json()["jobs"] == 2, "a forced race is wanted although it is decided"
+
+
+def test_a_measurement_reports_no_misses(tmp_path: Path) -> None:
+    handover = Handover(tmp_path)
+    with dispatch.measuring(), dispatch.measuring():
+        handover.missed(ATTN, "one")
+    assert handover._missed == {}
+    handover.missed(ATTN.at(B=2), "one")
+    assert list(handover._missed.values()) == [ATTN.at(B=2)]
+
+
 def test_a_process_reports_its_misses_by_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
     run = tmp_path / "run"
