@@ -63,6 +63,7 @@ class Request:
     text: Text | None = None  # to score
     objectives: Sequence[Objective] = ()
     price_per_hour: float | None = None
+    traced: bool = False  # also time the threads of a step, for a trace
 
     def __post_init__(self) -> None:
         refuse(self.plan)
@@ -71,7 +72,12 @@ class Request:
 
 
 def certify(request: Request, ledger: Ledger | None, listener: Listener) -> Certificate:
-    """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file.
+    """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file."""
+    return certified(request, ledger, listener)[0]
+
+
+def certified(request: Request, ledger: Ledger | None, listener: Listener) -> tuple[Certificate, DecodeRun]:
+    """Return the certificate, and the run that it states.
 
     The ledger has the form of the whole step and the grounds of decisions. Without one, the step is raced for this run
     only, and no proof is known. Raises ImpossibleRun.
@@ -81,11 +87,12 @@ def certify(request: Request, ledger: Ledger | None, listener: Listener) -> Cert
     if told := of_long_prompt(plan, seconds.get("prefill", 0.0), ledger):
         listener.note(told)
     listener.expect({("", stage): s for stage, s in seconds.items()})
-    run = measure(plan, load_weights(plan, listener), text=request.text, listener=listener, ledger=ledger)
+    weights = load_weights(plan, listener)
+    run = measure(plan, weights, text=request.text, listener=listener, ledger=ledger, traced=request.traced)
     stated = issue.Request(
         repro_cmd=request.repro_cmd, objectives=request.objectives, price_per_hour=request.price_per_hour
     )
-    return issue.issue(run, grounds(run, ledger), stated)
+    return issue.issue(run, grounds(run, ledger), stated), run
 
 
 def foreseen(plan: Plan, listener: Listener, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:

@@ -1,73 +1,72 @@
 """A run in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-arms every timed step of both arms, in the order they ran, back to back: the time between them is left out median step
-each op with the time of all its calls of a step, slowest first
+Two processes, each with its own time axis from 0:
+timed steps  the steps of both arms in the order in which they ran, back to back: the time between them is left out
+one step     an optimised step of median length: which op each thread ran when (decode.timeline)
+
+Spans of a thread are in order, and do not overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autosel.certify.audit import Audit, Row, audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import arithmetic
+from autosel.decode.run import Span
 
-PROCESS = 1
-OPTIMISED, BASELINE, OPS = 1, 2, 3  # threads: one lane each
-LANES = {OPTIMISED: "optimised steps", BASELINE: "baseline steps", OPS: "median optimised step, by op"}
+STEPS, ONE_STEP = 1, 2  # processes
+OPTIMISED, BASELINE = 1, 2  # threads of the first
+ARMS = {OPTIMISED: "optimised steps", BASELINE: "baseline steps"}
 
 
-def trace(made: Certificate) -> dict[str, Any]:
+def trace(made: Certificate, timeline: Sequence[Span] = ()) -> dict[str, Any]:
     """Return the trace as a JSON object; timestamps are in microseconds."""
     name = f"{made.model} {arithmetic(made)}, batch {made.shape.batch}, context {made.shape.seq}, {made.device}"
-    events = [_named("process_name", 0, name)]
-    events += [_named("thread_name", lane, text) for lane, text in LANES.items()]
-    events += [*_steps(made), *_ops(audit(made))]
+    events = [*_process(STEPS, f"timed steps: {name}", ARMS), *_steps(made)]
+    if timeline:
+        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s.lane for s in timeline), 1)}
+        told = f"one step, median {made.latency_ms.med:.4g} ms: {name}"
+        events += [*_process(ONE_STEP, told, {n: lane for lane, n in lanes.items()}), *_ops(timeline, lanes)]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"checksum": made.checksum, "repro_cmd": made.repro_cmd, "gaps": "left out"},
+        "otherData": {"checksum": made.checksum, "repro_cmd": made.repro_cmd, "between_steps": "left out"},
     }
 
 
-def _named(kind: str, lane: int, text: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": PROCESS, "tid": lane, "args": {"name": text}}
+def _process(process: int, name: str, threads: dict[int, str]) -> Iterator[dict[str, Any]]:
+    """Name a process and its threads, which viewers list in this order."""
+    yield _named("process_name", process, 0, {"name": name})
+    yield _named("process_sort_index", process, 0, {"sort_index": process})
+    for thread, text in threads.items():
+        yield _named("thread_name", process, thread, {"name": text})
+        yield _named("thread_sort_index", process, thread, {"sort_index": thread})
+
+
+def _named(kind: str, process: int, thread: int, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": facts}
 
 
 def _steps(made: Certificate) -> Iterator[dict[str, Any]]:
-    s, at = made.samples, 0.0
+    s, at_ns = made.samples, 0
     for i, coin in enumerate(s.first):
-        for lane in (OPTIMISED, BASELINE) if coin == "1" else (BASELINE, OPTIMISED):
-            duration = (s.optimised_ns if lane == OPTIMISED else s.baseline_ns)[i] / 1e3
-            yield _slice(f"step {i}", "step", lane, at, duration, {"ms": duration / 1e3})
-            at += duration
+        for arm in (OPTIMISED, BASELINE) if coin == "1" else (BASELINE, OPTIMISED):
+            took_ns = (s.optimised_ns if arm == OPTIMISED else s.baseline_ns)[i]
+            yield _span(f"step {i}", "step", (STEPS, arm), at_ns, at_ns + took_ns, {"ms": took_ns / 1e6})
+            at_ns += took_ns
 
 
-def _ops(found: Audit) -> Iterator[dict[str, Any]]:
-    at = 0.0
-    for row in found.rows:
-        yield _slice(row.label, row.backend, OPS, at, row.time_us, _facts(row))
-        at += row.time_us
-    if found.rest_us > 0:
-        yield _slice("rest", "rest", OPS, at, found.rest_us, {"share": found.rest_share})
+def _ops(timeline: Sequence[Span], lanes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for s in sorted(timeline, key=lambda s: (lanes[s.lane], s.begin_ns)):
+        facts = {"site": s.site, "candidate": s.candidate} | ({"also": s.also} if s.also else {})
+        yield _span(s.label, "op", (ONE_STEP, lanes[s.lane]), s.begin_ns, s.end_ns, facts)
 
 
-def _facts(row: Row) -> dict[str, Any]:
-    return {
-        "candidate": row.candidate,
-        "calls": row.calls,
-        "us a call": row.call_us,
-        "share": row.share,
-        "bytes": row.bytes,
-        "flops": row.flops,
-        "roofline": row.roofline,
-        "limit": row.limit,
-    }
-
-
-def _slice(
-    name: str, category: str, lane: int, start_us: float, duration_us: float, facts: dict[str, Any]
+def _span(
+    name: str, category: str, where: tuple[int, int], begin_ns: int, end_ns: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    where = {"pid": PROCESS, "tid": lane, "ts": round(start_us, 3), "dur": round(duration_us, 3)}
-    return {"name": name, "cat": category, "ph": "X", **where, "args": facts}
+    process, thread = where
+    times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **times, "args": facts}

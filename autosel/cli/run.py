@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from autosel.certify.slo import Objective
     from autosel.certify.suite import Level
     from autosel.cli.progress import Progress
-    from autosel.decode.run import AskedStep, Plan, Text
+    from autosel.decode.run import AskedStep, DecodeRun, Plan, Span, Text
     from autosel.ledger.store import Ledger
 
 MOST_ITERS = 20_000  # equals certify.certificate.MOST_STEPS, whose module loads numpy
@@ -114,7 +114,13 @@ MEASURED = (
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="score this text: perplexity, divergence")
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate to FILE, not in autosel's home")
 @click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write time, bytes and limit of each op as JSON")
-@click.option("--trace", "trace_to", type=PATH, metavar="FILE", help="write a trace for Perfetto")
+@click.option(
+    "--trace",
+    "trace_to",
+    type=PATH,
+    metavar="FILE",
+    help="write a trace of the steps and of each thread's ops, for Perfetto",
+)
 @click.option(
     "--report", "report_to", type=PATH, metavar="DIR", help="write a page with plots; for a suite, its rows as JSON"
 )
@@ -323,7 +329,7 @@ def run_once(asked: Asked, as_json: bool) -> None:
     plan, objectives, key = asked.plan(), asked.objectives(), asked.key()
     before = earlier(asked)
     refuse_unwritable(asked)
-    made = certified(asked, plan, objectives)
+    made, run = measured(asked, plan, objectives)
     troubles = [trouble] if (trouble := failed(made)) else []
     where: Path | None = None
     changes: Sequence[Change] = []
@@ -335,7 +341,7 @@ def run_once(asked: Asked, as_json: bool) -> None:
     if not as_json:
         told = [summary(made, found), changes_text(changes), where_line(made, where) if where else ""]
         click.echo("\n".join(filter(None, told)))
-    _write_files(asked, made, found, troubles)
+    _write_files(asked, made, found, run.timeline, troubles)
     if as_json:
         emit_json(
             {
@@ -349,9 +355,9 @@ def run_once(asked: Asked, as_json: bool) -> None:
     leave(troubles)
 
 
-def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Certificate:
+def measured(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> tuple[Certificate, DecodeRun]:
     """Measure, with progress on stderr. The certificate is not yet in a file."""
-    from autosel.certify.run import Request, certify
+    from autosel.certify.run import Request, certified
 
     request = Request(
         plan=plan,
@@ -359,12 +365,13 @@ def certified(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> Cert
         repro_cmd=asked.repro,
         objectives=objectives,
         price_per_hour=asked["price_per_hour"],
+        traced=asked["trace_to"] is not None,
     )
     with ledger_or_none() as ledger:
         if ledger is not None:
             show_untuned(asked.ctx, plan)
         with progress() as listener:
-            return certify(request, ledger, listener)
+            return certified(request, ledger, listener)
 
 
 @contextlib.contextmanager
@@ -411,11 +418,13 @@ def refuse_unwritable(asked: Asked) -> None:
     store.head(asked.certificates)
 
 
-def _write_files(asked: Asked, made: Certificate, found: Audit, troubles: list[AutoselError]) -> None:
+def _write_files(
+    asked: Asked, made: Certificate, found: Audit, timeline: Sequence[Span], troubles: list[AutoselError]
+) -> None:
     from autosel.certify.written import Places, files
 
     places = Places(audit=asked["audit_to"], trace=asked["trace_to"], report=asked["report_to"])
-    for path, write in files(places, made, found):
+    for path, write in files(places, made, found, timeline):
         with noted(troubles):
             write()
             click.echo(f"{path} written", err=True)

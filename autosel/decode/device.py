@@ -175,21 +175,27 @@ class EventTimer:
 
 
 def time_calls(step: Step, clock: Callable[[], int]) -> list[int]:
-    """Return nanoseconds of each call of one step.
+    """Return nanoseconds of each call of one step."""
+    return [end - begin for begin, end in call_spans(step, clock)]
+
+
+def call_spans(step: Step, clock: Callable[[], int]) -> list[tuple[int, int]]:
+    """Return begin and end of each call of one step, in nanoseconds since the step began.
 
     On a GPU events measure them while the stream is held until all are enqueued, so that no delay of the host counts.
     """
     if step.logits.device.type == "cuda":
         return _by_events(step.calls, step.logits.device)
-    took = []
+    spans, started = [], clock()
     for call in step.calls:
         begin = clock()
         call.function(*call.arguments)
-        took.append(clock() - begin)
-    return took
+        end = clock()
+        spans.append((begin - started, end - started))
+    return spans
 
 
-def _by_events(calls: list[Call], device: torch.device) -> list[int]:
+def _by_events(calls: list[Call], device: torch.device) -> list[tuple[int, int]]:
     with torch.cuda.device(device):
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
         torch.cuda._sleep(HELD_CYCLES * len(calls))
@@ -198,4 +204,5 @@ def _by_events(calls: list[Call], device: torch.device) -> list[int]:
             call.function(*call.arguments)
             mark.record()
         marks[-1].synchronize()
-        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
+        took = [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
+    return list(itertools.pairwise(itertools.accumulate(took, initial=0)))

@@ -105,6 +105,12 @@ class LaunchStep(Rewritten):
         self.settle()
         return [int(t) for t in times.tolist()]
 
+    def shares_ns(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the tasks of all CTAs in one lane, from the end of the previous task to the end of this one. The first
+        has no length, because its begin is not known."""
+        ends = self.task_ns()
+        return {"CTAs": [(begin - ends[0], end - ends[0]) for begin, end in zip([ends[0], *ends], ends, strict=False)]}
+
     def idle(self) -> Callable[[], None]:
         """Return the same call with almost no work: one CTA that embeds the tokens."""
         state = torch.zeros(kernel.STATE_WORDS + 1, dtype=torch.int32, device=self.logits.device)

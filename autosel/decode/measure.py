@@ -38,6 +38,7 @@ from autosel.decode.quality import clipped, quality
 from autosel.decode.rope import frequencies
 from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
+from autosel.decode.timeline import timeline
 from autosel.decode.verdict import Verdict, verdict
 from autosel.decode.weights import Weights
 from autosel.errors import ParityError, UsageError
@@ -58,11 +59,12 @@ def measure(
     ledger: Ledger | None = None,
     decides: bool = True,
     chosen: Chosen | None = None,
+    traced: bool = False,
 ) -> DecodeRun:
     """Run the plan; score the text, if given, with the timed step. `clock` gives nanoseconds.
 
     `choose` selects the form of the steps with the ledger; `chosen` is the result of an earlier run on this model and
-    layout of the cache, and is used instead.
+    layout of the cache, and is used instead. `traced`: also time the threads of a step, for a trace.
 
     Raises UsageError, BadConfig.
     """
@@ -90,6 +92,7 @@ def measure(
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
+        spans = timeline(written, plan, clock) if written and traced else ()
         idle_ns = overhead_ns(written, clock) if written else None
         found = quality(scene, text, chosen) if text else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
@@ -120,6 +123,7 @@ def measure(
         read_probes=tuple(scene.probes),
         choices=proven(choices, served),
         per_op=per_op,
+        timeline=spans,
         tokens_checked=sum(p.verdict.checked for p in pairs),
         tokens_equal=sum(p.verdict.equal for p in pairs),
         tokens_open=sum(p.verdict.open for p in pairs),

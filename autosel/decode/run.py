@@ -199,6 +199,19 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One call of an op, or one thread's share of a task, in one step; see decode.timeline."""
+
+    lane: str  # thread or stream
+    begin_ns: int  # since the step began
+    end_ns: int
+    label: str  # the op's name in tables
+    site: str  # its place in the step
+    also: str  # places of the other calls that a task does
+    candidate: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDigest:
     """Digest of the prompt: sha256 (hex) of its token ids, and of its file's bytes; see decode.prompt."""
 
@@ -362,6 +375,7 @@ class DecodeRun:
     chosen: Chosen = Chosen()  # the form of its steps
     quality: Quality | None = None  # if a text was given
     saved_bytes: int = 0  # bytes that the optimised step reads less than the baseline, because weights are packed
+    timeline: tuple[Span, ...] = ()  # of one optimised step, if it was asked for
     energy_joules: float | None = None  # of the optimised steps, if the machine measures it (decode.power)
     notes: tuple[str, ...] = field(default_factory=tuple)
 

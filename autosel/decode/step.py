@@ -254,6 +254,10 @@ class WholeStep(Protocol):
     def task_ns(self) -> list[int]:
         """Run one step to its end; return when each task ended, in ns of one clock."""
 
+    def shares_ns(self) -> dict[str, list[tuple[int, int]]]:
+        """Run one step to its end; return by thread when its share of each task began and ended, in ns since the step
+        began."""
+
     def idle(self) -> Callable[[], None]:
         """Return the same call with nothing to do, to measure the cost of the call."""
 

@@ -32,7 +32,7 @@ from autosel.certify.slo import MissedObjective
 from autosel.certify.statistics import median, median_interval, quantile, ratio_interval, speedup_interval
 from autosel.certify.store import BadCertificate, append, lines
 from autosel.certify.verify import verify, wrong
-from autosel.decode.run import Plan, PromptDigest
+from autosel.decode.run import Plan, PromptDigest, Span
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
 from autosel.values import canonical_json, to_json
 from tests.null.certificates import CEILING, DRAFTED, GROUNDS, READ, certificate, decode_run, fingerprint
@@ -818,24 +818,33 @@ def test_ops_without_a_time_are_named_and_ops_longer_than_the_step_leave_no_rest
 
 
 PHASES = {"M": {"name", "ph", "pid", "tid", "args"}, "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}}
+TEAM = tuple(
+    Span(lane=f"thread {rank}", begin_ns=at, end_ns=at + took, label=op, site=op, also="", candidate="cpp:step")
+    for op, at, took in (("qkv", 0, 900), ("attn", 1000, 450), ("o", 1500, 400))
+    for rank in (1, 0)
+)
 
 
-def test_the_trace_has_the_format_that_viewers_read_and_its_slices_do_not_overlap() -> None:
+def test_the_trace_is_a_timeline_of_each_thread_in_the_format_that_viewers_read() -> None:
     """Check the Trace Event Format: an object with traceEvents; complete events with ts and dur in microseconds."""
     made = certificate(decode_run(iters=20))
-    found = json.loads(json.dumps(trace.trace(made), allow_nan=False))
+    found = json.loads(json.dumps(trace.trace(made, TEAM), allow_nan=False))
     assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
     for event in found["traceEvents"]:
         assert set(event) == PHASES[event["ph"]]
         assert all(isinstance(event[n], int) for n in ("pid", "tid"))
-    slices = [e for e in found["traceEvents"] if e["ph"] == "X"]
-    steps = sorted((e for e in slices if e["cat"] == "step"), key=lambda e: e["ts"])
-    assert len(steps) == 40
-    assert all(a["ts"] + a["dur"] <= b["ts"] + 0.002 for a, b in pairwise(steps))
+    spans = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert list(threads.values()) == ["optimised steps", "baseline steps", "thread 1", "thread 0"]
+    assert {(e["pid"], e["tid"]) for e in spans} == set(threads)
+    for thread in threads:
+        own = [e for e in spans if (e["pid"], e["tid"]) == thread]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(own)), "out of order, or overlapping"
+    steps = [e for e in spans if e["cat"] == "step"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(steps)), "both arms ran in turn"
     assert all((a["tid"] == 1) == (coin == "1") for a, coin in zip(steps[::2], made.samples.first, strict=True))
-    ops = [e for e in slices if e["tid"] == trace.OPS]
-    assert sum(e["dur"] for e in ops) == pytest.approx(made.latency_ms.med * 1e3, rel=1e-3)
-    assert {e["tid"] for e in found["traceEvents"] if e["name"] == "thread_name"} == {1, 2, 3}
+    assert [e["name"] for e in spans if e["cat"] == "op"] == ["qkv", "attn", "o"] * 2
+    assert {e["pid"] for e in trace.trace(made)["traceEvents"]} == {trace.STEPS}, "a step of unknown parts has no lane"
 
 
 # --- again, and against an earlier one -----------------------------------------------------------------------------
