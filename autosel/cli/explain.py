@@ -19,7 +19,7 @@ from autosel.cli.figures import decision_json, short_shape, winner
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio
 from autosel.errors import LedgerError, UsageError
-from autosel.ledger.describe import contended, release_command
+from autosel.ledger.describe import measured, release_command
 from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, Session, Verdict, to_json
 
 if TYPE_CHECKING:
@@ -180,8 +180,8 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
         if v.next_best and v.next_best[0] != d.baseline.candidate:
             text += f", {ratio(v.next_best[1])} over the next best ({v.next_best[0]})"
         yield "effect", text
-    if contended(d):
-        yield "beside", contended(d)
+    if told := measured(d):
+        yield "measured", told
     if own is None:
         return
     other = base if base is not None and base is not own else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autosel import settings
 from autosel.cli.output import paragraph, ratio
-from autosel.ledger.describe import decision_json
+from autosel.ledger.describe import contended, decision_json
 from autosel.values import SERVING, Decision
 
 if TYPE_CHECKING:
@@ -38,10 +38,16 @@ def headline(decisions: Sequence[Decision], named: Sequence[Named], step: str) -
         return ""
     speedup = times.pytorch_us / times.decided_us
     told = f"about {ratio(speedup)} faster than PyTorch" if speedup >= 1.05 else "about as fast as PyTorch"
-    derived = f"derived from these races' times; `{settings.spelling()} run` measures a step"
+    derived = f"derived from these races' times{_contended(decisions)}; `{settings.spelling()} run` measures a step"
     if times.untimed:
         step += f" without {_few(times.untimed)} (not timed)"
     return "\n".join([paragraph(f"{step}: {told}; {counts(decisions, ops)}"), paragraph(derived, indent="  ")])
+
+
+def _contended(decisions: Sequence[Decision]) -> str:
+    """Return ` (3 of 22 timed beside other work)`; "" if none was."""
+    marked = sum(bool(contended(d)) for d in decisions)
+    return f" ({marked} of {len(decisions)} timed beside other work)" if marked else ""
 
 
 def step_times(decisions: Sequence[Decision], ops: Sequence[Named]) -> StepTimes | None:

@@ -6,10 +6,12 @@ and one for the current stage after 15 s of silence.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 
 import click
@@ -20,6 +22,7 @@ from autosel.cli.output import WIDTH, paragraph
 from autosel.ledger.describe import contended
 from autosel.race.plan import SESSIONS
 from autosel.tuning.job import Rejection
+from autosel.tuning.underway import Command, Underway, now
 from autosel.values import Decision
 
 # Share of each stage in a cold tune, measured on two cores (docs/figures.md). Only the ETA depends on it.
@@ -32,8 +35,12 @@ QUIET_S = 15.0  # longest silence in a pipe
 class Progress:
     """Listener of tuning that writes to stderr inside its `with` block."""
 
-    def __init__(self, budget_s: float = 0.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, budget_s: float = 0.0, *, command: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.clock, self.budget_s = clock, budget_s
+        self.seen = Underway(settings.home())
+        self.command = Command(command=command or _command(), pid=os.getpid(), started_at=now())
         self.started = self.said_at = clock()
         self.live = sys.stderr.isatty() and settings.colour() is None
         self.now = ("", "", 0, 0)  # stage, detail, done, total
@@ -54,6 +61,7 @@ class Progress:
     ) -> None:
         self._over.set()
         self._pulse.join()
+        self.seen.close()
         self._say("")
 
     # --- called by tuning ------------------------------------------------------------------------------------------
@@ -99,6 +107,16 @@ class Progress:
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
             self.beat()
+            self.show()
+
+    def show(self) -> None:
+        """Show the stage to the daemon of this home, if there is one."""
+        name, detail, done, total = self.now
+        seconds, decided = self._left_s(), self.decided_now + self.settled
+        left_s = -1.0 if seconds is None else float(round(seconds))
+        stage = " ".join(filter(None, (self.of, name)))
+        at = replace(self.command, stage=stage, detail=detail, done=done, total=total, decided=decided, left_s=left_s)
+        self.seen.show(at)
 
     def beat(self) -> None:
         """Redraw the progress line; in a pipe, print one after a long silence."""
@@ -134,20 +152,22 @@ class Progress:
                 self._over.set()
 
     def _left(self) -> str:
+        seconds = self._left_s()
+        return "" if seconds is None else f", about {_clock(seconds)} left"
+
+    def _left_s(self) -> float | None:
         """Return the time left, from the expected times, else from the stages' usual shares; a budget limits it.
 
         It falls while nothing finishes, and never below a quarter of the last estimate.
         """
         _, _, done, total = self.now
         if self.eta is not None:
-            return f", about {_clock(self.eta.left_s(done, total))} left"
+            return self.eta.left_s(done, total)
         if self.estimate is None:
-            return ""
+            return None
         seconds, since = self.estimate
         left = max(seconds - (self.clock() - since), seconds / 4)
-        if self.budget_s:
-            left = min(left, max(0.0, self.budget_s - (self.clock() - self.started)))
-        return f", about {_clock(left)} left"
+        return min(left, max(0.0, self.budget_s - (self.clock() - self.started))) if self.budget_s else left
 
     def _estimated(self) -> tuple[float, float] | None:
         """Return the seconds left by the finished share of the work, and now; None if too little is finished."""
@@ -204,6 +224,12 @@ class Eta:
             known, took, left = known + share * own, took + elapsed, left + (1 - min(1.0, share)) * own
         doubt = DOUBT * sum(self.foreseen.values())
         return left * (took + doubt) / (known + doubt) if doubt else 0.0
+
+
+def _command() -> str:
+    """Return the verb that runs, with its model."""
+    ctx = click.get_current_context(silent=True)
+    return " ".join(filter(None, (ctx.command_path, str(ctx.params.get("model") or "")))) if ctx else "autosel"
 
 
 def _clock(seconds: float) -> str:

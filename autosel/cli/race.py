@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from autosel import settings
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.figures import shape
+from autosel.cli.figures import MARK, shape
 from autosel.cli.options import (
     batch_option,
     dtype_option,
@@ -41,6 +41,7 @@ from autosel.cli.output import (
 from autosel.cli.sentences import race_sentence
 from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
 from autosel.formats import PLAIN
+from autosel.ledger.describe import contended_race
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Workload, to_json
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ def race_command(
         for t in tried:
             for line in explanation(t, candidate.name, built_log(candidate, t.named.workload, fp)):
                 click.echo(f"  {line}")
+        if noisy := next(filter(None, (contended_race(t.verdict) for t in tried)), ""):
+            click.echo(paragraph(f"{MARK} {noisy}", hang="  "))
         if sentence := race_sentence(tried, candidate.name):
             click.echo(paragraph(sentence))
         return failure
@@ -424,7 +427,7 @@ def _row(tried: Tried, name: str) -> list[str]:
         *start,
         verdict.outcome,
         microseconds(own.median_us),
-        ratio(faster),
+        ratio(faster) + (MARK if contended_race(verdict) else ""),
         cases,
         roofline,
     ]

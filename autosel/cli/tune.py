@@ -257,7 +257,7 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", count
 
     with (
         open_ledger() as ledger,
-        Progress(request.budget_s) as progress,
+        Progress(request.budget_s, command=again) as progress,
         stoppable(progress, workloads * len(counts), again) as counted,
     ):
         return on_ray.tune(request, ray, ledger, counted) if ray else tune_at(request, counts, ledger, counted)

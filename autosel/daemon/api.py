@@ -40,6 +40,7 @@ async def health(hub: Hub, request: Request) -> Response:
             "jobs": len(queued),
             "held": hub.jobs.held,
             "tuning": hub.jobs.live.document() if hub.jobs.live else None,
+            "commands": to_json(hub.commands),
             "devices": [device_json(hub, name) for name in hub.known],
             "others_busy_cores": round(hub.jobs.meter.busy, 2),
             "dashboard": hub.options.address,

@@ -24,7 +24,8 @@ from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
 from autosel.ledger.key import at_threads, matters, threads_of
 from autosel.ledger.store import Ledger, Served, open_ledger
-from autosel.values import Decision
+from autosel.tuning.underway import Command
+from autosel.values import Decision, to_json
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Hub:
         self.jobs = Jobs(
             home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
         )
+        self.commands: list[Command] = []  # that other processes of this home run
         self._reloading = asyncio.Lock()
         self._wanted = False
 
@@ -137,6 +139,12 @@ class Hub:
                 self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
         self.events.tell("epoch", {"epoch": epoch})
 
+    def see(self, commands: list[Command]) -> None:
+        """Keep the commands that run now, and report a change."""
+        if commands != self.commands:
+            self.commands = commands
+            self.events.tell("commands", to_json(commands))
+
     def learn(self, facts: Facts) -> None:
         self.known[facts.device] = facts
         self.facts = self.known[CPU]
@@ -193,7 +201,8 @@ class Hub:
         m.stale.set(len(view.off) + len(view.renewed))
         m.streams.set(self.events.readers)
         m.others.set(self.jobs.meter.busy)
-        gauges = ((m.serving, view.states()), (m.speedup, view.speedups()), (m.contended, view.contended()))
+        gauges = [(m.serving, view.states()), (m.speedup, view.speedups()), (m.contended, view.contended())]
+        gauges += [(m.read, view.read_rates()), (m.measured, view.measured())]
         for gauge, values in gauges:
             gauge.clear()
             for name, value in values.items():

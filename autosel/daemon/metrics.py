@@ -30,6 +30,12 @@ class Metrics:
         self.contended = Gauge(
             "autosel_speedup_contended", "Of these, decisions that were timed beside other work", ("op",), registry=r
         )
+        self.read = Gauge(
+            "autosel_speedup_read_bytes_per_second", "Lowest read rate of memory in these races", ("op",), registry=r
+        )
+        self.measured = Gauge(
+            "autosel_speedup_measured_time_seconds", "When the oldest of these was decided", ("op",), registry=r
+        )
         self.jobs = Gauge("autosel_jobs", "Workloads to tune", ("state",), registry=r)
         self.tuned = Counter("autosel_workloads_tuned", "Workloads tuned by the daemon", ("outcome",), registry=r)
         self.misses = Counter("autosel_misses", "Calls of clients without a decision", registry=r)

@@ -58,6 +58,11 @@ def _ago(stamp: str) -> Markup:
     return Markup('<time datetime="{}" title="{}">{}</time>').format(stamp, exact, text)
 
 
+def _duration(seconds: float) -> str:
+    """Return `40 s`, `3 min`."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 @cache
 def _environment() -> Environment:
     made = Environment(
@@ -66,6 +71,7 @@ def _environment() -> Environment:
     )  # fmt: skip
     made.filters |= {
         "ago": _ago,
+        "duration": _duration,
         "us": words.microseconds,
         "ratio": words.ratio,
         "bytes": words.bytes_text,
@@ -74,6 +80,7 @@ def _environment() -> Environment:
         "spread": lambda timing: words.spread(timing).strip(),
         "against": words.against_baseline,
         "contended": words.contended,
+        "measured": words.measured,
         "headline": headline_roofline,
         "interval": claimed_interval,
         "percent": lambda share: f"{share:.0%}".replace("%", " %"),
@@ -106,7 +113,7 @@ async def now(hub: Hub, request: Request) -> Response:
     jobs = [j for j in hub.jobs.all() if j.state in ("queued", "running", "paused")]
     return await _page(
         hub, "now", "Now", device=shown.device(hub), others=shown.other_devices(hub), ops=shown.by_op(hub.view),
-        changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
+        all=shown.overall(hub.view), changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
     )  # fmt: skip
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import sqlalchemy as sa
 
@@ -24,10 +24,10 @@ from autosel.fingerprint.describe import headline
 from autosel.ledger import faults, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
-from autosel.ledger.describe import contended, held_text, release_command
+from autosel.ledger.describe import bandwidth, contended, held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
-from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
+from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, Timing, from_json
 from autosel.version import __version__
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class OpRow:
     off: int  # demoted or quarantined
     last: Decision
     contended: int = 0  # timed beside other work
+    read: tuple[float, float] | None = None  # lowest and highest read rate of memory during these races
+    measured: tuple[str, str] | None = None  # first and last time of these races
 
 
 def by_op(view: View) -> list[OpRow]:
@@ -106,10 +108,17 @@ def by_op(view: View) -> list[OpRow]:
     return [_op_row(*of, rows, view) for of, rows in sorted(found.items())]
 
 
+def overall(view: View) -> OpRow | None:
+    """Return all ops in one row; None without a decision."""
+    return _op_row("", "", view.here, view) if view.here else None
+
+
 def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> OpRow:
     won = [v for d in decisions if (v := view.won(d)) is not None]
     effects = [v.effect for v in won if v.effect is not None]
     roof = [v.roofline for v in won if v.roofline is not None]
+    read = [v.read_bytes_per_s for v in won if v.effect is not None and v.read_bytes_per_s]
+    times = [d.created_at for d in decisions if (v := view.won(d)) is not None and v.effect is not None]
     stale = [d for d in decisions if str(d.id) in view.stale]
     again = [d for d in decisions if d.stale and d not in stale]
     serving = [d.baseline if d in stale else d.arm for d in decisions]
@@ -121,6 +130,8 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
         speedup=(min(e.median for e in effects), max(e.median for e in effects)) if effects else None,
         floor=min(e.lo for e in effects) if effects else None,
         roofline=(min(roof), max(roof)) if roof else None,
+        read=(min(read), max(read)) if read else None,
+        measured=(min(times), max(times)) if times else None,
         contended=sum(bool(contended(d)) for d in decisions if view.won(d) is not None),
         stale=len(stale),
         again=len(again),
@@ -440,10 +451,15 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
         if first and second:
             lines.append(Line(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
     fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")
-    differs = tuple(
-        (n, str(getattr(one, n)), str(getattr(two, n))) for n in fields if getattr(one, n) != getattr(two, n)
-    )
+    sides = [[(n, str(getattr(c, n))) for n in fields] + _conditions(c) for c in (one, two)]
+    differs = tuple((n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y)
     return Compared(a=a, b=b, lines=tuple(lines), differs=differs)
+
+
+def _conditions(c: Certificate) -> list[tuple[str, str]]:
+    rate = bandwidth(c.read_bytes_per_s) if c.read_bytes_per_s else "not measured"
+    busy = "contended" if c.contended else "not contended"
+    return [("measured", c.timestamp), ("memory read at", rate), ("other work", busy)]
 
 
 def _apart(one: Certificate, two: Certificate) -> bool:
@@ -463,8 +479,21 @@ def _decided(ledger: Ledger, a: str, b: str) -> Compared:
         for n in names
         if one.environment.get(n) != two.environment.get(n)
     ]
+    sides = [_ranges(side.values()) for side in (left, right)]
+    differs += [(n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y]
     trouble = "" if lines else "no workload was decided under both"
     return Compared(a=a, b=b, lines=tuple(lines), differs=tuple(differs), trouble=trouble)
+
+
+def _ranges(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
+    """Return dates and read rates of the races, and how many were contended."""
+    decisions = list(decisions)
+    days = sorted(d.created_at[:10] for d in decisions)
+    rates = sorted(d.verdict.read_bytes_per_s for d in decisions if d.verdict and d.verdict.read_bytes_per_s)
+    busy = sum(bool(contended(d)) for d in decisions)
+    told = [("measured", days), ("memory read at", [bandwidth(rate) for rate in rates])]
+    found = [(name, " to ".join(dict.fromkeys((of[0], of[-1]))) if of else "-") for name, of in told]
+    return [*found, ("timed beside other work", f"{busy} of {len(decisions)}")]
 
 
 def _latest(ledger: Ledger, fp: Fingerprint) -> dict[str, Decision]:
@@ -481,15 +510,20 @@ def _beside(one: Decision, two: Decision) -> Line:
     told = bool(x and y and (x.hi_us < y.lo_us or y.hi_us < x.lo_us))
     return Line(
         what=one.workload.key,
-        a=f"{one.arm.candidate} {figure(x.median_us)} us" if x else one.arm.candidate,
-        b=f"{two.arm.candidate} {figure(y.median_us)} us" if y else two.arm.candidate,
+        a=_time(one, x),
+        b=_time(two, y),
         change=x.median_us / y.median_us if x and y else None,
         told=told,
         link=f"/decisions/{two.id}",
     )
 
 
-def _served(d: Decision) -> Any:
+def _time(d: Decision, timing: Timing | None) -> str:
+    time = f"{d.arm.candidate} {figure(timing.median_us)} us" if timing else d.arm.candidate
+    return f"{time} (contended)" if contended(d) else time
+
+
+def _served(d: Decision) -> Timing | None:
     return d.verdict.timings.get(d.arm.candidate) if d.verdict else None
 
 

@@ -23,11 +23,13 @@ from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import at_threads, threads_of
 from autosel.ledger.store import Ledger
+from autosel.tuning import underway
 from autosel.values import WHOLE_STEP, Decision
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # with the half second of a client's own check, a fault reaches every client within a second
+COMMANDS_EVERY = 5  # looks
 SOURCES_S = 5.0
 RATES_S = 3600.0  # checking the rates uses the device for 0.1 s, and starts torch
 AGAIN_S = 5.0  # pause before faults that could not be recorded are tried again
@@ -37,8 +39,9 @@ LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
 async def watch(hub: Hub) -> None:
-    """Loop: move faults into the ledger, and show another process's snapshot."""
+    """Loop: move faults into the ledger, and show another process's snapshot and command."""
     seen_faults, seen_snapshot, again_s = 0, (0, 0), 0.0
+    looks = 0
     while True:
         stamp = faults.stamp(hub.home)
         if stamp != seen_faults or (again_s and time.monotonic() > again_s):
@@ -50,6 +53,9 @@ async def watch(hub: Hub) -> None:
             seen_snapshot = shown
             with suppress(AutoselError):
                 await hub.reload()
+        looks += 1
+        if looks % COMMANDS_EVERY == 0:
+            hub.see(await asyncio.to_thread(underway.commands, hub.home))
         await asyncio.sleep(LOOK_S)
 
 

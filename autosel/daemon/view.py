@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from statistics import median
 from typing import Any
 
@@ -108,20 +109,32 @@ class View:
 
     def contended(self) -> dict[str, int]:
         """By op: how many of the decisions behind its speedup were timed beside other work."""
-        by_op: dict[str, int] = {}
-        for d in self.here:
-            if self.won(d) is not None:
-                by_op[d.op] = by_op.get(d.op, 0) + bool(contended(d))
-        return by_op
+        return {op: sum(bool(contended(d)) for d, _ in of) for op, of in self._effects().items()}
 
     def speedups(self) -> dict[str, float]:
         """Return, by op, the median speedup over the baseline of the decisions in which another arm serves."""
-        by_op: dict[str, list[float]] = {}
+        return {op: median(v.effect.median for _, v in of if v.effect) for op, of in self._effects().items()}
+
+    def read_rates(self) -> dict[str, float]:
+        """Return, by op, the lowest read rate of memory in the races behind its speedup."""
+        rates = {op: [v.read_bytes_per_s for _, v in of if v.read_bytes_per_s] for op, of in self._effects().items()}
+        return {op: min(of) for op, of in rates.items() if of}
+
+    def measured(self) -> dict[str, float]:
+        """Return, by op, the Unix time of the oldest decision behind its speedup."""
+        return {
+            op: min(datetime.fromisoformat(d.created_at).timestamp() for d, _ in of)
+            for op, of in self._effects().items()
+        }
+
+    def _effects(self) -> dict[str, list[tuple[Decision, Verdict]]]:
+        """Return, by op, the decisions in which another arm serves, with the verdicts that measured it."""
+        by_op: dict[str, list[tuple[Decision, Verdict]]] = {}
         for d in self.here:
             v = self.won(d)
             if v is not None and v.effect is not None:
-                by_op.setdefault(d.op, []).append(v.effect.median)
-        return {op: median(values) for op, values in by_op.items()}
+                by_op.setdefault(d.op, []).append((d, v))
+        return by_op
 
 
 def bucket_of(key: str) -> tuple[str, int]:

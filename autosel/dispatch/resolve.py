@@ -19,7 +19,7 @@ from autosel.errors import AutoselError
 from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
-from autosel.ledger.describe import contended, shape
+from autosel.ledger.describe import measured, shape
 from autosel.ledger.key import current_mode, matters, threads_of
 from autosel.ledger.snapshot import Row
 from autosel.ops.contract import Op
@@ -68,7 +68,7 @@ class Resolution:
             if d.effect is not None and self.served:
                 e = d.effect
                 lines.append(f"  effect    {e.median:.2f}x ({e.lo:.2f} .. {e.hi:.2f}) over {d.baseline.candidate}")
-                lines += [f"  beside    {contended(d)}"] if contended(d) else []
+                lines.append(f"  measured  {measured(d)}")
         reader = reader_of(self.run)
         lines += [f"  layout    {reader.told()}"] if reader is not None else []
         lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]

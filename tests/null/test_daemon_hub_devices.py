@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from autosel.errors import LedgerError
 from autosel.fingerprint import known
 from autosel.ledger.commands import TakeOver
 from autosel.ledger.locks import InUseError
+from autosel.tuning.underway import Command
 from autosel.values import Fingerprint, to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
 from tests.null.daemon_app import App, over_socket
@@ -348,6 +350,26 @@ def test_a_queued_workload_leaves_the_queue_when_another_process_decides_it(app:
         client.post("/v1/jobs", json=forced)
         learned(client, app, cpu())
         assert client.get("/v1/health").json()["jobs"] == 2, "a forced race is wanted although it is decided"
+
+
+def test_the_pages_show_a_tune_from_the_command_line_until_it_ends(app: App) -> None:
+    tune = Command(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
+    tune = dataclasses.replace(tune, stage="screening", detail="attn", done=3, total=12, decided=5, left_s=200.0)
+
+    def see(*commands: Command) -> None:
+        async def tell() -> None:
+            app.hub.see(list(commands))
+
+        client.portal.call(tell)  # type: ignore[union-attr]
+
+    with over_socket(app) as client:
+        see(tune)
+        for page in ("/", "/race"):
+            text = " ".join(re.sub("<[^>]*>", "", client.get(page).text).split())
+            assert "autosel tune --model llama-8b screening 3/12 attn" in text and "5 decided, about 3 min left" in text
+        assert client.get("/v1/health").json()["commands"] == [to_json(tune)]
+        see()
+        assert "autosel tune --model llama-8b" not in client.get("/race").text
 
 
 def test_a_measurement_reports_no_misses(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,9 @@ def promoted(home: Path, **changes: Any) -> Decision:
     """Record that PyTorch's packed attention was promoted on this device."""
     fp = this_device()
     arm, base = (way_of(registry.find("attn", name), WORK, fp).arm for name in ("torch:packed", "torch:sdpa"))
-    found = dataclasses.replace(verdict(), winner=arm.candidate, **{"next_best": None, **changes})
+    found = dataclasses.replace(
+        verdict(), winner=arm.candidate, **{"next_best": None, "read_bytes_per_s": 38e9, **changes}
+    )
     with open_ledger(home=home) as ledger:
         return record(
             ledger, fp=fp, workload=WORK, mode=current_mode(), verdict=found, arm=arm, baseline=base,
@@ -77,7 +81,9 @@ def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None
     assert "2.0x ≥1.90*" in table and f"* {TOLD}" in table
     found = json.loads(said("best", "attn", "--json"))["conditions"]
     assert (found["contended"], found["busy_cores"], found["by"]) == (True, 1.7, list(BUSY.by))
-    assert f"beside {TOLD}" in said("explain", "attn")
+    assert re.search(
+        rf"measured 20\d\d-\d\d-\d\d \d\d:\d\d UTC, memory read at 38 GB/s, {TOLD}", said("explain", "attn")
+    )
     history = said("history", "attn")
     assert "2.0x ≥1.90*" in history and TOLD in history
 
@@ -112,6 +118,9 @@ def test_the_dashboard_and_the_metrics_mark_a_contended_effect(
         assert found["conditions"]["contended"] is shown
         metrics = client.get("/metrics").text
         assert f'autosel_speedup_contended{{op="attn"}} {float(shown)}' in metrics
+        assert 'autosel_speedup_read_bytes_per_second{op="attn"} 3.8e+010' in metrics
+        measured = datetime.fromisoformat(made.created_at).timestamp()
+        assert f'autosel_speedup_measured_time_seconds{{op="attn"}} {measured}' in metrics
 
 
 def test_two_candidates_have_one_ratio_wherever_it_is_shown(home: Path, said: Said) -> None:

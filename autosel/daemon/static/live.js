@@ -94,7 +94,7 @@ function field(rows) {
 const source = new EventSource("/v1/events");
 source.onopen = () => state("live", "live");
 source.onerror = () => state("no daemon", "lost");
-for (const kind of ["decision", "epoch", "fault", "facts", "job"]) source.addEventListener(kind, soon);
+for (const kind of ["decision", "epoch", "fault", "facts", "job", "commands"]) source.addEventListener(kind, soon);
 source.addEventListener("live", (event) => progress(JSON.parse(event.data)));
 
 // --- what changes something ----------------------------------------------------------------------------------------
