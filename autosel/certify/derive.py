@@ -73,6 +73,11 @@ def speedup(made: Certificate) -> float:
     return made.speedup if counts_tokens(made) else made.speedup * made.tokens_per_step
 
 
+def baseline_interval_ms(made: Certificate) -> Interval:
+    """Return the 95 % interval of the baseline's median step."""
+    return _in_ms(median_interval(made.samples.baseline_ns))
+
+
 def claimed_interval(made: Certificate) -> Interval | None:
     """Return the interval of the speedup; None for fewer than eight pairs of steps, whose range covers nothing."""
     return made.speedup_interval if made.iters >= FEWEST_TO_RESAMPLE else None

@@ -15,7 +15,7 @@ from typing import Protocol
 from autosel import dispatch, fingerprint, pipeline
 from autosel.certify import issue, run, sweep
 from autosel.certify.certificate import Layers, model_name
-from autosel.certify.derive import claimed_interval, headline_roofline
+from autosel.certify.derive import baseline_interval_ms, claimed_interval, headline_roofline
 from autosel.certify.run import Stage, Within, foreseen
 from autosel.certify.sweep import MOST_CELLS, Cell, Change, Figures, Served, Serving, Sweep
 from autosel.decode.measure import measure, refuse
@@ -272,6 +272,9 @@ def figures_of(run_: DecodeRun) -> Figures:
         speedup_interval=claimed_interval(made),
         roofline=headline_roofline(made),
         read_bytes_per_s=made.read_bytes_per_s,
+        p50_interval_ms=made.latency_interval_ms if claimed_interval(made) else None,
+        baseline_interval_ms=baseline_interval_ms(made) if claimed_interval(made) else None,
+        contended=made.contended,
         verified=v.max_logit_error <= v.logit_bound,
         chain=next((note for note in run_.notes if note.startswith("chain:")), ""),
         serving=tuple(

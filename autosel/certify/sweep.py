@@ -143,6 +143,10 @@ class Figures:
     verified: bool
     chain: str
     serving: tuple[Serving, ...]
+    # 95 % intervals of the medians; None for fewer than eight steps
+    p50_interval_ms: Interval | None = None
+    baseline_interval_ms: Interval | None = None
+    contended: bool = False  # other work ran when the device's rates were measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,39 +38,42 @@ def pictures(found: Sweep) -> dict[str, Figure]:
         return {}
     with mpl.rc_context(plots.STYLE):
         return {
-            "step-against-context": _drawn(
-                done, "batch", "context", "ms of a step", lambda c, f: f.p50_ms, lambda c, f: f.baseline_ms
-            ),
-            "rate-against-batch": _drawn(
-                done, "context", "batch", "tokens per second", lambda c, f: f.tokens_per_s, _baseline_rate
-            ),
+            "step-against-context": _drawn(done, "batch", "context", "ms of a step", _step),
+            "rate-against-batch": _drawn(done, "context", "batch", "tokens per second", _rate),
         }
 
 
-def _baseline_rate(cell: Cell, f: Figures) -> float:
-    return 1e3 * cell.batch / f.baseline_ms
+Point = tuple[float, float, float]  # median and both ends of its 95 % interval, which are equal to it if there is none
+Value = Callable[[Cell, Figures, bool], Point]  # True: of the optimised steps
 
 
-Value = Callable[[Cell, Figures], float]
+def _step(cell: Cell, f: Figures, ours: bool) -> Point:
+    """Return milliseconds of a step."""
+    median, interval = (f.p50_ms, f.p50_interval_ms) if ours else (f.baseline_ms, f.baseline_interval_ms)
+    return (median, interval.lo, interval.hi) if interval is not None else (median,) * 3
 
 
-def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, theirs: Value) -> Figure:
-    """Plot a line for each value of `line` (up to six), optimised solid and baseline dashed, on logarithmic axes."""
+def _rate(cell: Cell, f: Figures, ours: bool) -> Point:
+    """Return tokens per second."""
+    median, lo, hi = _step(cell, f, ours)
+    rate = f.tokens_per_s if ours else 1e3 * cell.batch / median
+    return rate, rate * median / hi, rate * median / lo
+
+
+def _drawn(cells: list[Cell], line: str, axis: str, unit: str, value: Value) -> Figure:
+    """Plot a line for each value of `line` (up to six), optimised solid and baseline dashed, on logarithmic axes. Bars
+    are 95 % intervals of the medians."""
     figure, axes = plots.new_axes(4.0)
     picked = _few(sorted({getattr(c, line) for c in cells}))
     ends = []
-    for i, value in enumerate(picked):
-        row = sorted((c for c in cells if getattr(c, line) == value), key=lambda c: getattr(c, axis))
+    for i, size in enumerate(picked):
+        row = sorted((c for c in cells if getattr(c, line) == size), key=lambda c: getattr(c, axis))
         at = [getattr(c, axis) for c in row]
-        for arm, colour, dash in ((theirs, plots.OTHER, "--"), (ours, plots.ACCENT, "-")):
-            shown = [arm(c, c.figures) for c in row if c.figures is not None]
-            label = None if i else ("optimised" if arm is ours else "baseline")
-            alpha = 1.0 if arm is ours else 0.6
-            marker = DOTS[i % len(DOTS)]
-            axes.plot(
-                at, shown, dash, color=colour, marker=marker, markersize=4, linewidth=1.3, alpha=alpha, label=label
-            )
-        ends.append((at[-1], ours(row[-1], row[-1].figures), f"{line} {words(value)}"))  # type: ignore[arg-type]
+        for ours in (False, True):
+            points = [value(c, c.figures, ours) for c in row if c.figures is not None]
+            _line(axes, at, points, ours=ours, marker=DOTS[i % len(DOTS)], labelled=not i)
+            if ours:
+                ends.append((at[-1], points[-1][0], f"{line} {words(size)}"))
     axes.set_xscale("log")
     axes.set_yscale("log")
     low, high = axes.get_xlim()
@@ -85,6 +88,24 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, ours: Value, thei
     # above the plot: a flat line of a short context may start anywhere
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=8)
     return figure
+
+
+def _line(axes: Axes, at: list[int], points: list[Point], *, ours: bool, marker: str, labelled: bool) -> None:
+    """Plot one arm's medians as a line, with a bar for each interval."""
+    bars = [[median - lo for median, lo, _ in points], [hi - median for median, _, hi in points]]
+    axes.errorbar(
+        at,
+        [median for median, *_ in points],
+        yerr=bars,
+        fmt=f"{marker}{'-' if ours else '--'}",
+        color=plots.ACCENT if ours else plots.OTHER,
+        alpha=1.0 if ours else 0.6,
+        label=("optimised" if ours else "baseline") if labelled else None,
+        markersize=4,
+        linewidth=1.3,
+        elinewidth=1.0,
+        capsize=2.5,
+    )
 
 
 def _few(values: list[int]) -> list[int]:

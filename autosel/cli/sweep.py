@@ -149,7 +149,9 @@ def text(found: Sweep) -> str:
     """Format the grid, cells that did not fit, changes of winners, and the effect on the traffic."""
     from autosel.certify.words import interval_text
 
-    lines = [f"{found.model} {found.dtype} on {found.device}: {found.iters} steps each, baseline in turn", ""]
+    when = f"{found.timestamp[:16].replace('T', ' ')} UTC"
+    title = f"{found.model} {found.dtype} on {found.device}, {when}: {found.iters} steps each, baseline in turn"
+    lines = [paragraph(title, hang="  "), ""]
     done = [(c, c.figures) for c in found.cells if c.figures is not None]
     rows = [
         [
@@ -168,6 +170,8 @@ def text(found: Sweep) -> str:
         rates = [f.read_bytes_per_s for _, f in done]
         lines += [table(heads, rows, right=(0, 1, 2, 3, 4, 6))]
         lines += [f"roofline: share of {bandwidth(min(rates))} .. {bandwidth(max(rates))}, measured with each step"]
+        busy = sum(f.contended for _, f in done)
+        lines += [f"contended: other work ran during {busy} of {len(done)} measurements"] if busy else []
     for cell in found.cells:
         if cell.why:
             told = f"batch {cell.batch}, context {cell.context}: not measured, {cell.why}"

@@ -107,7 +107,10 @@ class Handle:
             except BadArguments:
                 self.bound[key] = None
         found = self.bound[key]
-        return found if found is not None and found.beyond_baseline(k.shape[2]) else None
+        if found is None or found.beyond_baseline(k.shape[2]):
+            return found
+        found.elsewhere[0] += 1  # a call without a decision
+        return None
 
 
 def _op(q: Tensor, k: Tensor, is_causal: bool) -> str | None:

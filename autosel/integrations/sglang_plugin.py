@@ -114,7 +114,9 @@ def _gate(op: str, alike: Callable[[], bool]) -> Callable[..., Any]:
 
         if alike():
             engine_ops.GATED[op].leave(engine_ops.INVARIANT)
-        elif not more and not named:
+        elif more or named:
+            engine_ops.GATED[op].leave("another gate than the op")
+        else:
             extra = (int(getattr(layer, "approximate", "tanh") == "tanh"),) if op == "geglu" else ()
             made = engine_ops.gated(op, x, *extra)
             if made is not None:

@@ -48,8 +48,9 @@ class AutoselAttentionImpl(TritonAttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        scaled = output_scale is not None or output_block_scale is not None
-        if not scaled and self._decode(query, kv_cache, attn_metadata, output):
+        if output_scale is not None or output_block_scale is not None:
+            self._left("a quantised output")
+        elif self._decode(query, kv_cache, attn_metadata, output):
             return output
         made: Tensor = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

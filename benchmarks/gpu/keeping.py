@@ -77,11 +77,12 @@ def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
     written: list[str] = []
     for unit, found in (records["sweep"].units if "sweep" in records else {}).items():
         try:
+            from autosel.certify.plots import svg
             from autosel.certify.sweep_plots import pictures as drawn
 
             for name, figure in drawn(from_json(Sweep, found["sweep"])).items():
                 path = folder / f"sweep-{unit}-{name}.svg"
-                figure.savefig(path)
+                path.write_text(svg(figure, for_page=False))
                 written.append(path.name)
         except (AutoselError, KeyError):  # no matplotlib; or the sweep failed
             continue

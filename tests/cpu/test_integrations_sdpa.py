@@ -67,6 +67,8 @@ def test_calls_that_no_op_describes_go_to_pytorch(served: dispatch.Board) -> Non
     ]
     seen = [F.scaled_dot_product_attention(*tensors, **how) for tensors, how in cases]
     assert ours(served) == 0
+    missed = {(u.op, u.candidate): u.calls for u in served.uses() if u.calls}
+    assert missed == {("prefill_attn", "engine:own"): 1}, "only a call that an op describes is a miss"
     autosel.deactivate()
     for (tensors, how), made in zip(cases, seen, strict=True):
         assert torch.equal(made, F.scaled_dot_product_attention(*tensors, **how))
