@@ -210,10 +210,18 @@ class Board:
             inputs = inputs_of(op, values or ())
             what, place = op.workload_of(inputs), place_of(op, inputs)
         with self._lock:
-            key = (what, reason) if len(self._left) < MOST_LEFT else (op.name, "other reasons")
-            if key not in self._left:
-                self._left[key] = Left(what=key[0], reason=key[1], hw_id=device_at(place)[0].hw_id)
-            return self._left[key]
+            return self._left_to(op, what, reason, place)
+
+    def miss(self, op: Op, w: Workload, place: str = CPU) -> Left:
+        """Return the counter of calls of a workload that an engine runs itself, because nothing is decided for it."""
+        with self._lock:
+            return self._left_to(op, w, self._resolve(op, w, place).reason, place)
+
+    def _left_to(self, op: Op, what: Workload | str, reason: str, place: str) -> Left:
+        key = (what, reason) if len(self._left) < MOST_LEFT else (op.name, "other reasons")
+        if key not in self._left:
+            self._left[key] = Left(what=key[0], reason=key[1], hw_id=device_at(place)[0].hw_id)
+        return self._left[key]
 
     def resolution(self, op: Op, w: Workload, place: str = CPU) -> Resolution:
         """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""

@@ -30,7 +30,7 @@ from autosel.files import read_named
 from autosel.guard.call import captured
 from autosel.guard.rate import CANARY
 from autosel.integrations.trial import Trial
-from autosel.values import count_bucket, length_bucket
+from autosel.values import DTypeName, Workload, count_bucket, length_bucket
 
 log = logging.getLogger(__name__)
 MOST_SHAPES = 1024
@@ -102,6 +102,15 @@ class Decided:
         if reason not in self.left:
             self.left[reason] = board.leave(ops.find(self.op), reason)
         self.left[reason].elsewhere[0] += 1
+
+    def miss(self, key: Any, workload: Callable[[], Workload]) -> None:
+        """Count a call that the engine runs itself because nothing is decided for its workload on the CPU."""
+        board = dispatch.board()
+        if board is not self.board or len(self.bound) >= MOST_SHAPES:
+            self._forget(board)
+        if key not in self.bound:
+            self.bound[key] = self.board.miss(ops.find(self.op), workload())
+        self.bound[key].elsewhere[0] += 1
 
     def is_new(self, key: Any) -> bool:
         return dispatch.board() is not self.board or key not in self.bound
@@ -204,6 +213,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, own: Callable[[], Ten
     key = (count_bucket(len(rows)), weight.shape, rows.stride(0), x.dtype, bias is None)
     made: Tensor = LINEAR.beside(key, (rows, weight, bias, None), own, weights)
     return made.view(*x.shape[:-1], weight.shape[0])
+
+
+def missed_linear(x: Tensor, n: int, dtype: DTypeName, bias: Tensor | None) -> None:
+    """Count a product by a weight [n, K] that nothing is decided for; the engine has it in its own layout only."""
+    if torch.compiler.is_compiling() or not x.numel():
+        return
+    k = x.shape[-1]
+    rows = x.numel() // k
+
+    def workload() -> Workload:
+        return ops.find("linear").workload(dtype, {"M": rows, "N": n, "K": k}, bias=bias is not None)
+
+    LINEAR.miss(("missed", count_bucket(rows), n, k, dtype, bias is None), workload)
 
 
 def gated(op: str, x: Tensor, *more: int) -> Tensor | None:

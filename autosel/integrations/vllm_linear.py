@@ -3,7 +3,8 @@
 When vLLM has loaded a weight, it packs it for oneDNN, and its layer calls `layer.cpu_linear` from then on
 (`dispatch_cpu_unquantized_gemm`). For weights of a shape that this home has a decision for, `cpu_linear` becomes the
 operator `torch.ops.autosel_engine.linear`, which a compiled graph calls as it is. It serves the faster of the decided
-kernel and vLLM's own (trial.py). The plain weight is kept for it: these weights take twice the memory.
+kernel and vLLM's own (trial.py). The plain weight is kept for it: these weights take twice the memory. Outside compiled
+graphs, calls of other shapes are counted as misses.
 
 vLLM stores compiled graphs under a hash of its configuration. That hash names the shapes served here, so that a process
 with other decisions, or without the plug-in, does not load a graph with this operator in it.
@@ -41,13 +42,8 @@ class Linears:
         self.own: dict[int, Own] = {}
         self.weights: dict[Shape, int] = {}
 
-    def wants(self, weight: Any) -> bool:
-        if envs.VLLM_BATCH_INVARIANT:  # a kernel decided for one batch may round differently from another's
-            return False
-        plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.device.type == "cpu"
-        if not plain or weight.dtype not in DTYPE_NAME or not weight.is_contiguous():
-            return False
-        return self.shapes is None or _shape(weight) in self.shapes
+    def wants(self, weight: Tensor) -> bool:
+        return weight.is_contiguous() and (self.shapes is None or _shape(weight) in self.shapes)
 
     def serve(self, weight: Tensor, own: Own) -> Own:
         """Return the layer's new `cpu_linear`; it keeps the weight."""
@@ -58,6 +54,26 @@ class Linears:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own = self.own[weight.data_ptr()]
         return engine_ops.linear(x, weight, bias, lambda: own(x, weight, bias), self.weights[_shape(weight)])
+
+
+def described(weight: Any) -> bool:
+    """Return True if a workload describes products by this weight, and vLLM lets them round by batch."""
+    if envs.VLLM_BATCH_INVARIANT:  # a kernel decided for one batch may round differently from another's
+        return False
+    plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.device.type == "cpu"
+    return plain and weight.dtype in DTYPE_NAME
+
+
+def counted(weight: Tensor, own: Own) -> Own:
+    """Return the layer's `cpu_linear` that also counts its calls outside compiled graphs. It does not keep the
+    weight."""
+    n, dtype = weight.shape[0], DTYPE_NAME[weight.dtype]
+
+    def cpu_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        engine_ops.missed_linear(x, n, dtype, bias)
+        return own(x, packed, bias)
+
+    return cpu_linear
 
 
 def _shape(weight: Tensor) -> Shape:
@@ -74,16 +90,17 @@ def shapes_in(buckets: Iterable[str]) -> frozenset[Shape]:
 
 
 def register() -> None:
-    """Serve the linears whose shapes are decided here, for any number of threads: vLLM binds its threads later. Change
-    nothing where none is."""
+    """Serve the linears whose shapes are decided here, for any number of threads: vLLM binds its threads later. Only
+    count the calls of the others."""
     recording = settings.get("record") is not None
     shapes = None if recording else shapes_in(dispatch.board().decided("linear"))
-    if (shapes is not None and not shapes) or hasattr(utils.dispatch_cpu_unquantized_gemm, "_autosel"):
+    if hasattr(utils.dispatch_cpu_unquantized_gemm, "_autosel"):
         return
     linears = Linears(shapes)
-    _define(linears)
     utils.dispatch_cpu_unquantized_gemm = _around(utils.dispatch_cpu_unquantized_gemm, linears)
-    VllmConfig.compute_hash = _hashed(VllmConfig.compute_hash, shapes)
+    if shapes is None or shapes:
+        _define(linears)
+        VllmConfig.compute_hash = _hashed(VllmConfig.compute_hash, shapes)
 
 
 def _define(linears: Linears) -> None:
@@ -106,8 +123,9 @@ def _around(own: Callable[[Any, bool], None], linears: Linears) -> Callable[[Any
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight.detach()  # vLLM's function removes it from the layer
         own(layer, remove_weight)
-        if linears.wants(weight) and callable(getattr(layer, "cpu_linear", None)):
-            layer.cpu_linear = linears.serve(weight, layer.cpu_linear)
+        if described(weight) and callable(getattr(layer, "cpu_linear", None)):
+            serve = linears.serve if linears.wants(weight) else counted
+            layer.cpu_linear = serve(weight, layer.cpu_linear)
 
     dispatch_cpu_unquantized_gemm._autosel = True  # type: ignore[attr-defined]
     return dispatch_cpu_unquantized_gemm

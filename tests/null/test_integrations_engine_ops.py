@@ -250,3 +250,15 @@ def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm
     with dispatch.use(home) as board:
         assert board.decided("linear") == {PRODUCT.bucket}
         assert board.decided("rmsnorm") == {W.bucket}
+
+
+def test_products_that_an_engine_holds_in_its_own_layout_are_counted_as_misses(home: Path) -> None:
+    publish(home, [])
+    with dispatch.use(home) as board:
+        for rows in (1, 1, 3):
+            engine_ops.missed_linear(torch.zeros(rows, 64), 96, "fp32", None)
+        engine_ops.missed_linear(torch.zeros(0, 64), 96, "fp32", None)
+        one, three = (ops.find("linear").workload("fp32", {"M": m, "N": 96, "K": 64}) for m in (1, 3))
+        assert board.asked() == {one: 2, three: 1}
+        assert {(use.candidate, use.decision_id) for use in board.uses() if use.calls} == {("engine:own", None)}
+        assert len(board._handover._missed) == 2, "a daemon learns of them"
