@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,30 +18,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LINES = 6
+NAME = 0.055  # height of a line's name, as a share of the axis
+CHARACTER = 0.013  # width of a digit below the axis, as a share of it
 DOTS = ("o", "s", "^", "D", "v", "P")
 
 
-def write(folder: Path, found: Sweep) -> None:
-    """Write each picture as SVG and PNG, and sweep.json."""
-    for name, drawing in pictures(found).items():
+def write(folder: Path, found: Sweep) -> list[str]:
+    """Write each picture as SVG and PNG, and sweep.json. Return the names of the pictures."""
+    drawn = pictures(found)
+    for name, drawing in drawn.items():
         replace_file(folder / f"{name}.svg", plots.svg(drawing, for_page=False).encode())
         replace_file(folder / f"{name}.png", plots.png(drawing))
     replace_file(folder / "sweep.json", json.dumps(document(found), indent=1).encode() + b"\n")
+    return list(drawn)
 
 
 def pictures(found: Sweep) -> dict[str, Figure]:
-    """Return the figures by name; none if nothing was measured."""
+    """Return the figures by name; only those along an axis with several measured values."""
     plots.refuse_without()
     import matplotlib as mpl
 
     done = [c for c in found.cells if c.figures is not None]
-    if not done:
-        return {}
+    wanted: dict[str, tuple[str, str, str, Value]] = {}
+    if len({c.context for c in done}) > 1:
+        wanted["step-against-context"] = ("batch", "context", "ms of a step", _step)
+    if len({c.batch for c in done}) > 1:
+        wanted["rate-against-batch"] = ("context", "batch", "tokens per second", _rate)
     with mpl.rc_context(plots.STYLE):
-        return {
-            "step-against-context": _drawn(done, "batch", "context", "ms of a step", _step),
-            "rate-against-batch": _drawn(done, "context", "batch", "tokens per second", _rate),
-        }
+        return {name: _drawn(done, *how) for name, how in wanted.items()}
 
 
 Point = tuple[float, float, float]  # median and both ends of its 95 % interval, which are equal to it if there is none
@@ -78,8 +83,8 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, value: Value) -> 
     axes.set_yscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.16)
-    for x, y, text in _apart(ends, axes.get_ylim()):
-        plots.say(axes, text, (x, y), (7, 0), va="center", fontsize=8)
+    axes.set_ylim(*axes.get_ylim())
+    _name_ends(axes, ends)
     _measured_ticks(axes, sorted({getattr(c, axis) for c in cells}))
     plots.plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")
@@ -116,21 +121,44 @@ def _few(values: list[int]) -> list[int]:
 
 
 def _measured_ticks(axes: Axes, values: list[int]) -> None:
-    """Label the measured values as numbers; only some of them if they would overlap."""
+    """Label the measured values as numbers, the last one always; leave out those that would overlap."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    axes.xaxis.set_major_locator(FixedLocator(values[:: 1 + len(values) // 11]))
+    low, high = axes.get_xlim()
+    shown: list[int] = []
+    for value in values[::-1]:
+        room = (len(words(value)) + 1) * CHARACTER * math.log(high / low)
+        if not shown or math.log(shown[-1] / value) > room:
+            shown.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(shown[::-1]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-End = tuple[float, float, str]
+End = tuple[float, float, str]  # of a line: x and y, and the line's name
 
 
-def _apart(ends: list[End], limits: tuple[float, float]) -> list[End]:
-    """Move names at the ends of lines down until they do not overlap."""
-    line = (limits[1] / limits[0]) ** 0.05  # the height of a name, as a factor
-    placed: list[End] = []
-    for x, y, text in sorted(ends, key=lambda e: -e[1]):
-        placed.append((x, min(y, placed[-1][1] / line) if placed else y, text))
-    return placed
+def _name_ends(axes: Axes, ends: list[End]) -> None:
+    """Write each line's name at its end, moved up or down as little as keeps the names apart."""
+    low, high = axes.get_ylim()
+    ends = sorted(ends, key=lambda end: end[1])
+    (left, right), tall = axes.get_xlim(), math.log(high / low)
+    placed = _apart([math.log(y / low) / tall for _, y, _ in ends])
+    for (x, y, text), share in zip(ends, placed, strict=True):
+        beside, there = x * (right / left) ** 0.03, low * math.exp(share * tall)
+        axes.plot([x, beside], [y, there], color=plots.GRID, linewidth=0.8, zorder=1)
+        plots.say(axes, text, (beside, there), (2, 0), va="center", fontsize=8)
+
+
+def _apart(wanted: list[float]) -> list[float]:
+    """Return ascending positions at least NAME apart and within 0 to 1, as near as possible to those wanted."""
+    groups: list[tuple[float, int]] = []  # mean of `wanted - rank * NAME`, and how many
+    for rank, at in enumerate(wanted):
+        mean, count = at - rank * NAME, 1
+        while groups and groups[-1][0] > mean:
+            before, many = groups.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        groups.append((mean, count))
+    top = 1 - NAME / 2 - (len(wanted) - 1) * NAME
+    means = [min(max(mean, NAME / 2), top) for mean, count in groups for _ in range(count)]
+    return [mean + rank * NAME for rank, mean in enumerate(means)]

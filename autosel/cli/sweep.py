@@ -24,7 +24,6 @@ EXAMPLES = (
     "sweep --model qwen3-1.7b --trace-file lengths.txt --report out --json",
 )
 MOST_CONTEXT, MOST_BATCH = 1 << 24, 4096
-PICTURE_NAMES = "step-against-context, rate-against-batch"
 
 
 @verb("sweep", *EXAMPLES)
@@ -141,8 +140,8 @@ class Told:
 def _write(folder: Path, found: Sweep) -> None:
     from autosel.certify.sweep_plots import write
 
-    write(folder, found)
-    click.echo(f"{folder}: sweep.json, {PICTURE_NAMES} written", err=True)
+    names = ", ".join(["sweep.json", *write(folder, found)])
+    click.echo(f"{folder}: {names} written", err=True)
 
 
 def text(found: Sweep) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import OutOfMemoryError
 
 from autosel import models
-from autosel.certify import run_sweep, sweep
+from autosel.certify import run_sweep, sweep, sweep_plots
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.statistics import Interval
 from autosel.certify.sweep import (
@@ -238,8 +239,25 @@ def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
     found = pictures(swept(*(cell(b, c, 1.0 * b + c / 100) for b in (1, 2) for c in (64, 128))))
     assert set(found) == {"step-against-context", "rate-against-batch"}
-    assert len(found["step-against-context"].axes[0].lines) == 4
+    assert len(found["step-against-context"].axes[0].containers) == 4  # two arms at two batches, with intervals
     assert pictures(swept()) == {}
+
+
+def test_pictures_are_drawn_only_along_axes_with_several_values() -> None:
+    pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
+    assert set(pictures(swept(cell(1, 64, 1.0), cell(1, 128, 2.0)))) == {"step-against-context"}
+    assert set(pictures(swept(cell(1, 64, 1.0), cell(2, 64, 2.0)))) == {"rate-against-batch"}
+    assert pictures(swept(cell(1, 64, 1.0))) == {}
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
+def test_names_of_lines_stay_apart_in_order_and_inside(wanted: list[float]) -> None:
+    placed = sweep_plots._apart(sorted(wanted))
+    assert all(b - a >= sweep_plots.NAME - 1e-9 for a, b in pairwise(placed))
+    assert placed[0] >= sweep_plots.NAME / 2 - 1e-9 and placed[-1] <= 1 - sweep_plots.NAME / 2 + 1e-9
+    if all(b - a >= sweep_plots.NAME for a, b in pairwise(sorted(wanted))):
+        inside = [at for at in wanted if 6 * sweep_plots.NAME < at < 1 - 6 * sweep_plots.NAME]
+        assert all(min(abs(at - p) for p in placed) < 1e-9 for at in inside), "moved without need"
 
 
 @pytest.mark.parametrize(
