@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from autosel import extras
@@ -34,6 +34,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     PAPER: ("--paper", "#ffffff"),
 }
 WIDTH_IN = 7.2
+NAME_IN = 0.16  # height of a name
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -62,13 +63,15 @@ def refuse_without() -> None:
 
 
 def pictures(made: Certificate) -> dict[str, Figure]:
-    """Return the figures by name."""
+    """Return the figures by name, without those that would be empty."""
     refuse_without()
     import matplotlib as mpl
 
     found = audit(made)
+    placed = any(row.bytes and row.flops for row in found.rows)
+    shown = {"roofline": placed, "ops": bool(found.rows), "latency": True}
     with mpl.rc_context(STYLE):
-        return {name: draw(made, found) for name, draw in PICTURES.items()}
+        return {name: draw(made, found) for name, draw in PICTURES.items() if shown[name]}
 
 
 def svg(figure: Figure, *, for_page: bool) -> str:
@@ -138,35 +141,20 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
     low = min([p[0] for p in points] + [0.1, ridge / 30]) / 2
     high = max([p[0] for p in points] + [ridge]) * 6
     roof = [min(read * x, peak or float("inf")) for x in (low, ridge, high)]
-    axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2)
-    at = math.sqrt(low * ridge)  # above the roof there is room, because no op reaches it
-    say(axes, f"{words(read, 3)} GB/s, read in this run", (at, read * at), (-8, 6), ha="right", va="bottom")
-    if peak:
-        say(axes, f"{words(peak, 3)} GFLOP/s", (high, peak), (-2, 4), ha="right")
-    top = max((p[2].share for p in points), default=1.0)
+    limits = f"{words(read, 3)} GB/s, read in this run" + (f", and {words(peak, 3)} GFLOP/s" if peak else "")
+    axes.loglog([low, ridge, high], roof, color=QUIET, linewidth=1.2, label=f"limits: {limits}")
+    top = max(p[2].share for p in points)
     for x, y, row in points:
         axes.scatter([x], [y], s=18 + 150 * row.share / top, color=ACCENT, alpha=0.75, linewidths=0)
     axes.set_xlim(low, high)
-    _name_points(axes, points)
+    name_points(axes, [(x, y, row.label) for x, y, row in points])
     plain_ticks(axes.xaxis, (low, high))
     plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel("FLOPs a byte")
     axes.set_ylabel("GFLOP/s")
     grid(axes)
+    legend(axes)
     return figure
-
-
-def _name_points(axes: Axes, points: list[tuple[float, float, Any]]) -> None:
-    """Write names next to the points, moved down to avoid overlap."""
-    low, high = axes.get_ylim()
-    line = (high / low) ** 0.055  # the height of a line, as a factor
-    placed: list[tuple[float, float]] = []
-    for x, y, row in sorted(points, key=lambda p: -p[1]):
-        below = [b for a, b in placed if 1 / 4 < x / a < 4]
-        at = min([y, *(b / line for b in below)])
-        placed.append((x, at))
-        say(axes, row.label, (x, at), (9, 0), va="center", color=INK, fontsize=8)
-    axes.set_ylim(min([low, *(b / line for _, b in placed)]), high)
 
 
 def _ops(made: Certificate, found: Audit) -> Figure:
@@ -188,7 +176,7 @@ def _ops(made: Certificate, found: Audit) -> Figure:
     axes.set_xlim(0, max(times) * 1.52)
     axes.set_xlabel("ms of a step")
     grid(axes, "x")
-    axes.legend(loc="lower right", fontsize=8)
+    legend(axes)
     return figure
 
 
@@ -213,12 +201,48 @@ def _latency(made: Certificate, found: Audit) -> Figure:
     axes.set_xlabel("ms of a step (log)")
     axes.set_ylabel("% of the steps")
     grid(axes)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # above: both curves end at 100 %
+    legend(axes)
     return figure
 
 
 def say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"color": QUIET, **style})
+
+
+Named = tuple[float, float, str]  # x, y and name of a point
+
+
+def name_points(axes: Axes, points: Sequence[Named]) -> None:
+    """Write the points' names in a column right of logarithmic axes whose limits are set, each with a thin line."""
+    axes.set_ylim(*axes.get_ylim())
+    low, high = axes.get_ylim()
+    right, tall = axes.get_xlim()[1], math.log(high / low)
+    points = sorted(points, key=lambda point: point[1])
+    places = apart([math.log(y / low) / tall for _, y, _ in points], NAME_IN / (axes.figure.get_figheight() - 0.8))
+    for (x, y, name), place in zip(points, places, strict=True):
+        there = low * math.exp(place * tall)
+        axes.plot([x, right], [y, there], color=GRID, linewidth=0.7, zorder=0.5)
+        say(axes, name, (right, there), (4, 0), va="center", color=INK, fontsize=8, annotation_clip=False)
+
+
+def apart(wanted: Sequence[float], least: float) -> list[float]:
+    """Return ascending places at least so far apart and within 0 to 1, as near as possible to the ascending ones that
+    are wanted."""
+    groups: list[tuple[float, int]] = []  # mean of the wanted places without the distances below them, and how many
+    for rank, at in enumerate(wanted):
+        mean, count = at - rank * least, 1
+        while groups and groups[-1][0] > mean:
+            before, many = groups.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        groups.append((mean, count))
+    top = 1 - least / 2 - (len(wanted) - 1) * least
+    means = [min(max(mean, least / 2), top) for mean, count in groups for _ in range(count)]
+    return [mean + rank * least for rank, mean in enumerate(means)]
+
+
+def legend(axes: Axes) -> None:
+    """Write the legend above the axes, where nothing is drawn."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=8)
 
 
 def grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LINES = 6
-NAME = 0.055  # height of a line's name, as a share of the axis
 CHARACTER = 0.013  # width of a digit below the axis, as a share of it
 DOTS = ("o", "s", "^", "D", "v", "P")
 
@@ -81,17 +80,14 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, value: Value) -> 
                 ends.append((at[-1], points[-1][0], f"{line} {words(size)}"))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    low, high = axes.get_xlim()
-    axes.set_xlim(low, high * (high / low) ** 0.16)
-    axes.set_ylim(*axes.get_ylim())
-    _name_ends(axes, ends)
+    axes.set_xlim(*axes.get_xlim())
+    plots.name_points(axes, ends)
     _measured_ticks(axes, sorted({getattr(c, axis) for c in cells}))
     plots.plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")
     axes.set_ylabel(unit)
     plots.grid(axes)
-    # above the plot: a flat line of a short context may start anywhere
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=8)
+    plots.legend(axes)
     return figure
 
 
@@ -133,32 +129,3 @@ def _measured_ticks(axes: Axes, values: list[int]) -> None:
     axes.xaxis.set_major_locator(FixedLocator(shown[::-1]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-End = tuple[float, float, str]  # of a line: x and y, and the line's name
-
-
-def _name_ends(axes: Axes, ends: list[End]) -> None:
-    """Write each line's name at its end, moved up or down as little as keeps the names apart."""
-    low, high = axes.get_ylim()
-    ends = sorted(ends, key=lambda end: end[1])
-    (left, right), tall = axes.get_xlim(), math.log(high / low)
-    placed = _apart([math.log(y / low) / tall for _, y, _ in ends])
-    for (x, y, text), share in zip(ends, placed, strict=True):
-        beside, there = x * (right / left) ** 0.03, low * math.exp(share * tall)
-        axes.plot([x, beside], [y, there], color=plots.GRID, linewidth=0.8, zorder=1)
-        plots.say(axes, text, (beside, there), (2, 0), va="center", fontsize=8)
-
-
-def _apart(wanted: list[float]) -> list[float]:
-    """Return ascending positions at least NAME apart and within 0 to 1, as near as possible to those wanted."""
-    groups: list[tuple[float, int]] = []  # mean of `wanted - rank * NAME`, and how many
-    for rank, at in enumerate(wanted):
-        mean, count = at - rank * NAME, 1
-        while groups and groups[-1][0] > mean:
-            before, many = groups.pop()
-            mean, count = (before * many + mean * count) / (many + count), many + count
-        groups.append((mean, count))
-    top = 1 - NAME / 2 - (len(wanted) - 1) * NAME
-    means = [min(max(mean, NAME / 2), top) for mean, count in groups for _ in range(count)]
-    return [mean + rank * NAME for rank, mean in enumerate(means)]

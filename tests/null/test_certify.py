@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -1115,6 +1115,21 @@ def test_the_report_is_one_page_that_fetches_nothing_and_runs_nothing(page: Path
     assert "@import" not in text and "prefers-color-scheme:dark" in text
     assert "Only 4 of the model’s 16 layers ran" in text and "MISSED" in text
     assert sum(tag == "svg" for tag, _ in tags) == 3
+
+
+def test_no_picture_is_empty_and_no_two_names_of_a_picture_overlap() -> None:
+    pytest.importorskip("matplotlib", reason="reports need the extra `plots`")
+    from autosel.certify.plots import pictures
+
+    run = decode_run()
+    assert set(pictures(certificate(dataclasses.replace(run, per_op=())))) == {"latency"}
+    found = pictures(certificate(run))
+    assert set(found) == {"roofline", "ops", "latency"}
+    for name, figure in found.items():
+        figure.draw_without_rendering()
+        texts = [t for t in figure.axes[0].texts if t.get_text()]
+        boxes = [t.get_window_extent() for t in texts] + [figure.axes[0].get_legend().get_window_extent()]
+        assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)), name
 
 
 def test_pictures_on_the_page_take_its_colours_and_files_have_their_own(page: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import OutOfMemoryError
 
 from autosel import models
-from autosel.certify import run_sweep, sweep, sweep_plots
+from autosel.certify import plots, run_sweep, sweep
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.statistics import Interval
 from autosel.certify.sweep import (
@@ -250,13 +250,16 @@ def test_pictures_are_drawn_only_along_axes_with_several_values() -> None:
     assert pictures(swept(cell(1, 64, 1.0))) == {}
 
 
+NAME = 0.055
+
+
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
 def test_names_of_lines_stay_apart_in_order_and_inside(wanted: list[float]) -> None:
-    placed = sweep_plots._apart(sorted(wanted))
-    assert all(b - a >= sweep_plots.NAME - 1e-9 for a, b in pairwise(placed))
-    assert placed[0] >= sweep_plots.NAME / 2 - 1e-9 and placed[-1] <= 1 - sweep_plots.NAME / 2 + 1e-9
-    if all(b - a >= sweep_plots.NAME for a, b in pairwise(sorted(wanted))):
-        inside = [at for at in wanted if 6 * sweep_plots.NAME < at < 1 - 6 * sweep_plots.NAME]
+    placed = plots.apart(sorted(wanted), NAME)
+    assert all(b - a >= NAME - 1e-9 for a, b in pairwise(placed))
+    assert placed[0] >= NAME / 2 - 1e-9 and placed[-1] <= 1 - NAME / 2 + 1e-9
+    if all(b - a >= NAME for a, b in pairwise(sorted(wanted))):
+        inside = [at for at in wanted if 6 * NAME < at < 1 - 6 * NAME]
         assert all(min(abs(at - p) for p in placed) < 1e-9 for at in inside), "moved without need"
 
 
