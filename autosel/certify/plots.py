@@ -147,7 +147,7 @@ def _roofline(made: Certificate, found: Audit) -> Figure:
     for x, y, row in points:
         axes.scatter([x], [y], s=18 + 150 * row.share / top, color=ACCENT, alpha=0.75, linewidths=0)
     axes.set_xlim(low, high)
-    name_points(axes, [(x, y, row.label) for x, y, row in points])
+    name_points(axes, [(x, y, row.label) for x, y, row in points], tall_in=3.6)
     plain_ticks(axes.xaxis, (low, high))
     plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel("FLOPs a byte")
@@ -212,13 +212,14 @@ def say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, flo
 Named = tuple[float, float, str]  # x, y and name of a point
 
 
-def name_points(axes: Axes, points: Sequence[Named]) -> None:
-    """Write the points' names in a column right of logarithmic axes whose limits are set, each with a thin line."""
+def name_points(axes: Axes, points: Sequence[Named], tall_in: float) -> None:
+    """Write the points' names in a column right of logarithmic axes whose limits are set, each with a thin line.
+    `tall_in`: height of the figure."""
     axes.set_ylim(*axes.get_ylim())
     low, high = axes.get_ylim()
     right, tall = axes.get_xlim()[1], math.log(high / low)
     points = sorted(points, key=lambda point: point[1])
-    places = apart([math.log(y / low) / tall for _, y, _ in points], NAME_IN / (axes.figure.get_figheight() - 0.8))
+    places = apart([math.log(y / low) / tall for _, y, _ in points], NAME_IN / (tall_in - 0.8))
     for (x, y, name), place in zip(points, places, strict=True):
         there = low * math.exp(place * tall)
         axes.plot([x, right], [y, there], color=GRID, linewidth=0.7, zorder=0.5)

@@ -81,7 +81,7 @@ def _drawn(cells: list[Cell], line: str, axis: str, unit: str, value: Value) -> 
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(*axes.get_xlim())
-    plots.name_points(axes, ends)
+    plots.name_points(axes, ends, tall_in=4.0)
     _measured_ticks(axes, sorted({getattr(c, axis) for c in cells}))
     plots.plain_ticks(axes.yaxis, axes.get_ylim())
     axes.set_xlabel(f"{axis}{', tokens' if axis == 'context' else ', sequences'}")

@@ -100,7 +100,7 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         ["ledger", f"{about['ledger']}{'' if about['status'] == 'ok' else ': READ-ONLY, its disk cannot be written'}"],
         ["serving", f"{serving}, epoch {about['epoch']}" + (f", {about['stale']} stale" if about["stale"] else "")],
         ["tuning", _tuning(about)],
-        *(["command", _command(c)] for c in about.get("commands", ())),
+        *(["command", _progress(c)] for c in about.get("commands", ())),
         ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
         *([d["device"], d["held"] or "idle"] for d in about.get("devices", ()) if d["device"] != "cpu"),
     ]
@@ -207,7 +207,7 @@ def _fleet(found: dict[str, Any]) -> str:
     return "; ".join(told)
 
 
-def _command(found: dict[str, Any]) -> str:
+def _progress(found: dict[str, Any]) -> str:
     count = f" {found['done']}/{found['total']}" if found["total"] > 1 else ""
     left = f", about {found['left_s']:.0f} s left" if found["left_s"] >= 0 else ""
     at = f"{found['command']}: {found['stage'] or 'starting'}{count} {found['detail']}".rstrip()

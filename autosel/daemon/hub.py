@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Gauge
+
 from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
@@ -201,6 +203,7 @@ class Hub:
         m.stale.set(len(view.off) + len(view.renewed))
         m.streams.set(self.events.readers)
         m.others.set(self.jobs.meter.busy)
+        gauges: list[tuple[Gauge, Mapping[str, float]]]
         gauges = [(m.serving, view.states()), (m.speedup, view.speedups()), (m.contended, view.contended())]
         gauges += [(m.read, view.read_rates()), (m.measured, view.measured())]
         for gauge, values in gauges:
