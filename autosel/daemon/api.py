@@ -18,6 +18,7 @@ from autosel.daemon.bodies import MOST_ROWS, Bad, Limits, query, read
 from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
 from autosel.ledger import commands
+from autosel.values import to_json
 from autosel.version import __version__
 
 

@@ -27,6 +27,7 @@ from autosel.daemon.bodies import Bad, number, query
 from autosel.daemon.decisions import evidence_of
 from autosel.daemon.fleet import fleet_json
 from autosel.daemon.hub import Hub
+from autosel.daemon.jobs import OPEN
 from autosel.errors import LedgerError
 from autosel.fingerprint.describe import describe
 from autosel.ledger import describe as words
@@ -110,7 +111,7 @@ async def _page(hub: Hub, name: str, title: str, status: int = 200, **values: An
 async def now(hub: Hub, request: Request) -> Response:
     query(request, {})
     changes = await hub.read(lambda ledger: ledger.history(limit=6))
-    jobs = [j for j in hub.jobs.all() if j.state in ("queued", "running", "paused")]
+    jobs = [j for j in hub.jobs.all() if j.state in OPEN]
     return await _page(
         hub, "now", "Now", device=shown.device(hub), others=shown.other_devices(hub), ops=shown.by_op(hub.view),
         all=shown.overall(hub.view), changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
@@ -120,9 +121,10 @@ async def now(hub: Hub, request: Request) -> Response:
 async def race(hub: Hub, request: Request) -> Response:
     query(request, {})
     jobs = hub.jobs.all()
+    waiting = [j for j in jobs if j.state in OPEN]
     raced = await hub.read(shown.last_races)
     return await _page(
-        hub, "race", "Race", live=_live(hub), jobs=jobs[:30], raced=raced,
+        hub, "race", "Race", live=_live(hub), waiting=waiting, ended=jobs[len(waiting) :], raced=raced,
         forest=[charts.forest(d) for d in raced[:12]],
     )  # fmt: skip
 

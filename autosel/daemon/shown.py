@@ -24,7 +24,7 @@ from autosel.fingerprint.describe import headline
 from autosel.ledger import faults, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
-from autosel.ledger.describe import bandwidth, contended, held_text, release_command
+from autosel.ledger.describe import bandwidth, contended, held_text, ratio, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
 from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, Timing, from_json
@@ -360,7 +360,7 @@ class Line:
     def words(self) -> str:
         if not self.change:
             return ""
-        factor = f"{max(self.change, 1 / self.change):.2f}x"
+        factor = ratio(max(self.change, 1 / self.change))
         return "the same" if factor == "1.00x" else f"{factor} {self.more[self.change < 1]}"
 
 
@@ -439,8 +439,8 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
         ),
         Line(
             what="speedup over its baseline",
-            a=f"{one.speedup:.2f}x",
-            b=f"{two.speedup:.2f}x",
+            a=ratio(one.speedup),
+            b=ratio(two.speedup),
             change=two.speedup / one.speedup,
             more=("more", "less"),
         ),
@@ -459,7 +459,7 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
 def _conditions(c: Certificate) -> list[tuple[str, str]]:
     rate = bandwidth(c.read_bytes_per_s) if c.read_bytes_per_s else "not measured"
     busy = "contended" if c.contended else "not contended"
-    return [("measured", c.timestamp), ("memory read at", rate), ("other work", busy)]
+    return [("measured", f"{c.timestamp[:16].replace('T', ' ')} UTC"), ("memory read at", rate), ("other work", busy)]
 
 
 def _apart(one: Certificate, two: Certificate) -> bool:

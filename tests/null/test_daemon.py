@@ -529,7 +529,7 @@ def test_a_crossover_is_between_served_arms_and_shows_its_known_place(ledger: Le
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(2.0, "2.00x faster"), (0.05, "20.00x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
+    [(2.0, "2.0x faster"), (0.05, "20x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
 )
 def test_a_ratio_is_shown_as_faster_or_slower_by_a_factor_above_one(change: float | None, words: str) -> None:
     assert shown.Line(what="", a="", b="", change=change).words == words

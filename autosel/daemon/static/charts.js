@@ -34,12 +34,22 @@ function decades(low, high, fine) {
   }
   return found;
 }
-const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number.isInteger(value) ? value : Number(value.toPrecision(2))));
+const text = (value) => (value >= 1000 ? value.toLocaleString("en").replaceAll(",", "\u2009") : String(Number.isInteger(value) ? value : Number(value.toPrecision(3))));
+// Ticks of a short range: steps of 1, 2 or 5 of a power of ten, about four of them.
+function between(low, high) {
+  const rough = (high - low) / 4 || high / 10 || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((s) => s * power >= rough) * power;
+  const found = [];
+  for (let i = Math.ceil(low / step - 0.01); i * step <= high * 1.001; i++) found.push(Number((i * step).toPrecision(6)));
+  return found;
+}
 function ticks(values, most = 12) {
   const low = Math.min(...values);
   const high = Math.max(...values);
   const wide = decades(low, high, false);
   let found = wide.length >= 3 ? wide : decades(low, high, true);
+  if (found.length < 3) found = between(low, high);
   while (found.length > most) found = found.filter((_, i) => i % 2 === 0);
   return { tickvals: found, ticktext: found.map(text) };
 }
@@ -105,7 +115,11 @@ function tokens(data, height) {
     { x: s.x, y: s.y, name: s.name, mode: "lines+markers", line: { color: palette()[i % 6] }, customdata: s.sequence, hovertemplate: "certificate %{customdata}: %{y:.4g} tok/s<extra></extra>" },
     { x: s.x, y: s.baseline, name: "its baseline", mode: "lines+markers", marker: { size: 4 }, line: { color: palette()[i % 6], dash: "dot", width: 1 }, showlegend: i === 0, hovertemplate: "baseline %{y:.4g} tok/s<extra></extra>" },
   ]);
-  return [traces, layout(height, { xaxis: { type: "date" }, yaxis: { title: { text: "tokens per second" }, rangemode: "tozero" } })];
+  const rates = data.series.flatMap((s) => [...s.y, ...s.baseline]);
+  const far = Math.max(...rates) > 20 * Math.min(...rates);
+  const scale = far ? { type: "log", ...ticks(rates) } : { rangemode: "tozero" };
+  const title = { text: `tokens per second${far ? ", logarithmic" : ""}` };
+  return [traces, layout(height, { xaxis: { type: "date" }, yaxis: { title, ...scale } })];
 }
 
 const KINDS = { times, forest, tokens };
