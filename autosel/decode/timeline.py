@@ -56,6 +56,6 @@ def _named(calls: Sequence[Call], step: Step | WholeStep, plan: Plan) -> dict[st
     w = first.workload
     label = first.site if w is None else names(plan).get(w.key, ops.find(w.op).label(w))
     kernels = {} if isinstance(step, Step) else step.kernels
-    candidate: str = kernels.get(first.op) or getattr(first.function, "candidate", "")
+    candidate = str(kernels.get(first.op) or getattr(first.function, "candidate", ""))
     also = ", ".join(call.site for call in calls[1:])
     return {"label": label, "site": first.site, "also": also, "candidate": candidate}
