@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from autosel.certify import report, suite, verify
+from autosel.certify import conditions, report, suite, verify
 from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
 from autosel.certify.derive import arithmetic
@@ -34,6 +34,10 @@ class Figure:
     env_id: str
     prompt: Prompt | None = None
     samples: Sequence[float] = ()  # tokens per second of each step or trial; the figure is their median
+    stated: conditions.Stated = field(default_factory=dict)  # the conditions
+
+
+Outcome = Literal["faster", "slower", "no difference", "no claim"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,18 @@ class Change:
     now: float
     note: str
     interval: Interval | None = None
+    stated: tuple[conditions.Stated, conditions.Stated] = ({}, {})  # the conditions before, and now
 
     @property
     def speedup(self) -> float:
         return self.now / self.before
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return what the figures show. They show nothing if a condition differs or if there is no interval."""
+        if self.interval is None or conditions.differing(*self.stated):
+            return "no claim"
+        return "faster" if self.interval.lo > 1 else "slower" if self.interval.hi < 1 else "no difference"
 
 
 def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
@@ -63,6 +75,7 @@ def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
             env_id=one.env_id,
             prompt=one.prompt,
             samples=tuple(1e9 / ns for ns in one.samples.optimised_ns),
+            stated=conditions.of_certificate(one),
         )
         for one in made
     ]
@@ -76,6 +89,7 @@ def of_suite(found: Suite) -> list[Figure]:
             device=found.device,
             env_id=found.env_id,
             samples=r.e2e_trials,
+            stated=conditions.of_suite(found),
         )
         for r in found.rows
     ]
@@ -94,9 +108,12 @@ def name(made: Certificate) -> str:
     return " ".join([where, *moved])
 
 
-def read(path: Path) -> list[Figure]:
-    """Return the figures of an earlier report. Raises BadConfig; BadCertificate for an edited certificate."""
-    found = _figures(path)
+def read(path: Path, line: int = 0) -> list[Figure]:
+    """Return the figures of a report, or of one line of a certificate file (0: all).
+
+    Raises BadConfig; BadCertificate for an edited certificate.
+    """
+    found = _figures(path, line)
     if not found:
         raise BadConfig(f"{path} contains no run to compare with")
     for one in found:
@@ -105,11 +122,11 @@ def read(path: Path) -> list[Figure]:
     return found
 
 
-def _figures(path: Path) -> list[Figure]:
+def _figures(path: Path, line: int) -> list[Figure]:
     if _is_folder(path):
         path = path / report.DOCUMENT
     if path.suffix == ".jsonl":
-        return of_certificates(made for _, made in verify.read(path, strict=True))
+        return of_certificates(made for number, made in verify.read(path, strict=True) if line in (0, number))
     data = _json(path)
     if data.get("format") == suite.FORMAT:
         return of_suite(suite.from_document(data))
@@ -150,7 +167,11 @@ def against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> li
 
 def document(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """Return the changes as JSON."""
-    return [{**to_json(change), "speedup": change.speedup} for change in changes]
+    return [
+        {**to_json(change), "speedup": change.speedup, "outcome": change.outcome}
+        | {"differ": list(conditions.differing(*change.stated))}
+        for change in changes
+    ]
 
 
 def _change(now: Figure, before: Figure) -> Change:
@@ -168,6 +189,7 @@ def _change(now: Figure, before: Figure) -> Change:
         now=now.tokens_per_s,
         note=note,
         interval=_interval(now, before),
+        stated=(before.stated, now.stated),
     )
 
 

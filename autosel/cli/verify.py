@@ -1,4 +1,4 @@
-"""Command `verify`: check a certificate's bytes, sums and physics; with --rerun, measure it again."""
+"""Command `verify`: check a certificate's bytes, sums and physics; --rerun: measure it again; --compare: two runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
+from autosel.cli.comparison import show_comparison
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, error_json, paragraph, report
 from autosel.errors import AutoselError, BadConfig, UsageError
@@ -18,6 +19,7 @@ from autosel.values import to_json
 
 if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
+    from autosel.certify.compare import Change
     from autosel.certify.rerun import Compared, Rerun
     from autosel.certify.verify import Verified
 
@@ -26,6 +28,7 @@ EXAMPLES = (
     "verify --rerun certificates.jsonl:7",
     "verify --rerun certificates.jsonl:7 --quality text.txt",
     "verify certificates.jsonl --key signer.pem --head 1f3c0a...",
+    "verify --compare before.jsonl after.jsonl:7",
 )
 PATH = click.Path(path_type=Path)
 
@@ -36,10 +39,24 @@ PATH = click.Path(path_type=Path)
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="path of the scored text (--rerun)")
 @click.option("--key", default="", metavar="KEY", help="require signatures by this key: a file, or hex digits")
 @click.option("--head", default="", metavar="SHA256", help="require this checksum of the last line")
+@click.option(
+    "--compare",
+    "compared",
+    nargs=2,
+    metavar="A B",
+    help="the ratio of two runs: certificates (FILE[:LINE]) or what `run` wrote with --report or --json",
+)
 @click.option("--strict", is_flag=True, help="refuse certificates that are not checkable")
 @json_option
 def verify_command(
-    where: str, rerun: bool, score: Path | None, key: str, head: str, strict: bool, as_json: bool
+    where: str,
+    rerun: bool,
+    score: Path | None,
+    key: str,
+    head: str,
+    compared: tuple[str, str] | None,
+    strict: bool,
+    as_json: bool,
 ) -> None:
     """Check a certificate file: bytes, chain, model, device, sums, physics, signatures.
 
@@ -48,10 +65,17 @@ def verify_command(
     Exit code 5: a certificate of an earlier version does not describe its model, so it is not checkable.
 
     With --rerun, exit code 3 if the figure or the score of the text is not reproduced, 5 if the runs are too noisy.
+
+    With --compare, exit code 3 if B is slower, 5 if a condition (device, software, threads, read rate) differs.
     """
     from autosel.certify import sign
     from autosel.certify.verify import not_checkable, verify
 
+    if compared is not None:
+        if where or rerun or key or head or strict:
+            raise UsageError("--compare accepts no other options and no FILE", todo="verify each file first")
+        show_comparison(changes_between(*compared), compared, as_json)
+        return
     if score is not None and not rerun:
         raise UsageError("--quality needs --rerun", todo="add --rerun")
     path, line = located(where)
@@ -79,6 +103,14 @@ def verify_command(
     if trouble is not None:
         report(trouble)
         raise click.exceptions.Exit(trouble.exit_code)
+
+
+def changes_between(a: str, b: str) -> list[Change]:
+    """Return the changes from report or certificate `a` to `b`."""
+    from autosel.certify import compare
+
+    before, now = (compare.read(*located(one)) for one in (a, b))
+    return compare.compare(now, before)
 
 
 def located(where: str) -> tuple[Path, int]:

@@ -32,6 +32,7 @@ from autosel.certify.slo import MissedObjective
 from autosel.certify.statistics import median, median_interval, quantile, ratio_interval, speedup_interval
 from autosel.certify.store import BadCertificate, append, lines
 from autosel.certify.verify import verify, wrong
+from autosel.cli import main
 from autosel.decode.run import Plan, PromptDigest, Span
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
 from autosel.values import canonical_json, to_json
@@ -938,6 +939,37 @@ def test_speedups_against_an_earlier_report_compare_like_with_like(tmp_path: Pat
             compare.compare(compare.of_certificates([certificate(unlike)]), compare.of_certificates([old]))
     moved = certificate(dataclasses.replace(decode_run(), fingerprint=dataclasses.replace(fingerprint(), name="Other")))
     assert "Other" in compare.compare(compare.of_certificates([new]), compare.of_certificates([moved]))[0].note
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "told"),
+    [
+        ({"step_ms": 60}, 0, "B is faster: B over A is 1.0"),
+        ({"step_ms": 70}, 3, "B is slower: B over A is 0.9"),
+        ({"seed": 1}, 0, "no difference is shown: B over A is 1x"),
+        ({"step_ms": 60, "mode_key": "eager.t4.highest"}, 5, "no claim: B over A is 1.0"),
+        ({"step_ms": 60, "read_probes": (20e9,) * 50}, 5, "but these conditions differ: read rate"),
+        ({"step_ms": 60, "iters": 5}, 5, "fewer than eight steps or trials"),
+    ],
+)
+def test_verify_compares_two_runs_and_claims_nothing_if_a_condition_differs(
+    change: dict[str, Any], code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, run in (
+        ("a", decode_run(seed=1)),
+        ("b", decode_run(seed=9, step_ms=90)),
+        ("b", decode_run(**{"seed": 2} | change)),
+    ):
+        add(tmp_path / f"{name}.jsonl", certificate(run))
+    words = ["verify", "--compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl:2")]
+    assert main.run(words) == code
+    out, err = capsys.readouterr()
+    assert told in " ".join(out.split()) and "read rate" in out
+    assert max(map(len, out.splitlines()[2:])) <= 80
+    assert err.startswith({0: "", 3: "error: B is slower", 5: "undecided: 1 of 1 runs"}[code])
+    assert main.run([*words, "--json"]) == code
+    [found] = json.loads(capsys.readouterr().out)["compare"]
+    assert (found["outcome"] == "no claim") == (code == 5)
 
 
 def test_the_json_of_run_can_be_compared_with(tmp_path: Path) -> None:
