@@ -137,7 +137,7 @@ def _other_weights(layout: Layout, what: str, w: Any) -> ParityError:
     return ParityError(
         "prepared weights differ from the weights",
         why=f"{what}of a matrix {tuple(w.shape)} differ in {layout.name}, version {layout.version}",
-        todo="report this; until then serve another candidate: autosel demote N",
+        todo="report this; until then serve another candidate: autosel decide N --demote",
     )
 
 

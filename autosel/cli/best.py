@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from autosel import settings
+from autosel.cli import completion
 from autosel.cli.device import device_option, identity, told
 from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph
-from autosel.errors import UsageError
+from autosel.errors import LedgerError, UsageError
 from autosel.values import SERVING, WHOLE_STEP, Decision
 
 
@@ -26,7 +27,7 @@ class Now:
 
 
 @verb("best", "best attn", "best gemv --json", "best attn --workload L8192", "best attn --device cuda:1")
-@click.argument("op")
+@click.argument("op", shell_complete=completion.ops)
 @click.option("--workload", default="", metavar="TEXT", help="show only workloads with this in their key: D128.L8192")
 @device_option()
 @json_option
@@ -144,6 +145,18 @@ def serving(op: str | None, device: str) -> list[Now]:
     with open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id in ids and is_of(s.decision, op or None)]
     return [Now(decision=d, stale=_elsewhere(d) or (staleness(d) if d.state in SERVING else "")) for d in rows]
+
+
+def decided(op: str, device: str) -> list[Now]:
+    """Return what serves an op on the device now. Raises LedgerError if nothing is decided, UsageError."""
+    found = serving(op, device)
+    if not found:
+        raise LedgerError(
+            f"no decision for {op} on {'this device' if device == 'cpu' else device}",
+            why="; ".join(filter(None, (decided_elsewhere(op, device), "the baseline serves it"))),
+            todo=f"{settings.spelling()} {measured_by(op, device)}",
+        )
+    return found
 
 
 def _elsewhere(decision: Decision) -> str:

@@ -1,18 +1,14 @@
-"""Command `config`: show every setting, its value and its source."""
+"""Show every setting, its value and its source (`doctor --settings`)."""
 
 from __future__ import annotations
 
 import click
 
 from autosel import settings
-from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
 
 
-@verb("config", "config", "config --json")
-@json_option
-def config_command(as_json: bool) -> None:
-    """Show every setting with its value and origin. Set them in the environment (AUTOSEL_NAME) or in config.toml."""
+def show_settings(as_json: bool) -> None:
     values = settings.read()
     if as_json:
         emit_json({n: {"value": _plain(v.value), "origin": v.origin} for n, v in values.items()})

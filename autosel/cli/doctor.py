@@ -12,6 +12,7 @@ import click
 
 from autosel import settings
 from autosel.cli import engines
+from autosel.cli.config import show_settings
 from autosel.cli.engines import ENGINES
 from autosel.cli.options import Known, json_option, verb
 from autosel.cli.output import bytes_text, emit_json, paragraph
@@ -36,19 +37,24 @@ class Finding:
     todo: str = ""
 
 
-@verb("doctor", "doctor", "doctor --json", "doctor --engine vllm configs/", "doctor --ranks")
+@verb("doctor", "doctor", "doctor --settings", "doctor --engine vllm configs/", "doctor --ranks")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), required=False)
 @click.option("--engine", type=Known("engine", ENGINES), help="check that it would read the files exported to FOLDER")
 @click.option("--python", metavar="FILE", help="with --engine: the Python that serves, if it is not this one")
+@click.option("--settings", "listing", is_flag=True, help="show every setting with its value and origin")
 @click.option("--ranks", is_flag=True, help="check that all ranks of a job (torchrun) serve the same decisions")
 @json_option
-def doctor_command(folder: Path | None, engine: str | None, python: str | None, ranks: bool, as_json: bool) -> None:
+def doctor_command(
+    folder: Path | None, engine: str | None, python: str | None, listing: bool, ranks: bool, as_json: bool
+) -> None:
     """Check settings, compiler, libraries, worker processes, noise, ledger, snapshot, plug-ins, quarantine; suggest
     fixes.
 
     With --engine, look up every exported row as that engine does. With --ranks, compare the ranks of a job. Exit code 1
     if something is broken.
     """
+    if listing + ranks + (engine is not None) > 1:
+        raise UsageError("--settings, --ranks and --engine are mutually exclusive", todo="name one of them")
     if engine is None and (folder or python):
         raise UsageError("FOLDER and --python belong to --engine", todo=f"known engines: {', '.join(ENGINES)}")
     if engine is not None and folder is None:
@@ -56,9 +62,10 @@ def doctor_command(folder: Path | None, engine: str | None, python: str | None, 
             f"{settings.spelling()} export --to {engine} DIR, then {settings.spelling()} doctor --engine {engine} DIR"
         )
         raise UsageError("--engine needs the folder of an export", todo=todo)
+    if listing:
+        show_settings(as_json)
+        return
     if ranks:
-        if engine is not None:
-            raise UsageError("--ranks and --engine are mutually exclusive")
         from autosel.cli.ranks import show_ranks
 
         raise click.exceptions.Exit(show_ranks(as_json))
@@ -113,7 +120,7 @@ def _settings(what: str) -> Iterator[Finding]:
     changed = [f"{name} from {v.origin}" for name, v in settings.read().items() if v.origin != "default"]
     yield Finding(what=what, level="ok", text=", ".join(changed) or "all at their defaults")
     for name in settings.unknown_variables():
-        todo = f"{settings.spelling()} config lists them"
+        todo = f"{settings.spelling()} doctor --settings lists them"
         yield Finding(what=what, level="note", text=f"{name} is not a setting of autosel", todo=todo)
     if settings.get("disable"):
         yield Finding(what=what, level="note", text="AUTOSEL_DISABLE is set: best() serves the baseline everywhere")

@@ -1,4 +1,4 @@
-"""Command `explain`: parity, race, effect, tail, limit and knobs of a decision; `--failed` lists failed candidates."""
+"""Command `explain`: parity, race, effect, tail, limit and knobs of a decision; `--history`, `--failed`: lists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.best import Now, decided_elsewhere, measured_by, serving
+from autosel.cli import completion
+from autosel.cli.best import decided
 from autosel.cli.dataset import elsewhere, elsewhere_lines
 from autosel.cli.device import default_device, device_option
 from autosel.cli.failed import held_json, show_failed
 from autosel.cli.figures import decision_json, short_shape, winner
+from autosel.cli.history import show_history
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio
-from autosel.errors import LedgerError, UsageError
+from autosel.errors import UsageError
 from autosel.ledger.describe import measured, release_command
 from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, Session, Verdict, to_json
 
@@ -29,19 +31,26 @@ if TYPE_CHECKING:
 Line = tuple[str, str]  # name in the margin, text
 
 
-@verb("explain", "explain attn", "explain --id 41", "explain --failed")
-@click.argument("op", required=False)
+@verb("explain", "explain attn", "explain --id 41", "explain attn --history -n 5", "explain --failed")
+@click.argument("op", required=False, shell_complete=completion.ops)
 @click.option("--id", "decision_id", type=int, metavar="N", help="explain the decision with this number")
+@click.option("--history", is_flag=True, help="list every decision about OP (or all), newest first")
+@click.option("-n", "limit", type=click.IntRange(1), default=30, metavar="N", help="rows of --history  [default: 30]")
 @click.option("--failed", is_flag=True, help="list the candidates that failed, and where")
 @device_option()
 @json_option
-def explain_command(op: str | None, decision_id: int | None, failed: bool, device: str, as_json: bool) -> None:
+def explain_command(
+    op: str | None, decision_id: int | None, history: bool, limit: int, failed: bool, device: str, as_json: bool
+) -> None:
     """Show why a kernel serves OP: the evidence behind each decision."""
     from autosel.ledger.store import open_ledger
 
-    if sum((op is not None, decision_id is not None, failed)) == 0:
-        raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N or --failed")
+    if not (op is not None or decision_id is not None or history or failed):
+        raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N, --history or --failed")
     with open_ledger() as ledger:
+        if history:
+            show_history(ledger, op, limit, as_json)
+            return
         if failed:
             show_failed(ledger, op, device, as_json)
             return
@@ -82,23 +91,13 @@ def _found(
     ledger: Ledger, op: str | None, decision_id: int | None, device: str
 ) -> list[tuple[Evidence, str, list[Quarantine]]]:
     """Return for each decision its evidence, why it does not serve, and the quarantines of its op."""
-    stale = {n.decision.id: n.stale for n in _chosen(ledger, op, decision_id, device)}
+    if decision_id is None:
+        stale = {now.decision.id: now.stale for now in decided(op or "", device)}
+    else:
+        stale = {ledger.decision(decision_id).id: ""}
     evidence = [ledger.evidence(number) for number in stale]
     held = [list(ledger.quarantined(e.decision.hw_id, e.decision.op).values()) for e in evidence]
     return [(e, stale[e.decision.id], beside) for e, beside in zip(evidence, held, strict=True)]
-
-
-def _chosen(ledger: Ledger, op: str | None, decision_id: int | None, device: str) -> list[Now]:
-    if decision_id is not None:
-        return [Now(decision=ledger.decision(decision_id), stale="")]
-    found = serving(op, device)
-    if not found:
-        raise LedgerError(
-            f"no decision for {op} on {'this device' if device == 'cpu' else device}",
-            why="; ".join(filter(None, (decided_elsewhere(op or "", device), "the baseline serves it"))),
-            todo=f"{settings.spelling()} {measured_by(op or '', device)}",
-        )
-    return found
 
 
 def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine] = ()) -> str:
@@ -239,7 +238,7 @@ def _how_to_reproduce(evidence: Evidence) -> str:
 
     d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
-        return f"{settings.spelling()} demote {d.id}, then run that model again: whole steps race again"
+        return f"{settings.spelling()} decide {d.id} --demote, then run that model again: whole steps race again"
     if d.arm.recipe.layout is not None or (fp is not None and fp.kind == "cuda"):
         return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from autosel.cli import completion
 from autosel.cli.device import default_device
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, note_lines, paragraph, table
@@ -15,7 +16,7 @@ from autosel.values import Fingerprint, to_json
 
 
 @verb("fingerprint", "fingerprint", "fingerprint --refresh --json", "fingerprint h200")
-@click.argument("device", default=default_device)
+@click.argument("device", default=default_device, shell_complete=completion.devices)
 @click.option("--refresh", is_flag=True, help="measure the rates again instead of reusing them")
 @json_option
 def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:

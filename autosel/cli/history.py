@@ -1,4 +1,4 @@
-"""Command `history`: show every decision, newest first. Recorded decisions are never edited."""
+"""List every decision, newest first (`explain --history`). Recorded decisions are never edited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from autosel import settings
 from autosel.cli.best import measured_by
 from autosel.cli.device import default_device
 from autosel.cli.figures import against_baseline, decision_json
-from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, state_style, table
 from autosel.ledger.describe import contended
 from autosel.values import Decision
@@ -20,22 +19,11 @@ if TYPE_CHECKING:
     from autosel.ledger.store import Ledger
 
 
-@verb("history", "history", "history attn -n 5 --json")
-@click.argument("op", required=False)
-@click.option("-n", "limit", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="how many")
-@json_option
-def history_command(op: str | None, limit: int, as_json: bool) -> None:
-    """Show the decisions about OP (or all), newest first, with their reasons."""
-    from autosel.ledger.store import open_ledger
+def show_history(ledger: Ledger, op: str | None, limit: int, as_json: bool) -> None:
+    """Print the decisions about `op` (or all), newest first, with their reasons."""
+    from autosel.candidates.registry import ledger_name
 
-    name = None
-    if op is not None:
-        from autosel.candidates.registry import ledger_name
-
-        name = ledger_name(op)
-    with open_ledger() as ledger:
-        found = ledger.history(name, limit=limit)
-        where = _devices(ledger, found)
+    found = ledger.history(ledger_name(op) if op is not None else None, limit=limit)
     if as_json:
         emit_json([{**decision_json(d), "state": d.state, "hw_id": d.hw_id} for d in found])
         return
@@ -43,6 +31,7 @@ def history_command(op: str | None, limit: int, as_json: bool) -> None:
         click.echo(f"no decisions{f' about {op}' if op else ''} yet: the baseline serves")
         click.echo(f"measure:  {settings.spelling()} {measured_by(op, default_device()) if op else 'tune'}", err=True)
         return
+    where = _devices(ledger, found)
     rows = [
         [
             str(d.id),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from autosel.cli import completion
 from autosel.cli.device import default_device
 from autosel.cli.figures import shape
 from autosel.cli.options import (
@@ -32,6 +33,7 @@ from autosel.values import DTYPES, Accepted, DTypeName, Fingerprint, Knobs, Work
     "device",
     default=default_device,
     metavar="DEVICE",
+    shell_complete=completion.devices,
     help="cpu, cuda, or a known device: h200, l4 ...",
 )
 @click.option("--explain", is_flag=True, help="show each knob's formula, inputs and reason")

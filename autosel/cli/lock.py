@@ -1,4 +1,4 @@
-"""Command `lock`: pin what serves now in a file that a project commits, check a machine against it, run under it."""
+"""`export --lock`: pin what serves now in a file that a project commits, check a machine against it, run under it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
-from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json
 from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.values import NativeRecipe
@@ -23,31 +22,15 @@ if TYPE_CHECKING:
     from autosel.ledger.snapshot import Row
 
 
-@verb("lock", "lock", "lock --check", "lock --build", "lock --frozen -- python serve.py")
-@click.option(
-    "--file",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="autosel.lock",
-    show_default=True,
-    metavar="FILE",
-    help="the lock file",
-)
-@click.option("--check", is_flag=True, help="check that this machine serves exactly what is pinned; exit code 1 if not")
-@click.option("--build", is_flag=True, help="compile pinned kernels that are missing here, then check")
-@click.option("--frozen", is_flag=True, help="run COMMAND under the lock; fail if the lock does not hold")
-@json_option
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]")
-def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bool, command: Sequence[str]) -> None:
-    """Pin by digest what serves on this machine now. Rows of other devices stay in the file.
+def lock(path: Path, *, check: bool, build: bool, frozen: bool, command: Sequence[str], as_json: bool) -> None:
+    """Pin by digest what serves on this machine now, check the pins, or run a command under them.
 
-    A program serves from the file with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it fails to start if the lock does not
-    hold.
+    Rows of other devices stay in the file.
     """
     if bool(command) != frozen:
         raise UsageError(
-            "--frozen needs a COMMAND" if frozen else "COMMAND needs --frozen",
-            todo=f"{settings.spelling()} lock --frozen -- python serve.py",
+            "--frozen needs a COMMAND" if frozen else f"--lock FILE replaces PATH, got {shlex.join(command)}",
+            todo=f"{settings.spelling()} export --lock --frozen -- python serve.py",
         )
     if frozen:
         raise click.exceptions.Exit(_run(path, command))
@@ -63,11 +46,12 @@ def lock_command(path: Path, check: bool, build: bool, frozen: bool, as_json: bo
         return
     more = f"; {kept} rows of other devices or thread counts are kept" if kept else ""
     click.echo(f"{pinned} decisions pinned in {path}{more}")
-    click.echo(f"serve from it: AUTOSEL_LOCK={shlex.quote(str(path))}       check a machine: {_words('--check')}")
+    click.echo(f"serve from it: AUTOSEL_LOCK={shlex.quote(str(path))}")
+    click.echo(f"check a machine: {_words('--check')}")
 
 
 def _words(option: str) -> str:
-    return f"{settings.spelling()} lock {option}"
+    return f"{settings.spelling()} export --lock {option}"
 
 
 # --- write -----------------------------------------------------------------------------------------------------------
@@ -137,7 +121,7 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
 
     found = snapshot.read(path)
     if found is None:
-        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} lock`")
+        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} export --lock`")
     return _of_this_machine(found.rows)
 
 
@@ -200,7 +184,7 @@ def _run(path: Path, command: Sequence[str]) -> int:
     The command checks the lock itself at its first call of `best`, because its threads and libraries may differ.
     """
     if not path.is_file():
-        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} lock`")
+        raise BadConfig(f"lock file {path} does not exist", todo=f"write it with `{settings.spelling()} export --lock`")
     environment = settings.passed_to_children() | {"AUTOSEL_LOCK": str(path.absolute()), "AUTOSEL_FROZEN": "1"}
     try:
         done = subprocess.run(list(command), env=environment)

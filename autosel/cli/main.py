@@ -31,7 +31,6 @@ from autosel.version import __version__
 # task -> verb -> (module below autosel.cli, its line in the overview); the command object has the verb's name
 TASKS: dict[str, dict[str, tuple[str, str]]] = {
     "Measure": {
-        "start": ("start", "fingerprint, tune llama-8b, show the decisions"),
         "demo": ("demo", "a real model answers with PyTorch and with autosel, certified"),
         "fingerprint": ("fingerprint", "this device's identity and measured rates"),
         "knobs": ("knobs", "every kernel's settings, each with its formula"),
@@ -41,33 +40,37 @@ TASKS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Decide": {
         "best": ("best", "the kernel that serves an op now"),
-        "explain": ("explain", "the reasons: parity, race, effect, limit, how to reproduce"),
-        "history": ("history", "every decision ever made, newest first"),
-        "promote": ("decide", "serve a candidate that passed parity, without a race"),
-        "demote": ("decide", "stop serving a decision; the baseline takes over"),
-        "pin": ("decide", "serve this candidate, and keep it after later races"),
+        "explain": ("explain", "the reasons: parity, race, effect, limit, history, failures"),
+        "decide": ("decide", "by hand: promote a candidate, demote, pin or release a decision"),
     },
     "Certify": {
         "run": ("run", "tokens per second of a real decode, certified"),
         "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
-        "verify": ("verify", "check a certificate; measure it again"),
+        "verify": ("verify", "check a certificate; measure it again; compare two"),
     },
     "Serve": {
         "serve": ("serve", "the daemon: records, tunes when idle, demotes on faults"),
         "status": ("serve", "the daemon, its serving kernels and current tune"),
-        "doctor": ("doctor", "check compiler, noise, ledger and plug-ins; suggest fixes"),
-        "config": ("config", "every setting, its value and its source"),
+        "doctor": ("doctor", "check compiler, settings, ledger and plug-ins; suggest fixes"),
     },
-    "Share": {
-        "export": ("transfer", "decisions as one file, or one decision's race as a script"),
+    "Fleet": {
+        "export": ("transfer", "decisions as a file, a lock to commit, an image, a script"),
         "import": ("transfer", "decisions from an exported file"),
-        "lock": ("lock", "pin what serves in a file to commit; check it; run under it"),
         "db": ("db", "the ledger: place, size, check, backup, restore"),
     },
 }
 VERBS = {verb: told for verbs in TASKS.values() for verb, told in verbs.items()}
 # verbs of earlier versions -> what does the same now
-FORMER = {"whatif": "AUTOSEL_HOME=DIR PYTHON -m autosel tune, with the other environment's PYTHON, and then explain"}
+FORMER = {
+    "start": "tune",
+    "history": "explain --history",
+    "promote": "decide OP --promote CANDIDATE",
+    "demote": "decide OP --demote",
+    "pin": "decide OP --pin",
+    "config": "doctor --settings",
+    "lock": "export --lock",
+    "whatif": "tune with AUTOSEL_HOME=DIR and the other environment's Python, and then explain",
+}
 
 EXAMPLES = (
     "tune --model llama-8b --seq 8192",
@@ -90,9 +93,10 @@ class Verbs(click.Group):
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            todo = FORMER.get(args[0]) or _nearest(args[0], VERBS) or f"{ctx.command_path} --help"
-            raise UsageError(f"no verb {args[0]!r}", todo=todo)
+        if args and args[0] not in VERBS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            now = FORMER.get(args[0])
+            todo = f"use {ctx.command_path} {now}" if now else _nearest(args[0], VERBS)
+            raise UsageError(f"no verb {args[0]!r}", todo=todo or f"{ctx.command_path} --help")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

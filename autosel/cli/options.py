@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from autosel import settings
+from autosel.cli import completion
 from autosel.errors import UnknownName, UsageError
 from autosel.formats import WEIGHT_FORMATS
 from autosel.values import DTYPES
@@ -87,9 +88,17 @@ model_option = click.option(
     default="llama-8b",
     show_default=True,
     metavar="NAME|DIR|FILE",
+    shell_complete=completion.models,
     help="a preset, a Hugging Face checkpoint folder, its config.json, or a GGUF file",
 )
-ops_option = click.option("--op", "ops", multiple=True, metavar="OP", help="only this op (gemv, attn ...); repeatable")
+ops_option = click.option(
+    "--op",
+    "ops",
+    multiple=True,
+    metavar="OP",
+    shell_complete=completion.ops,
+    help="only this op (gemv, attn ...); repeatable",
+)
 batch_option = click.option(
     "--batch", type=click.IntRange(1, 4096), default=1, metavar="N", help="sequences decoded together  [default: 1]"
 )
@@ -99,7 +108,6 @@ seq_option = click.option(
 seed_option = click.option(
     "--seed", type=int, callback=exact, default=None, help="repeat the same operands and coin flips"
 )
-reason_option = click.option("--reason", required=True, help="the reason, kept with the decision")
 
 
 def dtype_option(known: Sequence[str] = DTYPES[:3]) -> Option:

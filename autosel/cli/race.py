@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from autosel import settings
+from autosel.cli import completion
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.figures import MARK, shape
 from autosel.cli.options import (
@@ -61,7 +62,7 @@ EXAMPLES = (
 
 
 @verb("race", *EXAMPLES)
-@click.argument("op")
+@click.argument("op", shell_complete=completion.ops)
 @click.option(
     "--candidate",
     "target",

@@ -40,7 +40,7 @@ def script(evidence: Evidence) -> str:
         raise UsageError(
             f"decision {d.id} is about whole decode steps",
             why="a model's weights do not go into one file",
-            todo=f"{settings.spelling()} demote {d.id}, then run that model again: it races again",
+            todo=f"{settings.spelling()} decide {d.id} --demote, then run that model again: it races again",
         )
     if evidence.fingerprint is not None and evidence.fingerprint.kind != "cpu":
         raise UsageError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
+from autosel.cli import completion
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import (
@@ -68,6 +69,7 @@ MEASURED = (
     "--model",
     default="",
     metavar="NAME|DIR|FILE",
+    shell_complete=completion.models,
     help="a preset, a checkpoint folder or a GGUF file  [default: llama-8b]",
 )
 @click.option("--weights", default="", metavar="DIR|FILE|random", help="default: the model's own, else random")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autosel.cli import completion
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, dtype_option, exact, given_options, json_option, verb
 from autosel.cli.output import bandwidth, emit_json, error_json, leave, noted, paragraph, table
@@ -27,7 +28,14 @@ MOST_CONTEXT, MOST_BATCH = 1 << 24, 4096
 
 
 @verb("sweep", *EXAMPLES)
-@click.option("--model", default="llama-8b", show_default=True, metavar="NAME|DIR", help="a preset or a checkpoint")
+@click.option(
+    "--model",
+    default="llama-8b",
+    show_default=True,
+    metavar="NAME|DIR",
+    shell_complete=completion.models,
+    help="a preset or a checkpoint",
+)
 @click.option("--context", default="256:8192", show_default=True, metavar="A:B", help="tokens attended to, doubling")
 @click.option("--batch", default="1", show_default=True, metavar="A:B", help="sequences per step, doubling")
 @click.option(

@@ -1,4 +1,4 @@
-"""Commands `export` and `import`: decisions as one file; `export --repro`: one decision's race as a script."""
+"""Commands `export` and `import`: decisions as a file, a lock, a folder for an image, a script or an engine's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel import settings
+from autosel.cli import completion
 from autosel.cli.engines import ENGINES, Asked, export_to
+from autosel.cli.lock import lock
 from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, paragraph
 from autosel.cli.writable import is_folder
@@ -28,14 +30,29 @@ if TYPE_CHECKING:
     "export decisions.json",
     "export --sign bundle.json",
     "export --repro 41 race41.py",
+    "export --lock",
+    "export --lock --check",
+    "export --lock --frozen -- python serve.py",
     "export --bake image/autosel",
     "export --to flashinfer dataset/",
     "export --to vllm --model qwen3-8b --fingerprint h200 configs/",
 )
-@click.argument("path", type=click.Path(path_type=Path, allow_dash=True), default="-")
+@click.argument("words", metavar="[PATH]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--sign", is_flag=True, help="write a bundle that names this host, signed (Ed25519)")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="sign with this key, not this home's")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
+@click.option(
+    "--lock",
+    "lock_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    is_flag=False,
+    flag_value="autosel.lock",
+    metavar="[FILE]",
+    help="pin by digest what serves here now, in a file to commit  [default: autosel.lock]",
+)
+@click.option("--check", is_flag=True, help="with --lock: check that exactly the pins serve here; exit code 1 if not")
+@click.option("--build", is_flag=True, help="with --lock: compile pinned kernels that are missing here, then check")
+@click.option("--frozen", is_flag=True, help="with --lock: run `-- COMMAND` under the lock; fail if it does not hold")
 @click.option(
     "--bake",
     "baked",
@@ -44,38 +61,59 @@ if TYPE_CHECKING:
     help="write decisions, builds and a lock as a read-only home for an image",
 )
 @click.option("--to", "engine", type=Known("engine", ENGINES), help="write this engine's files into folder PATH")
-@click.option("--model", default=None, metavar="NAME|DIR", help="with --to: the model  [default: llama-8b]")
+@click.option(
+    "--model", metavar="NAME|DIR", shell_complete=completion.models, help="with --to: the model  [default: llama-8b]"
+)
 @dtype_option()
 @click.option("--tp", type=click.IntRange(1, 1024), default=1, metavar="N", help="with --to: split over N devices")
-@click.option("--fingerprint", "device", metavar="DEVICE", help="with --to: derive undecided rows for h200, l4 ...")
+@click.option(
+    "--fingerprint",
+    "device",
+    metavar="DEVICE",
+    help="with --to: derive undecided rows for h200, l4 ...",
+    shell_complete=completion.devices,
+)
+@click.option("--json", "as_json", is_flag=True, help="with --lock: print one JSON document on stdout")
 def export_command(
-    path: Path,
+    words: tuple[str, ...],
     sign: bool,
     key: Path | None,
     decision_id: int | None,
+    lock_file: Path | None,
+    check: bool,
+    build: bool,
+    frozen: bool,
     baked: Path | None,
     engine: str | None,
     model: str | None,
     dtype: DTypeName | None,
     tp: int,
     device: str | None,
+    as_json: bool,
 ) -> None:
-    """Write what serves now as a file in the snapshot's format (PATH, default stdout), or as an engine's files."""
+    """Write what serves now as a file in the snapshot's format (PATH, default stdout), or in the form of an option.
+
+    A program serves from a lock with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it fails to start if the lock does not
+    hold.
+    """
     from autosel.ledger.store import open_ledger
 
+    forms = {"--lock": lock_file, "--bake": baked, "--to": engine, "--repro": decision_id, "--sign": sign or None}
+    named = [name for name, value in forms.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} are mutually exclusive", todo="name one of them")
+    if lock_file is not None:
+        lock(lock_file, check=check, build=build, frozen=frozen, command=words, as_json=as_json)
+        return
+    if check or build or frozen or as_json:
+        raise UsageError("--check, --build, --frozen and --json need --lock", todo="add --lock")
+    if len(words) > (baked is None):
+        raise UsageError(f"unexpected argument {words[-1]!r}", todo=f"{settings.spelling()} export --help")
+    path = Path(words[0] if words else "-")
     if baked is not None:
-        if sign or decision_id is not None or engine is not None or str(path) != "-":
-            raise UsageError(
-                "--bake accepts no other options and no PATH",
-                why="--bake writes a folder with all decisions",
-                todo=f"{settings.spelling()} export --bake {baked}",
-            )
         _export_baked(baked)
         return
     if engine is not None:
-        if sign or decision_id is not None:
-            other = "sign" if sign else "repro"
-            raise UsageError(f"--to and --{other} are mutually exclusive", todo="remove one of them")
         export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
         return
     if model or dtype or device or tp != 1:
@@ -84,12 +122,8 @@ def export_command(
         raise UsageError("--key needs --sign", todo="add --sign")
 
     if not is_folder(path.parent):
-        raise BadConfig(
-            f"cannot write {path}",
-            why=f"folder {path.parent} does not exist",
-            todo="create it, or check the path",
-        )
-
+        why = f"folder {path.parent} does not exist"
+        raise BadConfig(f"cannot write {path}", why=why, todo="create it, or check the path")
     with open_ledger() as ledger:
         if decision_id is not None:
             from autosel.cli.repro import script
@@ -211,7 +245,7 @@ def import_command(
     for line in _words(taken, kept, adopted, check):
         click.echo(line)
     if document["served"] or document["adopted"]:
-        click.echo(f"look at them: {settings.spelling()} history")
+        click.echo(f"look at them: {settings.spelling()} explain --history")
 
 
 def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:

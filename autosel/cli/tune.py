@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from autosel import settings
-from autosel.cli.device import device_option, refuse_absent
+from autosel.cli.device import device_option, refuse_absent, unused_gpu
 from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import (
     Known,
@@ -122,11 +122,12 @@ def tune_command(
         refuse_ordinary()
     counts = parse_threads(threads, device, ray) if threads else (0,)
     seconds = parse_budget(budget) if budget else float(settings.get("budget"))
-    told = ""
+    told, what = "", str(recorded)
     if recorded is None:
         asked = list(ops) or None
         shape = models.stored_as(models.load(model), weight_format)
         told = step_name(shape.name, ops)
+        what = f"{shape.name} {dtype or shape.dtype}, batch {batch}, context {seq}"
         if note := models.weights_note(model, shape.weight, dtype or shape.dtype):
             click.echo(note, err=True)
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
@@ -142,7 +143,21 @@ def tune_command(
         wait=wait,
         realtime=realtime,
     )
+    if not ray:
+        introduce(device, what)
     report_on(request, named, again_command(ctx), as_json, step=told, ray=ray, counts=counts)
+
+
+def introduce(device: str, what: str) -> None:
+    """Print the device, why a GPU is not used, and what is tuned, on stderr."""
+    from autosel import fingerprint
+    from autosel.fingerprint.describe import headline
+
+    lines = [("fingerprint", headline(fingerprint.take(device))), ("tune", what)]
+    if unused := unused_gpu():
+        lines.insert(1, ("note", f"this machine's GPU is not used: {unused}"))
+    for name, text in lines:
+        click.echo(paragraph(f"{name:<14}{text}", hang=" " * 14), err=True)
 
 
 def step_name(model: str, ops: Sequence[str]) -> str:
@@ -215,6 +230,8 @@ def report_on(
             if not step:
                 click.echo(weighted_line(decided, calls))
         show_remarks(found)
+    where = "the database of AUTOSEL_DB" if settings.get("db") else settings.home() / "ledger.db"
+    click.echo(f"\nDecisions are in {where}.   Why: {settings.spelling()} explain attn", err=True)
     if undecided is not None:
         report(undecided)
         raise click.exceptions.Exit(undecided.exit_code)

@@ -86,7 +86,7 @@ class _Selected:
     table: dict[Any, Entry]
 
 
-REFETCH = "restore it from your repository, or write it again: autosel lock"
+REFETCH = "restore it from your repository, or write it again: autosel export --lock"
 
 
 class Board:

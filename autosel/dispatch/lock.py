@@ -57,19 +57,19 @@ def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> F
     """Return the error for a lock that does not fit this device; None if it fits."""
     if not path.is_file():
         return ForeignDecision(
-            f"there is no {path}", why="a frozen program serves only what it pins", todo="autosel lock"
+            f"there is no {path}", why="a frozen program serves only what it pins", todo="autosel export --lock"
         )
     if not pinned:
         return ForeignDecision(
             f"{path} pins nothing for this device",
             why=f"this process runs {mode}; a lock holds for the device and the thread count it was made with",
-            todo="autosel lock, on this device, adds to it",
+            todo="autosel export --lock, on this device, adds to it",
         )
     if problems:
         return ForeignDecision(
             f"{len(problems)} of {pinned} decisions that {path} pins cannot be served here",
             why="\n".join(f"{_short(p.key)}: {p.reason}" for p in problems[:8]),
-            todo="autosel lock --build makes missing builds; otherwise tune again, then run autosel lock",
+            todo="autosel export --lock --build makes missing builds; otherwise tune, then run autosel export --lock",
         )
     return None
 

@@ -129,7 +129,7 @@ class ByHand(Command[Decision]):
             raise LedgerError(
                 f"decision {number} no longer serves",
                 why=f"decision {now.decision.id} does, with {now.decision.arm.candidate}",
-                todo=f"demote {now.decision.id} if you mean that",
+                todo=f"decide {now.decision.id} --demote, if you mean that",
             )
         basis = found if arm_id == found.arm_id else now
         key = f"{self.state}-{number}-{self.candidate or ''}@{now.epoch}"
@@ -193,7 +193,7 @@ class Unpin(ByHand):
         found = rows.one(c, self.decision_id)
         if found.epoch is None or found.decision.state != "pinned":
             raise LedgerError(
-                f"decision {self.decision_id} is not a pin that serves", todo=f"{settings.spelling()} history"
+                f"decision {self.decision_id} is not a pin that serves", todo=f"{settings.spelling()} explain --history"
             )
         back = found
         while back.decision.state == "pinned" and back.previous_id is not None:

@@ -322,7 +322,7 @@ def one(connection: Connection, decision_id: int, *, host: int | None = None) ->
         raise LedgerError(
             f"no such decision: {decision_id}",
             why=f"the last one is {last}" if last else "there are none yet",
-            todo=f"{settings.spelling()} history",
+            todo=f"{settings.spelling()} explain --history",
         )
     return found[0]
 

@@ -163,7 +163,7 @@ def test_demoting_needs_the_token_a_reason_and_a_confirmation(tab: Any, daemon: 
     form.locator("button").click()
     tab.wait_for_url("**/decisions/*", wait_until="load")
     tab.wait_for_selector("h1 .state-word.demoted")
-    assert "seen to be wrong" in cli(daemon.home, "history", "-n", "1").stdout
+    assert "seen to be wrong" in cli(daemon.home, "explain", "--history", "-n", "1").stdout
 
 
 def test_a_missing_file_of_certificates_is_not_an_error(tab: Any, daemon: Daemon) -> None:

@@ -1,4 +1,4 @@
-"""Test a promoted kernel that becomes wrong: compiled code, a real ledger, real processes, and `history`."""
+"""Test a promoted kernel that becomes wrong: compiled code, a real ledger, real processes, and `explain --history`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def is_right(result: torch.Tensor, x: torch.Tensor = X) -> bool:
 
 def history(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     capsys.readouterr()
-    assert cli(["history", "rmsnorm", "--json"]) == 0
+    assert cli(["explain", "--history", "rmsnorm", "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return found
 

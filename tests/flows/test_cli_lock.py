@@ -30,7 +30,7 @@ def lock(home: Path, tmp_path: Path) -> Path:
     """Write the lock of a home in which one C++ kernel serves."""
     promote(open_ledger(), native_arm())
     path = tmp_path / "autosel.lock"
-    assert run(["lock", "--file", str(path)]) == 0
+    assert run(["export", "--lock", str(path)]) == 0
     return path
 
 
@@ -56,19 +56,19 @@ def test_the_lock_serves_its_pins_regardless_of_later_decisions(lock: Path, home
 def test_check_names_missing_builds_and_build_compiles_them(
     lock: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["lock", "--check", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock), "--check"]) == 0
     assert "all 1 decisions" in capsys.readouterr().out
     for artefact in (home / "native").rglob("kernel.so"):
         artefact.unlink()
     forget()
-    assert run(["lock", "--check", "--file", str(lock)]) == 1
+    assert run(["export", "--lock", str(lock), "--check"]) == 1
     told = capsys.readouterr().err
-    assert "missing or damaged" in told and "lock --build" in told
-    assert run(["lock", "--check", "--json", "--file", str(lock)]) == 1
+    assert "missing or damaged" in told and "export --lock --build" in told
+    assert run(["export", "--lock", str(lock), "--check", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["kept"] is False and len(found["unkept"]) == 1
     forget()
-    assert run(["lock", "--build", "--json", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock), "--build", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "file": str(lock),
         "pinned": 1,
@@ -120,7 +120,7 @@ def test_pins_for_other_devices_are_kept(lock: Path, capsys: pytest.CaptureFixtu
     theirs["key"] = "f" * 64 + theirs["key"][64:]
     lock.write_text(json.dumps(snapshot.document(1, [*document["rows"], theirs])))
     capsys.readouterr()
-    assert run(["lock", "--file", str(lock), "--json"]) == 0
+    assert run(["export", "--lock", str(lock), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"file": str(lock), "pinned": 1, "of_other_devices": 1}
     assert {r.key[:64] for r in snapshot.parse(lock.read_bytes(), "it").rows} == {
         "f" * 64,
@@ -130,7 +130,7 @@ def test_pins_for_other_devices_are_kept(lock: Path, capsys: pytest.CaptureFixtu
 
 def test_an_edited_lock_is_ignored(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock.write_text(lock.read_text().replace('"promoted"', '"pinned"', 1))
-    assert run(["lock", "--check", "--file", str(lock)]) == 2
+    assert run(["export", "--lock", str(lock), "--check"]) == 2
     assert "damaged or edited" in capsys.readouterr().err
 
 
@@ -138,12 +138,12 @@ def test_locking_a_decision_that_cannot_serve_is_reported(
     lock: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert run(["lock", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock)]) == 0
     assert "would not serve" not in capsys.readouterr().err
     for artefact in (home / "native").rglob("kernel.so"):
         artefact.unlink()
     forget()
-    assert run(["lock", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock)]) == 0
     assert "1 of them would not serve here as pinned" in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_a_command_runs_under_the_lock_or_not_at_all(lock: Path, home: Path) -> 
         f"import torch; torch.set_num_threads({torch.get_num_threads()}); import autosel; "
         "print(autosel.best('rmsnorm', like=(torch.randn(3, 256), torch.randn(256))).candidate)"
     )
-    command = [sys.executable, "-P", "-m", "autosel.cli.main", "lock", "--file", str(lock), "--frozen", "--"]
+    command = [sys.executable, "-P", "-m", "autosel.cli.main", "export", "--lock", str(lock), "--frozen", "--"]
     environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
 
     def started() -> subprocess.CompletedProcess[str]:
@@ -196,7 +196,7 @@ def test_mode_off_serves_the_baseline_and_replay_reports_no_misses(
 
 def test_a_lock_without_decisions_is_an_error(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert W.op == "rmsnorm"
-    assert run(["lock", "--file", str(tmp_path / "autosel.lock")]) == 1
+    assert run(["export", "--lock", str(tmp_path / "autosel.lock")]) == 1
     assert "nothing serves on this device yet" in capsys.readouterr().err
     assert not (tmp_path / "autosel.lock").exists()
 
@@ -206,14 +206,14 @@ def test_a_lock_pins_decisions_of_every_device_of_the_machine(
 ) -> None:
     gpu = known.load("h200")
     promote(open_ledger(), native_arm(), fp=gpu, idempotency_key="gpu")
-    assert run(["lock", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock)]) == 0
     assert len(snapshot.read(lock).rows) == 1, "decisions of a missing GPU must not be pinned"
     monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0", "cuda:1"))
     here = devices.device_at
     monkeypatch.setattr(devices, "device_at", lambda place: (gpu, "") if place != "cpu" else here(place))
-    assert run(["lock", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock)]) == 0
     assert {row.document["hw_id"] for row in snapshot.read(lock).rows} == {gpu.hw_id, devices.this_device().hw_id}
-    assert run(["lock", "--check", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock), "--check"]) == 0
 
 
 def test_a_frozen_program_queries_a_gpu_at_its_first_tensor_so_that_it_can_fork_before(
@@ -230,7 +230,7 @@ def test_a_frozen_program_queries_a_gpu_at_its_first_tensor_so_that_it_can_fork_
 
     monkeypatch.setattr(devices, "places_here", lambda: ("cpu", "cuda:0"))
     monkeypatch.setattr(devices, "device_at", device_at)
-    assert run(["lock", "--file", str(lock)]) == 0
+    assert run(["export", "--lock", str(lock)]) == 0
     for name in ("device_at", "places_here"):
         monkeypatch.setattr(sys.modules[Board.__module__], name, getattr(devices, name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("which initialises CUDA"))

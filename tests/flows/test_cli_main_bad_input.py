@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +362,7 @@ def test_a_budget_too_small_leaves_everything_undecided_and_exits_5(home: Path, 
     assert (found["measured"], len(found["undecided"])) == (0, 2)
     assert "the budget ended" in err
     assert "continue:  autosel tune --model model --op rmsnorm --op rope" in err
-    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [before.id]
+    assert [d["decision_id"] for d in json.loads(said("explain", "--history", "--json")[1])] == [before.id]
 
 
 @pytest.mark.parametrize("verb", [["tune", "--op", "attn"], ["race", "attn", "--candidate", "torch:packed"]])
@@ -383,7 +384,12 @@ def test_a_damaged_ledger_is_refused_and_kept_and_a_backup_restores_it(home: Pat
     damaged = bytearray((home / "ledger.db").read_bytes())
     damaged[:200] = bytes(200)
     (home / "ledger.db").write_bytes(damaged)
-    for verb in (["history"], ["best", "rmsnorm"], ["tune", "--model", "model", "--op", "rmsnorm"], ["db", "check"]):
+    for verb in (
+        ["explain", "--history"],
+        ["best", "rmsnorm"],
+        ["tune", "--model", "model", "--op", "rmsnorm"],
+        ["db", "check"],
+    ):
         code, out, err = said(*verb)
         assert (code, out) == (1, "")
         assert "is damaged" in err
@@ -401,7 +407,7 @@ def test_a_damaged_ledger_is_refused_and_kept_and_a_backup_restores_it(home: Pat
     code, out, _ = said("db", "restore", str(home / "backup.db"), "--json")
     assert code == 0
     assert Path(json.loads(out)["replaced"]).read_bytes() == damaged
-    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+    assert [d["decision_id"] for d in json.loads(said("explain", "--history", "--json")[1])] == [made.id]
 
 
 def test_a_backup_that_is_damaged_inside_is_not_restored(home: Path, said: Said) -> None:
@@ -413,7 +419,7 @@ def test_a_backup_that_is_damaged_inside_is_not_restored(home: Path, said: Said)
     code, _, err = said("db", "restore", str(home / "backup.db"))
     assert code == 1
     assert "damaged" in err
-    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+    assert [d["decision_id"] for d in json.loads(said("explain", "--history", "--json")[1])] == [made.id]
     assert not list(home.glob(".restoring-*"))
 
 
@@ -423,7 +429,7 @@ def test_a_ledger_of_a_newer_version_is_left_alone(home: Path, said: Said) -> No
     database.execute("UPDATE alembic_version SET version_num = '9999'")
     database.commit()
     database.close()
-    code, _, err = said("history")
+    code, _, err = said("explain", "--history")
     assert code == 1
     assert "was written by a newer autosel" in err
     assert "upgrade autosel" in err
@@ -433,7 +439,7 @@ def test_a_locked_ledger_is_reported_as_locked(home: Path, said: Said, monkeypat
     made = decided(home)
     monkeypatch.setattr("autosel.ledger.engine.BUSY_S", 0.05)
     with write_lock(home / "ledger.db", deadline_s=1):
-        code, _, err = said("demote", str(made.id), "--reason", "x")
+        code, _, err = said("decide", str(made.id), "--demote", "--reason", "x")
     assert code == 1
     assert "in use by another process" in err or "locked by another process" in err
     assert said("best", "rmsnorm")[0] == 0
@@ -452,15 +458,17 @@ def test_a_full_disk_loses_nothing_stored_and_is_reported(home: Path) -> None:
         return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 
     for number in range(40):
-        full = verb("pin", str(made.id), "cpp:rmsnorm", "--reason", str(number) * 9000, preexec_fn=small_disk)
+        full = verb(
+            "decide", str(made.id), "--pin", "cpp:rmsnorm", "--reason", str(number) * 9000, preexec_fn=small_disk
+        )
         if full.returncode:
             break
-        assert verb("pin", str(made.id), "torch:rmsnorm", "--reason", "back").returncode == 0
+        assert verb("decide", str(made.id), "--pin", "torch:rmsnorm", "--reason", "back").returncode == 0
     assert full.returncode == 1, full.stderr
     assert "could not be written" in full.stderr or "cannot write" in full.stderr
     assert "free some space" in full.stderr
     assert "Traceback" not in full.stderr
-    kept = json.loads(verb("history", "-n", "1000", "--json").stdout)
+    kept = json.loads(verb("explain", "--history", "-n", "1000", "--json").stdout)
     assert made.id in {d["decision_id"] for d in kept}
     assert verb("db", "check").returncode == 0
 
@@ -474,10 +482,10 @@ def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) 
         killed_after(lambda ledger: ledger.write(Demote(decision_id=made.id, reason="in the log alone")))
         (home / "ledger.db-shm").unlink()
         assert (home / "ledger.db-wal").stat().st_size
-    for words in ("history --json", "best rmsnorm --json", "explain rmsnorm --json", "db check", "export -"):
+    for words in ("explain --history --json", "best rmsnorm --json", "explain rmsnorm --json", "db check", "export -"):
         done = without_room("-m", "autosel", *words.split())
         assert done.returncode == 0, done.stderr
-        if words.startswith("history"):
+        if words.startswith("explain --history"):
             assert json.loads(done.stdout)[0]["state"] == last
     program = "import torch, autosel; x = torch.ones(1, 64); autosel.best('rmsnorm')(x, x[0], 1e-6, 0.0)"
     served = without_room("-c", program)
@@ -486,7 +494,7 @@ def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) 
 
 def test_on_a_full_disk_a_change_is_refused_with_the_reason(home: Path) -> None:
     made = decided(home)
-    done = without_room("-m", "autosel", "demote", str(made.id), "--reason", "x")
+    done = without_room("-m", "autosel", "decide", str(made.id), "--demote", "--reason", "x")
     assert done.returncode == 1
     assert "could not be written" in done.stderr
     assert "free some space" in done.stderr
@@ -536,18 +544,18 @@ def test_a_read_only_home_is_read_and_every_change_is_refused(
     shutil.copytree(home, own)
     for path in (own, *own.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    code, out, err = as_nobody(own, "history")
+    code, out, err = as_nobody(own, "explain", "--history")
     assert code == 0, err
     assert f"{made.id:2}" in out
     assert as_nobody(own, "best", "rmsnorm")[0] == 0
-    code, _, err = as_nobody(own, "demote", str(made.id), "--reason", "x")
+    code, _, err = as_nobody(own, "decide", str(made.id), "--demote", "--reason", "x")
     assert code == 1
     assert "read-only" in err
     code, _, err = as_nobody(own, "tune", "--model", "llama-8b", "--op", "rmsnorm")
     assert code == 1
     assert "error: " in err
     assert "bug" not in err
-    code, _, err = as_nobody(own / "below", "history")
+    code, _, err = as_nobody(own / "below", "explain", "--history")
     assert code == 1
     assert "set AUTOSEL_HOME to a folder you can write" in err
 
@@ -583,7 +591,7 @@ def test_every_verb_that_needs_a_home_reports_one_that_is_a_file(tmp_path: Path)
     file.touch()
     env = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")} | {"AUTOSEL_HOME": str(file)}
     verbs = [
-        "history",
+        "explain --history",
         "best rmsnorm",
         "tune --model llama-1b --op rmsnorm",
         "fingerprint",
@@ -613,23 +621,35 @@ def test_a_name_that_is_too_long_for_a_file_is_refused_with_a_message(words: lis
 
 
 @pytest.mark.parametrize("number", ["7", "0", "9" * 30], ids=["7", "0", "more than a database's integers hold"])
-@pytest.mark.parametrize("verb", [["demote"], ["promote", "x"], ["pin"], ["pin", "--off"]], ids=" ".join)
+@pytest.mark.parametrize("verb", [["--demote"], ["--promote", "x"], ["--pin"], ["--release"]], ids=" ".join)
 def test_a_missing_decision_is_reported_and_nothing_changes(
     verb: list[str], number: str, home: Path, said: Said
 ) -> None:
     made = decided(home)
-    code, out, err = said(verb[0], number, *verb[1:], "--reason", "x", "--json")
+    code, out, err = said("decide", number, *verb, "--reason", "x", "--json")
     assert (code, json.loads(out)["error"]["what"]) == (1, f"no such decision: {number}")
     assert f"the last one is {made.id}" in err
-    assert len(json.loads(said("history", "--json")[1])) == 1
+    assert len(json.loads(said("explain", "--history", "--json")[1])) == 1
+
+
+def test_a_decision_is_named_by_its_op_or_its_key_and_several_are_listed(home: Path, said: Said) -> None:
+    first, other = decided(home), decided(home, "two", replace(RMS, dims=(("M", 7), ("d", 64))))
+    code, _, err = said("decide", "rmsnorm", "--pin", "--reason", "x")
+    assert code == 2 and "rmsnorm names 2 decisions" in err
+    assert all(f"{d.id}: {d.workload.key}" in err for d in (first, other)) and f"decide {first.id} ..." in err
+    code, out, _ = said("decide", other.workload.key, "--pin", "--reason", "x", "--json")
+    assert (code, json.loads(out)["state"], json.loads(out)["workload"]) == (0, "pinned", other.workload.key)
+    code, _, err = said("decide", "rmsnorm/M99.d64/bf16", "--demote", "--reason", "x")
+    assert code == 2 and "names 0 decisions" in err
+    assert said("decide", "attn", "--demote", "--reason", "x")[0] == 1
 
 
 def test_only_a_candidate_that_passed_parity_can_be_promoted(home: Path, said: Said) -> None:
     made = decided(home)
-    code, _, err = said("promote", str(made.id), "cpp:rmsnrom", "--reason", "x")
+    code, _, err = said("decide", str(made.id), "--promote", "cpp:rmsnrom", "--reason", "x")
     assert code == 2
     assert "did you mean cpp:rmsnorm" in err
-    code, out, _ = said("promote", str(made.id), "cpp:rmsnorm", "--reason", "because", "--json")
+    code, out, _ = said("decide", str(made.id), "--promote", "cpp:rmsnorm", "--reason", "because", "--json")
     assert (code, json.loads(out)["candidate"]) == (0, "cpp:rmsnorm")
     code, out, _ = said("best", "rmsnorm", "--json")
     assert (code, json.loads(out)["state"]) == (0, "baseline"), "without its build the baseline must run"
@@ -658,7 +678,7 @@ def test_an_import_of_an_incomplete_export_changes_nothing(content: str, told: s
     code, out, err = said("import", str(path), "--json")
     assert code == json.loads(out)["error"]["exit_code"] == 2
     assert told in err
-    assert [d["decision_id"] for d in json.loads(said("history", "--json")[1])] == [made.id]
+    assert [d["decision_id"] for d in json.loads(said("explain", "--history", "--json")[1])] == [made.id]
 
 
 def test_an_export_to_a_missing_folder_is_reported_and_makes_no_folders(home: Path, said: Said) -> None:
@@ -681,8 +701,8 @@ def test_without_decisions_verbs_name_the_baseline_and_the_command_to_tune(home:
     assert "autosel tune --op attn" in err
     found = json.loads(said("best", "attn", "--json")[1])
     assert (found["state"], found["decision_id"], found["backend"]) == ("baseline", None, "TORCH")
-    assert "no decisions yet" in said("history")[1]
-    assert json.loads(said("history", "--json")[1]) == []
+    assert "no decisions yet" in said("explain", "--history")[1]
+    assert json.loads(said("explain", "--history", "--json")[1]) == []
     assert said("explain", "--failed")[0] == 0
     code, _, err = said("explain", "attn")
     assert code == 1

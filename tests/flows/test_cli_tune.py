@@ -114,20 +114,20 @@ def test_explain_shows_parity_race_effect_and_how_to_reproduce(home: Path, tuned
 
 def test_a_demotion_by_hand_serves_the_baseline_and_stays_in_the_history(home: Path, tuned: dict[str, Any]) -> None:
     decision = verb(home, "best", "rmsnorm", "--json")
-    demoted = verb(home, "demote", str(decision["decision_id"]), "--reason", "a test", "--json")
+    demoted = verb(home, "decide", str(decision["decision_id"]), "--demote", "--reason", "a test", "--json")
     assert demoted["backend"] == "TORCH"
     assert verb(home, "best", "rmsnorm", "--json")["backend"] == "TORCH"
-    assert verb(home, "history", "rmsnorm", "--json")[0]["reason"] == "a test"
-    back = verb(home, "promote", str(decision["decision_id"]), decision["candidate"], "--reason", "back", "--json")
+    assert verb(home, "explain", "rmsnorm", "--history", "--json")[0]["reason"] == "a test"
+    back = verb(home, "decide", decision["workload"], "--promote", decision["candidate"], "--reason", "back", "--json")
     assert back["candidate"] == decision["candidate"]
 
 
 def test_a_pin_holds_until_it_is_removed(home: Path, tuned: dict[str, Any]) -> None:
     decision = verb(home, "best", "rmsnorm", "--json")
-    pinned = verb(home, "pin", str(decision["decision_id"]), "torch:rmsnorm", "--reason", "freeze", "--json")
+    pinned = verb(home, "decide", "rmsnorm", "--pin", "torch:rmsnorm", "--reason", "freeze", "--json")
     assert pinned["state"] == "pinned"
     assert verb(home, "best", "rmsnorm", "--json")["candidate"] == "torch:rmsnorm"
-    verb(home, "pin", str(pinned["decision_id"]), "--off", "--reason", "thaw", "--json")
+    verb(home, "decide", str(pinned["decision_id"]), "--release", "--reason", "thaw", "--json")
     assert verb(home, "best", "rmsnorm", "--json")["candidate"] == decision["candidate"]
 
 

@@ -283,12 +283,12 @@ def test_verbs_write_through_the_daemon_and_alone_without_it(daemon: Daemon) -> 
         return float(next(x.split()[1] for x in text.splitlines() if x.startswith("autosel_ledger_writes_total")))
 
     before = writes()
-    assert "demoted" in cli(daemon.home, "demote", str(made.id), "--reason", "by hand").stdout
+    assert "demoted" in cli(daemon.home, "decide", str(made.id), "--demote", "--reason", "by hand").stdout
     assert writes() == before + 1
     with daemon.client() as ask:
         assert ask.get(f"/v1/best/attn?workload={ATTN.key}")["state"] == "baseline"
     assert daemon.stop() == 0
-    assert "pinned" in cli(daemon.home, "pin", str(made.id), "--reason", "alone").stdout
+    assert "pinned" in cli(daemon.home, "decide", str(made.id), "--pin", "--reason", "alone").stdout
 
 
 def http_get(daemon: Daemon, path: str) -> bytes:

@@ -120,8 +120,8 @@ def test_a_race_that_the_team_wins_is_a_decision_that_the_next_run_uses_without_
     assert asked == [] and second.mode_key == first.mode_key
     assert any(f"decision {decision.id}: " in note for note in second.notes)
     assert [(w.form, w.taken) for w in second.ways] == [("ops", False), ("torch", False), ("team", True)]
-    for verb in ("best", "explain", "history"):
-        assert run([verb, "step"]) == 0
+    for words in ["best"], ["explain"], ["explain", "--history"]:
+        assert run([*words, "step"]) == 0
         said = capsys.readouterr().out
         assert "promoted" in said or "team" in said, said
     assert run(["best", "step", "--json"]) == 0

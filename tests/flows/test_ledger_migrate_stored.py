@@ -95,7 +95,7 @@ def test_the_original_home_is_not_changed(home: Path) -> None:
 
 
 def test_history_is_unchanged(home: Path) -> None:
-    then, now = earlier.said("history"), verb("history", "--json", "-n", "100", home=home)
+    then, now = earlier.said("history"), verb("explain", "--history", "--json", "-n", "100", home=home)
     then_today = [{**row, "candidate": BASELINES.get(row["candidate"], row["candidate"])} for row in then]
     assert [{name: row[name] for name in SAME} for row in now] == [
         {name: row[name] for name in SAME} for row in then_today
@@ -253,7 +253,7 @@ def test_its_lock_pins_each_decision_or_names_what_is_missing(tmp_path: Path) ->
     path = tmp_path / "autosel.lock"
     shutil.copyfile(earlier.LOCK, path)
     path.chmod(0o644)
-    told = verb("lock", "--file", str(path), "--check", "--json", home=tmp_path / "home", codes=(0, 1))
+    told = verb("export", "--lock", str(path), "--check", "--json", home=tmp_path / "home", codes=(0, 1))
     then = earlier.said("lock")
     assert told["pinned"] == then["pinned"] == 31
     assert all(one["reason"] for one in told["unkept"]) and len(told["unkept"]) <= 31

@@ -61,7 +61,7 @@ def test_the_example_of_the_readme_runs_and_names_the_serving_kernel(home: Path,
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "knobs --fingerprint h200 --explain", "fingerprint h200", "config", "db info"]
+    "line", ["--help", "knobs --fingerprint h200 --explain", "fingerprint h200", "doctor --settings", "db info"]
 )
 def test_cheap_commands_of_the_documentation_run(home: Path, tmp_path: Path, line: str) -> None:
     shown = " ".join(" ".join(p.read_text().split()) for p in (README, *(ROOT / "docs").glob("*.md")))

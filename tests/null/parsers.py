@@ -484,15 +484,12 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 OPTIONS = {
     "knobs": ("--model", "--op", "--dtype", "--batch", "--seq", "--explain", "--json"),
     "best": ("--workload", "--json"),
-    "explain": ("--id", "--json"),
-    "history": ("--limit", "--json"),
-    "promote": ("--reason", "--json"),
-    "demote": ("--reason", "--json"),
-    "pin": ("--reason", "--off", "--json"),
+    "explain": ("--id", "-n", "--history", "--json"),
+    "decide": ("--reason", "--promote", "--pin", "--demote", "--release", "--json"),
     "db": ("--reason", "--json"),
     "import": ("--json",),
-    "config": ("--json",),
 }
+FLAGS = ("--json", "--explain", "--history", "--demote", "--release")
 NEVER_MEASURES = {"tune": ["--device", "none"], "race": ["--model", "nowhere/none"], "knobs": ["--fingerprint", "l4"]}
 
 
@@ -507,8 +504,8 @@ def command_lines(draw: Any) -> list[str]:
         words.append(draw(st.sampled_from(["release", "info", "check", "none"])))
     for _ in range(draw(st.integers(0, 4))):
         option = draw(st.sampled_from(known_options))
-        words += [option] if option in ("--json", "--explain", "--off") else [option, draw(WORDS)]
-    words += draw(st.lists(WORDS, max_size=2)) if verb not in ("config",) else []
+        words += [option] if option in FLAGS else [option, draw(WORDS)]
+    words += draw(st.lists(WORDS, max_size=2))
     return words
 
 

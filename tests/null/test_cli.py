@@ -13,12 +13,13 @@ from typing import Any
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from autosel import settings
 from autosel.cli import figures, output
 from autosel.cli import race as race_verb
 from autosel.cli import tune as tune_verb
-from autosel.cli.main import VERBS, cli, run
+from autosel.cli.main import FORMER, VERBS, cli, run
 from autosel.cli.options import VerbGroup, given_options
 from autosel.cli.output import emit_json, paragraph, report, table
 from autosel.cli.progress import QUIET_S, Progress
@@ -26,6 +27,7 @@ from autosel.cli.serve import _show_coverage
 from autosel.cli.tune import parse_budget, parse_threads
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
 from autosel.models.workloads import Named
+from autosel.ops import OPS
 from autosel.tuning.job import Rejection
 from autosel.tuning.trial import Tried
 from autosel.values import (
@@ -148,10 +150,16 @@ def test_the_overview_names_every_verb_of_this_version_on_one_screen(said: Any) 
         (["tune", "--batch", "0"], "'--batch'", "tune --help"),
         (["tune", "--op", "gemm"], "--op gemm with batch 1", "use gemv"),
         (["tune", "--seq", "many"], "'--seq'", "tune --help"),
-        (["demote", "one", "--reason", "x"], "'DECISION_ID'", "demote --help"),
-        (["demote", "1"], "missing option '--reason'", "demote --help"),
+        (["decide", "one", "--demote", "--reason", "x"], "unknown op 'one'", "known: linear"),
+        (["decide", "1", "--demote"], "missing option '--reason'", "decide --help"),
+        (["decide", "1", "--reason", "x"], "decide what about 1?", "--promote, --demote, --pin and --release"),
+        (["decide", "1", "--demote", "--pin", "--reason", "x"], "decide what about 1?", "name one of"),
+        (["doctor", "--settings", "--ranks"], "mutually exclusive", "name one of them"),
+        (["export", "--check"], "need --lock", "add --lock"),
+        (["export", "--lock", "--bake", "x"], "--lock and --bake are mutually exclusive", "name one of them"),
+        (["export", "--lock", "--frozen"], "--frozen needs a COMMAND", "export --lock --frozen -- python serve.py"),
         (["best"], "missing argument 'OP'", "best --help"),
-        (["explain"], "explain what?", "explain OP, --id N or --failed"),
+        (["explain"], "explain what?", "explain OP, --id N, --history or --failed"),
         (["db", "chek"], "no command 'chek'", "did you mean check?"),
         (["import", "/nonexistent.json"], "cannot read /nonexistent.json", "check the path"),
     ],
@@ -177,10 +185,33 @@ def test_no_verb_at_all_shows_the_overview_and_is_a_usage_error(said: Any) -> No
     assert "Measure:" in out + err
 
 
-def test_a_former_verb_is_answered_with_what_does_the_same_now(said: Any) -> None:
-    code, _, err = said("whatif", "--python", "python")
-    assert code == 2
-    assert "no verb 'whatif'" in err and "autosel tune" in err
+@pytest.mark.parametrize("verb", FORMER)
+def test_a_former_verb_is_answered_with_what_does_the_same_now(verb: str, said: Any) -> None:
+    code, out, err = said(verb, "--json")
+    assert (code, json.loads(out)["error"]["what"]) == (2, f"no verb '{verb}'")
+    assert f"use autosel {FORMER[verb]}" in err
+    command = cli.get_command(click.Context(cli), FORMER[verb].split()[0])
+    options = {o for p in command.params for o in p.opts}  # type: ignore[union-attr]
+    assert {word for word in FORMER[verb].split() if word.startswith("-")} <= options
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("autosel ex", {"explain", "export"}),
+        ("autosel explain at", {"attn"}),
+        ("autosel tune --op ", {*OPS, "gemv", "gemm", "step"}),
+        ("autosel run --model qwen3-1", {"qwen3-1.7b"}),
+        ("autosel fingerprint c", {"cpu", "cuda"}),
+        ("autosel knobs --fingerprint h2", {"h200"}),
+        ("autosel decide attn --pi", {"--pin"}),
+        ("autosel nothing at", set()),
+    ],
+)
+def test_the_shell_completes_verbs_options_ops_models_and_devices(words: str, names: set[str]) -> None:
+    _, *given, last = words.split(" ")
+    found = ShellComplete(cli, {}, "autosel", "_AUTOSEL_COMPLETE").get_completions(given, last)
+    assert {item.value for item in found} == names
 
 
 def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +219,11 @@ def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monke
         raise ZeroDivisionError("seven")
 
     monkeypatch.setattr(settings, "unknown_variables", broken)
-    code, out, err = said("config", "--json")  # the fault comes after the document, which stays the only one
+    code, out, err = said(
+        "doctor", "--settings", "--json"
+    )  # the fault comes after the document, which stays the only one
     assert (code, len(out.splitlines())) == (0, 1)
-    code, _, err = said("config")
+    code, _, err = said("doctor", "--settings")
     assert code == 1
     assert "this is a bug in autosel" in err
     assert str(home / "crash.log") in err
@@ -205,7 +238,7 @@ def test_running_out_of_memory_is_not_a_bug_for_any_type_of_error(said: Any, mon
             raise error
 
         monkeypatch.setattr(settings, "unknown_variables", exhausted)
-        code, _, err = said("config")
+        code, _, err = said("doctor", "--settings")
         assert code == 1 and "not enough memory" in err and "99 bytes" in err and "smaller model" in err
         assert "bug" not in err and "Exception raised" not in err
 
@@ -215,7 +248,7 @@ def test_ctrl_c_anywhere_exits_with_130_and_no_error(said: Any, monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(settings, "unknown_variables", interrupted)
-    code, _, err = said("config")
+    code, _, err = said("doctor", "--settings")
     assert (code, err.strip()) == (130, "stopped")
 
 
@@ -240,7 +273,7 @@ def test_an_invalid_variable_is_named_with_its_allowed_values(
 ) -> None:
     monkeypatch.setenv(name, value)
     settings.read.cache_clear()
-    code, out, err = said("config")
+    code, out, err = said("doctor", "--settings")
     assert (code, out) == (2, "")
     assert f"{name}: {name.removeprefix('AUTOSEL_').lower()} = '{value}'" in err
     assert len(err.splitlines()) >= 2, "and why"
@@ -264,7 +297,7 @@ def test_a_home_that_cannot_be_a_folder_is_named_with_the_reason(
     (home / "link").symlink_to("nowhere")
     monkeypatch.setenv("AUTOSEL_HOME", value.format(home=home))
     settings.read.cache_clear()
-    code, out, err = said("config")
+    code, out, err = said("doctor", "--settings")
     assert (code, out) == (2, "")
     assert err.startswith("error: AUTOSEL_HOME = '")
     assert told.format(home=home) in " ".join(err.split())
@@ -275,7 +308,7 @@ def test_an_empty_value_is_valid_if_the_default_is_empty(said: Any, monkeypatch:
     monkeypatch.setenv("AUTOSEL_ALLOW", "")
     monkeypatch.setenv("AUTOSEL_CXX", "")
     settings.read.cache_clear()
-    found = json.loads(said("config", "--json")[1])
+    found = json.loads(said("doctor", "--settings", "--json")[1])
     assert found["allow"] == found["cxx"] == {"value": "", "origin": "environment"}
 
 
@@ -296,7 +329,7 @@ def test_a_broken_settings_file_is_named_and_help_and_doctor_still_work(
 ) -> None:
     (home / "config.toml").write_text(text)
     settings.read.cache_clear()
-    code, _, err = said("config")
+    code, _, err = said("doctor", "--settings")
     assert code == 2
     assert str(home / "config.toml") in err
     assert told in err
@@ -311,11 +344,11 @@ def test_every_setting_is_shown_with_its_origin(said: Any, home: Path, monkeypat
     monkeypatch.setenv("AUTOSEL_EFFORT", "full")
     monkeypatch.setenv("AUTOSEL_EFORT", "full")
     settings.read.cache_clear()
-    found = json.loads(said("config", "--json")[1])
+    found = json.loads(said("doctor", "--settings", "--json")[1])
     assert found["effort"] == {"value": "full", "origin": "environment"}
     assert found["budget"] == {"value": 30.0, "origin": str(home / "config.toml")}
     assert found["disable"] == {"value": False, "origin": "default"}
-    _, out, err = said("config")
+    _, out, err = said("doctor", "--settings")
     assert all(s.variable in out for s in settings.SETTINGS)
     assert "AUTOSEL_EFORT is not a setting" in err
 
@@ -383,12 +416,12 @@ def test_python_m_autosel_is_the_command_and_is_used_in_fixes(tmp_path: Path) ->
             [sys.executable, "-m", "autosel", *words], cwd=tmp_path, env=variables, capture_output=True, text=True
         )
 
-    shown = call("config", "--json")
+    shown = call("doctor", "--settings", "--json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)
-    wrong = call("config", "--nothing")
+    wrong = call("doctor", "--zzzzzzzzz")
     assert wrong.returncode == 2
-    assert "python -m autosel config --help" in wrong.stderr
+    assert "python -m autosel doctor --help" in wrong.stderr
 
 
 def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> None:
@@ -396,10 +429,10 @@ def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> 
         return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
 
     me = f"{sys.executable} -m autosel.cli.main"
-    gone = shell(f"set -o pipefail; {me} config | true")
+    gone = shell(f"set -o pipefail; {me} doctor --settings | true")
     assert "Traceback" not in gone.stderr
     assert "BrokenPipe" not in gone.stderr
-    full = shell(f"{me} config > /dev/full")
+    full = shell(f"{me} doctor --settings > /dev/full")
     assert full.returncode == 1
     assert "No space left on device" in full.stderr
     assert "Traceback" not in full.stderr
@@ -407,7 +440,7 @@ def test_a_reader_that_goes_away_and_a_full_disk_behind_stdout_are_handled() -> 
 
 def test_a_stream_that_cannot_encode_a_character_still_gets_the_text() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "autosel.cli.main", "config"],
+        [sys.executable, "-m", "autosel.cli.main", "doctor", "--settings"],
         cwd=ROOT,
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii", "AUTOSEL_CXX": "/opt/größer/g++"},

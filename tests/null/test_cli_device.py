@@ -168,10 +168,10 @@ def test_every_verb_that_measures_or_derives_has_the_same_default_device(verb: s
     assert command.make_context(verb, needed.get(verb, [])).params["device"] == "cuda"
 
 
-def test_start_tunes_the_gpu(with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_names_the_gpu_that_it_tunes(with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(tune, "report_on", lambda request, *_, **__: asked.append(request.device))
-    code, _, err = said("start", "--model", "llama-1b")
+    code, _, err = said("tune", "--model", "llama-1b")
     assert (code, asked) == (0, ["cuda"])
     assert "H200" in err and "not used" not in err
 
@@ -222,10 +222,12 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
 def test_history_names_the_device_if_there_are_several(
     on_both: tuple[Decision, Decision], cpu_alone: None, said: Said
 ) -> None:
-    out = said("history")[1]
+    out = said("explain", "--history")[1]
     assert f"{W.bucket} on {H200.name}" in out and f"{W.bucket} on {devices.this_device().name}" in out
-    assert [d["hw_id"] for d in json.loads(said("history", "--json")[1])] == [d.hw_id for d in reversed(on_both)]
-    assert f"{W.bucket} on " not in said("history", "-n", "1")[1]
+    assert [d["hw_id"] for d in json.loads(said("explain", "--history", "--json")[1])] == [
+        d.hw_id for d in reversed(on_both)
+    ]
+    assert f"{W.bucket} on " not in said("explain", "--history", "-n", "1")[1]
 
 
 def test_failures_and_quarantines_are_shown_for_one_device(with_gpu: None, said: Said) -> None:

@@ -45,7 +45,7 @@ main(sys.argv[2:])
         ("matplotlib", "plots", "sweep --report page"),
         ("cryptography", "sign", "export --sign bundle.json"),
         ("ray", "ray", "tune --ray local:1"),
-        ("psycopg", "fleet", "history"),
+        ("psycopg", "fleet", "explain --history"),
     ],
 )
 def test_a_verb_names_its_missing_package_the_extra_and_the_command_to_install_it(

@@ -84,13 +84,13 @@ def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None
     assert re.search(
         rf"measured 20\d\d-\d\d-\d\d \d\d:\d\d UTC, memory read at 38 GB/s, {TOLD}", said("explain", "attn")
     )
-    history = said("history", "attn")
+    history = said("explain", "attn", "--history")
     assert "2.0x ≥1.90*" in history and TOLD in history
 
 
 def test_results_of_a_quiet_machine_have_no_mark(recorded: Record, said: Said) -> None:
     recorded(QUIET)
-    for words in (("best", "attn"), ("explain", "attn"), ("history", "attn")):
+    for words in (("best", "attn"), ("explain", "attn"), ("explain", "attn", "--history")):
         assert "other work" not in said(*words) and "*" not in said(*words)
     assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
 

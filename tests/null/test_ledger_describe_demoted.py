@@ -80,7 +80,7 @@ def test_the_verbs_show_it_as_demoted(decisions: tuple[Decision, Decision], said
     assert not any(f" {name} " in explained for name in ("effect", "limit", "tail"))
     evidence = json.loads(said("explain", ATTN.op, "--json"))[0]
     assert evidence["verdict"] is None and evidence["history"]["winner"] == CPP.candidate
-    newest = json.loads(said("history", "--json"))[0]
+    newest = json.loads(said("explain", "--history", "--json"))[0]
     assert newest["state"] == "demoted" and newest["speedup"] is None
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         for path, text in files.items():
             wheel.writestr(path, text)
     return name
+build_wheel = build_editable
 """
 ECHO = """\
 import json, os, sys
@@ -187,12 +189,24 @@ def test_a_second_start_only_runs_the_command(made):
     assert {p.name: p.stat().st_mtime_ns for p in (checkout / ".venv").iterdir()} == before
 
 
-def test_without_a_verb_it_runs_start_and_shows_the_environment(made):
+def test_without_a_verb_it_tunes_and_shows_the_environment(made):
     checkout, _ = made
     started = run(checkout)
-    assert json.loads(started.stdout)["arguments"] == ["start"]
-    assert started.stderr.startswith("[1/3] environment   python 3.")
+    assert json.loads(started.stdout)["arguments"] == ["tune"]
+    assert started.stderr.startswith("environment   python 3.")
     assert all(len(line) <= 80 for line in started.stderr.splitlines())
+
+
+def test_wheel_prints_a_line_that_installs_the_wheel(made, tmp_path):
+    checkout, _ = made
+    told = run(checkout, "wheel")
+    assert told.returncode == 0, told.stderr
+    pip, command, *words = shlex.split(told.stdout)
+    assert (pip, command, Path(words[0]).parent) == ("pip", "install", checkout / "dist")
+    install = [str(checkout / ".venv" / "bin" / "python"), "-m", "pip", command, "--target", str(tmp_path), *words]
+    done = subprocess.run(install, env=offline(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "autosel_kernels-0.dist-info").is_dir()
 
 
 def test_without_a_compiler_it_warns_and_continues(made):
@@ -860,6 +874,7 @@ def test_torch_is_read_without_being_imported(script):
         (["setup", "hff"], "unknown extra 'hff'"),
         (["--reuse-torch=1", "setup"], "takes no value"),
         (["test", "--tier", "null,newest"], "--tier newest runs alone"),
+        (["wheel", "dist"], "wheel takes no 'dist'"),
     ],
 )
 def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
@@ -880,6 +895,7 @@ def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
         (["setup", "--help"], "usage: ./run [OPTION ...] setup [EXTRA ...]"),
         (["setup", "hf", "--help"], "--reuse-torch"),
         (["docs", "--help"], "--build"),
+        (["wheel", "--help"], "dist/"),
     ],
 )
 def test_help_needs_no_environment_and_does_not_change_one(tmp_path, words, says):
