@@ -104,7 +104,7 @@ def race_command(
     dtype: DTypeName | None,
     batch: int,
     seq: int,
-    weight_format: str,
+    weight_format: str | None,
     shapes: Sequence[str],
     device: str,
     target_device: str,
@@ -129,7 +129,7 @@ def race_command(
 
     shape_ = models.stored_as(models.load(model), weight_format)
     named = (
-        _shaped(op, shapes, dtype or shape_.dtype, weight_format)
+        _shaped(op, shapes, dtype or shape_.dtype, weight_format or PLAIN)
         if shapes
         else step(shape_, batch=batch, context=seq, dtype=dtype, ops=[op])
     )
