@@ -97,6 +97,7 @@ class OpRow:
     off: int  # demoted or quarantined
     last: Decision
     contended: int = 0  # timed beside other work
+    unseen: int = 0  # timed while nobody observed other work
     read: tuple[float, float] | None = None  # lowest and highest read rate of memory during these races
     measured: tuple[str, str] | None = None  # first and last time of these races
 
@@ -133,6 +134,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
         read=(min(read), max(read)) if read else None,
         measured=(min(times), max(times)) if times else None,
         contended=sum(bool(contended(d)) for d in decisions if view.won(d) is not None),
+        unseen=sum(v.conditions is None for v in won),
         stale=len(stale),
         again=len(again),
         off=sum(d.state not in SERVING for d in decisions),
