@@ -13,7 +13,7 @@ function layout(height, more) {
   const axis = { gridcolor: colour("--rule"), linecolor: colour("--rule"), zeroline: false, tickfont: { size: 11 } };
   return {
     height,
-    margin: { l: 62, r: 14, t: 10, b: 42 },
+    margin: { l: 76, r: 14, t: 10, b: 42 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("--ink") },
@@ -84,7 +84,7 @@ function times(data, height) {
     traces.push({ x: data.roofline.x, y: data.roofline.y, name: "roofline: the operands, read once", mode: data.roofline.x.length > 1 ? "lines" : "markers", line: { color: colour("--ink"), width: 2.2 }, marker: { symbol: "line-ew-open", size: 24, color: colour("--ink") }, hovertemplate: "roofline at %{x}: %{y:.4g} us<extra></extra>" });
   }
   const marks = data.crossovers.map((c) => ({ type: "line", x0: c.x, x1: c.x, yref: "paper", y0: 0, y1: 1, line: { color: colour("--accent"), width: 1, dash: "dash" } }));
-  const notes = data.crossovers.map((c) => ({ x: Math.log10(c.x), y: 1, yref: "paper", yanchor: "top", xanchor: "left", text: ` ${c.to} ${c.where}`, showarrow: false, font: { size: 11, color: colour("--accent") } }));
+  const notes = data.crossovers.map((c, i) => ({ x: Math.log10(c.x), y: 1 - 0.05 * (i % 6), yref: "paper", yanchor: "top", xanchor: "left", text: ` ${c.to}`, showarrow: false, font: { size: 11, color: colour("--accent") } }));
   const sizes = powers(Math.min(...xs), Math.max(...xs));
   const ys = [...data.series.flatMap((s) => [...s.lo, ...s.hi]), ...(data.roofline ? data.roofline.y : [])];
   return [traces, layout(height, {
