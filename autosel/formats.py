@@ -93,6 +93,7 @@ class WeightFormat:
 
 
 NIBBLES = Part(name="codes", dtype="uint8", per=128, count=64)  # codes of 4 bits; a row is whole lines of 64 bytes
+OCTETS = Part(name="codes", dtype="int8")
 
 
 def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
@@ -115,9 +116,11 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"),
         _scaled_rows("int8-row", "int8", "int8"),
         _scaled_groups("int4-g32", NIBBLES, 4, 32),
+        _scaled_groups("int4-g64", NIBBLES, 4, 64),
         _scaled_groups("int4-g128", NIBBLES, 4, 128),
+        _scaled_groups("int8-g128", OCTETS, 8, 128),
         _scaled_groups("q4_0", NIBBLES, 4, 32, "fp16"),
-        _scaled_groups("q8_0", Part(name="codes", dtype="int8"), 8, 32, "fp16"),
+        _scaled_groups("q8_0", OCTETS, 8, 32, "fp16"),
     )
 }
 

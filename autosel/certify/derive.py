@@ -153,14 +153,16 @@ def proven(made: Measured) -> bool:
     return all(o.parity is not None for o in made.per_op.values() if o.baseline not in ("", o.candidate))
 
 
-def lossy(dtype: str, weight: str = PLAIN, weights: str = "random") -> str:
+def lossy(dtype: str, weight: str = PLAIN, weights: str = "random", stored: str = PLAIN) -> str:
     """Name what loses quality that a text could show, or return "".
 
-    Lossy are arithmetic in fewer than 16 bits, and weights rounded to a format. Random weights have no text to lose.
+    Lossy are arithmetic in fewer than 16 bits, and weights rounded to a format. Random weights have no text to lose,
+    and weights that the checkpoint itself stores in the format (`stored`) are not rounded.
     """
     if dtype.startswith(("fp8", "fp4", "int8", "int4", "nf4")):
         return dtype
-    return weight if weights != "random" and not find_weight_format(weight).exact else ""
+    rounded = weights != "random" and weight != stored and not find_weight_format(weight).exact
+    return weight if rounded else ""
 
 
 def saved(made: Measured) -> int:
@@ -173,13 +175,19 @@ def saved(made: Measured) -> int:
 
 def embedding_bytes(made: Measured) -> int:
     """Return the bytes of the input embedding's rows, of which a prompt reads only a part."""
-    return find_weight_format(weight_format(made)).nbytes(made.dtype, made.shape.V, made.shape.d)
+    table = str((made.architecture or {}).get("table") or weight_format(made))
+    return find_weight_format(table).nbytes(made.dtype, made.shape.V, made.shape.d)
 
 
 def arithmetic(made: Measured) -> str:
     """Name the dtype, with the format of the weights if they have one: `bf16`, `bf16 with int8-row weights`."""
     weight = weight_format(made)
     return made.dtype if weight == PLAIN else f"{made.dtype} with {weight} weights"
+
+
+def stored_format(made: Measured) -> str:
+    """Return the name of the format that the checkpoint itself stores the matrices in."""
+    return str((made.architecture or {}).get("stored", PLAIN))
 
 
 def weight_format(made: Measured) -> str:

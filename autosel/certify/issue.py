@@ -39,7 +39,9 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
     Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic without a scored text.
     """
     plan = run.plan
-    refuse_unjudged(lossy(plan.dtype, plan.shape.weight, plan.weights), judged=run.quality is not None)
+    refuse_unjudged(
+        lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored), judged=run.quality is not None
+    )
     stated = measured(run, grounds, request)
     made = Certificate.of(stated, derive(stated))
     for name, found in physics(made).items():

@@ -23,7 +23,7 @@ from typing import Any
 from autosel.certify import device, model, sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name, values
-from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved, weight_format
+from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved, stored_format, weight_format
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
@@ -254,7 +254,7 @@ def _unserved(made: Certificate) -> str:
 def _unjudged(made: Certificate) -> str:
     """Check the scored text: figures that a scoring can give, and a text for a lossy run."""
     if made.quality is None:
-        lost = lossy(made.dtype, weight_format(made), made.weights)
+        lost = lossy(made.dtype, weight_format(made), made.weights, stored_format(made))
         return f"quality: {lost} is lossy, but no text was scored" if lost else ""
     stated = dict(made.quality)
     flagged = stated.pop("suspect", None)

@@ -120,6 +120,7 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
     traits |= {"sliding": shape.sliding_layers, "window": shape.window} if shape.window else {}
     traits |= {name: True for name in ("qk_norm", "sandwich") if getattr(shape, name)}
     traits |= {"weight": shape.weight} if shape.weight != PLAIN else {}
+    traits |= {"table": shape.table} if shape.table else {}
     return Workload(
         op=WHOLE_STEP,
         dims=(*sizes.items(), ("D", shape.D), ("V", shape.V), ("L", context)),

@@ -73,6 +73,19 @@ class Tensors:
         except OSError as error:
             raise BadConfig(f"{entry.file} cannot be read", why=error.strerror or str(error)) from error
 
+    def read_raw(self, name: str, out: Tensor) -> None:
+        """Read a tensor's bytes, as they are, into one of the same size. Raises BadConfig."""
+        entry = self.entries[name]
+        try:
+            with files.opened(entry.file) as file:
+                file.seek(entry.start)
+                data = file.read(entry.size)
+        except OSError as error:
+            raise BadConfig(f"{entry.file} cannot be read", why=error.strerror or str(error)) from error
+        if len(data) != entry.size or out.nbytes != entry.size:
+            raise BadConfig(f"{entry.file} ended while {name} was read", todo="fetch the checkpoint again")
+        out.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
     def _refuse(self, name: str, entry: Entry, out: Tensor) -> None:
         if entry.dtype not in DTYPES:
             raise BadConfig(

@@ -89,6 +89,8 @@ def supports(plan: Plan) -> Support:
         return Rejected(reason=plan.not_whole)
     if plan.shape.weight not in WEIGHTS:
         return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; these are {plan.shape.weight}")
+    if plan.shape.table not in ("", PLAIN, plan.shape.weight):
+        return Rejected(reason=f"the team reads one format of codes; embedding and head are {plan.shape.table}")
     if plan.batch > MOST_ROWS:
         return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
     if find_compiler() is None:

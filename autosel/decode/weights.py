@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import cache_bytes
+from autosel.decode.compressed import PACKED, open_compressed
 from autosel.decode.gguf import ReadCodes, open_gguf
 from autosel.decode.pages import Arena, padded
 from autosel.decode.passes import activation_bytes
@@ -22,8 +23,8 @@ from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import open_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import machine
-from autosel.formats import find_weight_format
-from autosel.models import is_gguf
+from autosel.formats import WeightFormat, find_weight_format
+from autosel.models import is_gguf, load
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
 from autosel.ops.eager_stored import held_bytes
@@ -158,22 +159,33 @@ def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
 
 
 def _opened(path: Path) -> Source:
-    return open_gguf(path) if is_gguf(path) else open_folder(path)
+    if is_gguf(path):
+        return open_gguf(path)
+    found = open_folder(path)
+    if not any(name.endswith(PACKED) for name in found.entries):
+        return found
+    return open_compressed(found, load(path).weight)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
-    return sum(padded(part) for _, size in _tensors(shape) for part in _part_bytes(shape, dtype, size))
+    return sum(padded(part) for name, size in _tensors(shape) for part in _part_bytes(shape, dtype, name, size))
 
 
-def _part_bytes(shape: ModelShape, dtype: DTypeName, size: tuple[int, ...]) -> list[int]:
+def _format(shape: ModelShape, name: str) -> WeightFormat:
+    """Return the format of a matrix: tables (embedding and output head) may have another one than layers."""
+    table = name in ("embedding", "head")
+    return find_weight_format((shape.table if table else "") or shape.weight)
+
+
+def _part_bytes(shape: ModelShape, dtype: DTypeName, name: str, size: tuple[int, ...]) -> list[int]:
     """Return the bytes of each tensor of a weight: the codes and the scales of a matrix in a format."""
     if len(size) < 2:
         return [math.prod(size) * DTYPE_BYTES[dtype]]
     n, k = size
-    return [part.nbytes(dtype, n, k) for part in find_weight_format(shape.weight).parts]
+    return [part.nbytes(dtype, n, k) for part in _format(shape, name).parts]
 
 
 def memory_need(plan: Plan) -> int:
@@ -191,9 +203,9 @@ def memory_need(plan: Plan) -> int:
 
 def baseline_bytes(plan: Plan) -> int:
     """Return the memory of the baseline's own form of weights in groups (ops/eager_stored.py)."""
-    format_, tied = find_weight_format(plan.shape.weight), plan.shape.tied
-    sizes = (size for name, size in _tensors(plan.shape) if len(size) == 2 and (tied or name != "embedding"))
-    return sum(held_bytes(format_, plan.dtype, *size) for size in sizes)
+    shape = plan.shape
+    found = [(n, size) for n, size in _tensors(shape) if len(size) == 2 and (shape.tied or n != "embedding")]
+    return sum(held_bytes(_format(shape, name), plan.dtype, *size) for name, size in found)
 
 
 def reference_bytes(plan: Plan) -> int:
@@ -288,7 +300,7 @@ class _Builder:
 
     def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
         """Return a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
-        format_ = find_weight_format(self.shape.weight)
+        format_ = _format(self.shape, name)
         if format_.plain or len(size) < 2:
             out = self.arena.tensor(size, self.dtype)
             self.fill(name, out)

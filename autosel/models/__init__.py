@@ -58,8 +58,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def stored_as(shape: ModelShape, format: str | None) -> ModelShape:
-    """Return the model with its matrices in another format; None leaves them as they are stored."""
-    return shape if format is None else replace(shape, weight=format)
+    """Return the model with all its matrices in another format; None, or their own, leaves them as they are stored."""
+    return shape if format in (None, shape.weight) else replace(shape, weight=format, table="")
 
 
 def weights_note(name_or_path: str, format: str, dtype: str) -> str:

@@ -8,13 +8,16 @@ checkpoints; sizes may not. Each refusal names file, field, value, and the fix.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from autosel import files
 from autosel.errors import BadConfig
+from autosel.formats import PLAIN
 from autosel.models.fields import Fields, shown
 from autosel.models.presets import every_sixth_full
+from autosel.models.quantised import weight_format
 from autosel.models.shape import Activation, Family, LayerType, ModelShape, Rope, RopeKind
 from autosel.values import DTypeName, parse_json
 
@@ -93,7 +96,9 @@ def read_config(path: Path) -> ModelShape:
         raise BadConfig(f"{path}: text_config is {shown(nested)}", why="it must be an object")
     fields = Fields(path=path, data={**data, **nested} if nested else data, defaults=DEFAULTS[family])
     _refuse_unsupported(fields, data)
-    return _shape(fields, family, path)
+    weight = weight_format(fields, fields.data.get("quantization_config") or data.get("quantization_config"))
+    shape = _shape(fields, family, path)
+    return shape if weight == PLAIN else replace(shape, weight=weight, table=PLAIN, stored=weight)
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -143,14 +148,6 @@ def _family(path: Path, data: Mapping[str, Any]) -> Family:
 
 def _refuse_unsupported(fields: Fields, top: Mapping[str, Any]) -> None:
     """Refuse settings that would change the layers from the ones listed."""
-    quantised = fields.data.get("quantization_config") or top.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
-        raise BadConfig(
-            f"{fields.path}: quantization_config {method}".rstrip(),
-            why="quantised weights are a different workload, not bf16 at lower cost",
-            todo="name the unquantised checkpoint",
-        )
     for name in EXPERT_FIELDS:
         if fields.data.get(name):
             fields.refuse(name, "mixture-of-experts layers have no op yet")

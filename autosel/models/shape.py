@@ -99,6 +99,8 @@ class ModelShape:
     attn_scale: float = 0.0
     embedding_scale: float = 1.0
     weight: str = field(default=PLAIN, metadata=LATER)  # the format that its matrices are stored in
+    table: str = field(default="", metadata=LATER)  # the format of embedding and output head, if another
+    stored: str = field(default=PLAIN, metadata=LATER)  # the format that the checkpoint itself has for `weight`
 
     def __post_init__(self) -> None:
         assert self.Hq % self.Hkv == 0
@@ -146,7 +148,7 @@ class ModelShape:
 
     def embedded_bytes(self, rows: int, dtype: DTypeName | None = None) -> int:
         """Return the bytes of so many rows of the embedding."""
-        return find_weight_format(self.weight).nbytes(dtype or self.dtype, rows, self.d)
+        return find_weight_format(self.table or self.weight).nbytes(dtype or self.dtype, rows, self.d)
 
     def _embedding_bytes(self, dtype: DTypeName | None) -> int:
         return self.embedded_bytes(self.V, dtype)

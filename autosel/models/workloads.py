@@ -93,7 +93,8 @@ def step(
     are listed only when named. `weight` and `cache` name the formats of weights and of keys and values. No workload
     appears twice. Raises UsageError, UnknownName.
     """
-    weight = weight if weight != PLAIN else model.weight
+    model = model if weight == PLAIN else replace(model, weight=weight, table="")
+    weight = model.weight
     find_weight_format(weight), find_cache_format(cache)
     _check("batch", batch, BATCH_LIMIT)
     _check("context", context, CONTEXT_LIMIT)
@@ -185,6 +186,7 @@ class _Lister:
     ) -> None:
         self.model, self.batch, self.context, self.dtype = model, batch, context, dtype
         self.formats = {"weight": weight, "cache": cache}
+        self.table = model.table or weight
 
     def step(self) -> Iterator[Named]:
         m, layers, norm = self.model, self.model.layers, self._offset()
@@ -299,9 +301,10 @@ class _Lister:
 
     def _named(self, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar) -> Named:
         for trait, ops in (("weight", WEIGHT_OPS), ("cache", CACHE_OPS)):
-            if op in ops and self.formats[trait] != PLAIN:
-                traits[trait] = self.formats[trait]
-                label = f"{label} {self.formats[trait]}"
+            name = self.table if op == "lm_head" and trait == "weight" else self.formats[trait]
+            if op in ops and name != PLAIN:
+                traits[trait] = name
+                label = f"{label} {name}"
         w = Workload(op=op, dims=tuple(dims.items()), dtype=self.dtype, traits=tuple(traits.items()))
         return Named(workload=w, label=label, calls_per_step=calls, chain=chain)
 

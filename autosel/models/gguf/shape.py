@@ -36,7 +36,7 @@ def gguf_shape(file: GgufFile) -> ModelShape:
     name = _architecture(file)
     fields = _fields(file, name)
     _refuse_unsupported(fields)
-    shape = replace(_shape(file, fields, FAMILIES[name]), weight=file.uniform())
+    shape = replace(_shape(file, fields, FAMILIES[name]), weight=file.uniform(), stored=file.uniform())
     refuse_too_large(shape, file.path)
     return shape
 

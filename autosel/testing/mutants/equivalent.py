@@ -20,6 +20,8 @@ SOURCE_REASONS: Mapping[str, str] = {
     ),
     "cpu/attn_prefill.cpp: for (int64_t r = 0; r < kQueries; ++r) m[r] = -INFINITY, l[r] = 0; "
     "| constant: 0 to (0 + 1) #2": "the first key scales the sum so far by exp(-inf), which is 0",
+    "cpu/gemv_coded.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
+    "| narrowed: int64_t to int16_t": "`i` is a row of x, of which the kernel takes at most 32",
     "cpu/lm_head_coded.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
     "| narrowed: int64_t to int16_t #3": "`count` is at most a strip, two vectors",
     "cpu/lm_head_packed.cpp: [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) { "
