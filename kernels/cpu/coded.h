@@ -330,7 +330,7 @@ template <class T> struct CodedColumns {
   const Coded* w;
   const Wide<T>* panel;
   Groups groups;
-  int64_t rows;
+  int64_t rows = 1;
   CodedBlock<T> several[2], one[2];  // for the larger groups and the smaller ones
 
   CodedColumns() = default;

@@ -22,6 +22,20 @@ SOURCE_REASONS: Mapping[str, str] = {
     "| constant: 0 to (0 + 1) #2": "the first key scales the sum so far by exp(-inf), which is 0",
     "cpu/gemv_coded.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
     "| narrowed: int64_t to int16_t": "`i` is a row of x, of which the kernel takes at most 32",
+    'cpu/gate_up_coded.cpp: auto gate = coded_matrix(gate_codes, gate_scales, "w_gate", -1, from.columns); '
+    "| constant: 1 to (1 + 1)": "an argument of a check, where any negative number of rows means any number",
+    "cpu/coded.h: rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 "
+    "? 2 : 1; | deleted: rows = together >= 4 && groups.rows <... to (void)0": (
+        "rows of weights are processed one by one: slower, the same sums"
+    ),
+    "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; "
+    "| branch left out: n + taken < to to false": "other lines are prefetched: slower, the same sums",
+    # On AVX2, which has two groups for seven and eight rows, it would be wrong.
+    "cpu/coded.h: for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) { "
+    "| relation: < to <=": "AVX-512 has one group of rows: a kernel for a second one is looked up and not used",
+    "cpu/dot.h: for (int64_t i = 0; i < m; ++i) { | narrowed: int64_t to int16_t": (
+        "`i` is a row of x, of which a pass takes at most eight"
+    ),
     "cpu/lm_head_coded.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
     "| narrowed: int64_t to int16_t #3": "`count` is at most a strip, two vectors",
     "cpu/lm_head_packed.cpp: [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) { "
