@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -28,22 +27,15 @@ from benchmarks.bench_regret import (
     MOST_SETTINGS,
     WAYS,
     Cell,
-    _named,
     cells,
     changed_since,
-    geomean,
-    ignored,
     is_legal,
     kernel,
-    refusing,
     routed,
     settings,
-    sources_of,
-    summary,
 )
 from benchmarks.gpu import decode
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.instrument import others_share
 from benchmarks.gpu.scope import scope_of
 from benchmarks.halving import final, held_out, interval, nominate
 
@@ -65,25 +57,6 @@ def test_equal_settings_have_no_regret_despite_the_minimum() -> None:
     honest = [held_out(d, "closed", RIVALS) for d in drawn]
     assert statistics.fmean(naive) > 0.01
     assert abs(statistics.fmean(honest)) < 0.003
-
-
-def test_a_real_regret_is_found_at_its_size() -> None:
-    rng = Random(2)
-    found = [held_out(rounds(rng, c=80.0), "closed", RIVALS) for _ in range(50)]
-    assert statistics.fmean(found) == pytest.approx(0.25, abs=0.01)
-
-
-def test_the_interval_covers_the_truth() -> None:
-    rng = Random(3)
-    covered = 0
-    for _ in range(40):
-        low, high = interval(rounds(rng, c=90.0), "closed", RIVALS, rng)
-        covered += low <= 1 / 0.9 - 1 <= high
-    assert covered >= 34
-
-
-def test_the_regret_is_zero_if_the_closed_form_is_best() -> None:
-    assert held_out(rounds(Random(4), closed=50.0), "closed", RIVALS) == 0.0
 
 
 # --- a whole cell, on a simulated machine ----------------------------------------------------------------------------
@@ -145,76 +118,6 @@ def test_the_one_good_setting_of_two_hundred_is_found() -> None:
         assert low <= 0.25 <= high or high - low < 0.04
 
 
-def test_stopping_when_the_interval_is_narrow_keeps_its_confidence() -> None:
-    covered = 0
-    for seed in range(40):
-        _, low, high = judged(Machine(equal(4, s2=3800.0), seed, noise=0.015))
-        covered += low - 0.002 <= 4000 / 3800 - 1 <= high + 0.002
-    assert covered >= 34
-
-
-def test_a_cell_without_noise_ends_early_and_a_noisy_one_on_time() -> None:
-    sharp, blurred = Machine(equal(8), 1, noise=0.001), Machine(equal(8), 1, noise=0.1)
-    judged(sharp)
-    judged(blurred)
-    assert sharp.clock_s < 4.0
-    assert 8.0 < blurred.clock_s < 10.0
-
-
-def test_slow_settings_do_not_make_a_cell_endless() -> None:
-    """Sweep 128 settings of 30 and 60 ms, where visiting each once would take 12 s; two changes combined are best."""
-    grid = [dict(zip("tabc", values, strict=True)) for values in itertools.product((2, 1), *[range(4)] * 3)]
-    named = {"".join(map(str, setting.values())): setting for setting in grid}
-    gain = {(1, 1): 0.95, (1, 0): 0.98, (0, 1): 0.98}
-    truth = {n: 60_000.0 / s["t"] * gain.get((s["a"], s["b"]), 1.0) for n, s in named.items()}
-    truth["closed"] = truth.pop("2000")
-    given = named.pop("2000")
-    machine = Machine(truth, 3, noise=0.01)
-    swept = nominate(machine, "closed", named, given, seconds=6.4, rng=Random(5))
-    assert swept.left_out == 64
-    assert machine.clock_s < 9.0
-    assert any(name.startswith("211") for name in swept.nominees)
-
-
-def test_readings_next_to_other_work_do_not_count() -> None:
-    regret, _, _ = judged(Machine(equal(2), 1, noise=0.005, busy_s=1.7))
-    assert regret == pytest.approx(0.0, abs=0.01)
-
-
-def test_a_machine_that_is_never_quiet_gives_no_figure() -> None:
-    machine = Machine(equal(2), 1, busy_s=3.0)
-    assert final(machine, ["closed", "s0"], "closed", ["closed", "s0"], seconds=2.0, rng=Random(1))["closed"] == []
-
-
-def test_a_setting_that_only_changes_together_with_others_stays_in_the_sweep() -> None:
-    truth = {"closed": 30_000.0, "a1": 90_000.0, **{f"b{i}c1": 29_000.0 for i in range(100)}}
-    rivals = {"a1": {"a": 1, "b": 0, "c": 0}, **{f"b{i}c1": {"a": 0, "b": i, "c": 1} for i in range(100)}}
-    rivals["b0c1"] = {"a": 0, "b": 200, "c": 1}
-    swept = nominate(Machine(truth, 1), "closed", rivals, {"a": 0, "b": 0, "c": 0}, seconds=3.0, rng=Random(1))
-    assert swept.left_out == 1
-    assert "a1" not in swept.nominees
-
-
-class Refusing(Machine):
-    """A machine whose device cannot run one of the settings."""
-
-    def visit(self, order: Sequence[str]) -> dict[str, float] | None:
-        if "large" in order:
-            raise RuntimeError("out of resource: shared memory")
-        return super().visit(order)
-
-
-def test_a_setting_that_the_device_refuses_does_not_affect_the_others() -> None:
-    assert refusing(Refusing({"closed": 100.0, "small": 90.0, "large": 80.0}, 1), ["small", "large"]) == ["large"]
-
-
-def test_regrets_are_averaged_as_ratios() -> None:
-    assert geomean([0.0, 0.21]) == pytest.approx(0.1)
-    found = [{"kind": "decode", "regret": r, "twin": 0.0} for r in (0.0, 0.0, 0.05, 0.4)]
-    assert summary(found)["decode"]["worst"] == 0.4
-    assert summary(found)["decode"]["p95"] == 0.4
-
-
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,12 +138,6 @@ def test_a_sweep_contains_the_closed_form_and_is_legal_and_bounded(cell: object)
         assert closed in legal
         assert len(legal) <= MOST_SETTINGS + 1
         assert all(is_legal(one, w, fp) for one in legal if one != closed)
-
-
-def test_each_cell_has_its_own_name() -> None:
-    for device in ("cpu", "cuda"):
-        names = [c.name for c in cells(device)]
-        assert len(names) == len(set(names))
 
 
 OURS = [c for c in own_candidates() if c.backend in ("CUDA_EXT", "TRITON", "CUTLASS")]
@@ -314,16 +211,6 @@ def test_a_route_is_judged_at_every_m_that_it_could_go_wrong_at(device: str) -> 
         assert above <= 1.25 * below, name
 
 
-def test_each_way_of_a_tiled_product_is_its_own_formulas() -> None:
-    cell = next(c for c in cells("cuda") if c.kernels[0].endswith("@stream"))
-    h200, rtx = known.load("h200"), known.load("rtx-5070-ti")
-    for name, mine in zip(cell.kernels, ("tile_rows", "tile_m"), strict=True):
-        made = _named("linear", name)
-        assert made is not None and mine in made.knobs(cell.workload, h200).values
-    at = cell.workload.at(M=150)
-    assert [routed(at, fp, cell.kernels).partition("@")[2] for fp in (h200, rtx)] == ["stream", "large"]
-
-
 # --- the sources of measured cells -----------------------------------------------------------------------------------
 
 
@@ -341,39 +228,6 @@ def test_every_committed_cell_names_its_sources() -> None:
         assert changed_since(found) in text
 
 
-def test_a_cell_older_than_its_kernels_sources_is_marked() -> None:
-    cell = next(c for c in cells("cpu") if c.kernels == ("cpp:gemv",))
-    now = sources_of(cell, cpu())
-    assert {"cpu/gemv.cpp", "cpu/dot.h"} <= set(now)
-    fresh = {"kernel": "cpp:gemv", "sources": now}
-    assert changed_since([fresh]) == ""
-    old = {"kernel": "cpp:gemv", "sources": {**now, "cpu/dot.h": "000000000000", "cpu/gone.h": "111111111111"}}
-    told = changed_since([fresh, old])
-    assert told.startswith("1 cells") and "`kernels/cpu/dot.h` (1), `kernels/cpu/gone.h` (1)" in told
-    assert "sources of 1 cells are unknown" in changed_since([fresh, {"kernel": "cpp:gemv"}])
-
-
-def test_a_triton_kernels_sources_are_all_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autosel.candidates.triton.base.find_spec", lambda name: name)
-    cell = next(c for c in cells("cuda") if c.kernels == ("triton:gate_up",))
-    found = set(sources_of(cell, known.load("h200")))
-    assert {"triton/gate_up.py", "triton/project.py", "triton/common.py"} <= found
-
-
-def test_a_gpu_sweep_varies_what_reaches_the_kernel() -> None:
-    w = OPS["linear"].workload("bf16", {"M": 1, "N": 4096, "K": 4096})
-    closed, legal = settings(find("linear", "cuda:gemv"), w, known.load("h200"))
-    assert set(closed) == {"grid", "split_k", "unroll", "rows_per_warp"}
-    assert len(legal) > 50
-
-
-def test_knobs_of_the_way_not_taken_are_not_swept() -> None:
-    walk = {"k_block": 256, "k_ahead": 512, "m_block": 10}
-    assert ignored({"rows": 2, **walk}) == ("k_block", "k_ahead", "m_block")
-    assert ignored({"rows": 0, **walk}) == ("rows",)
-    assert ignored({"rows": 4}) == ()
-
-
 # --- rules of the formulas that come from sweeps ---------------------------------------------------------------------
 
 
@@ -385,8 +239,3 @@ def test_a_fork_join_measured_on_a_busy_machine_is_ignored() -> None:
     assert worthwhile_threads(facts(disturbed), 160e-6) == 2
     quiet = cpu(**{"fork_join_s@2": 194e-6})
     assert worthwhile_threads(facts(quiet), 160e-6) == 1
-
-
-def test_time_of_others_excludes_this_process() -> None:
-    """Check two cores for ten seconds: 14 s of work, 9 s of it ours, are half a core of others."""
-    assert others_share((0.0, 100.0, 3.0), (10.0, 114.0, 12.0)) == pytest.approx(0.5, abs=0.01)

@@ -20,14 +20,10 @@ import torch
 from autosel import settings as settings_of
 from autosel.errors import UsageError
 from autosel.fingerprint import known
-from autosel.knobs.gpu import cutlass
 from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
 from autosel.values import Failed, Passed
-from benchmarks.bench_regret import parsed as parsed_regret
-from benchmarks.bench_regret import settings
-from benchmarks.cutlass_settings import around
-from benchmarks.gpu import child, containment, decode, engines, goals, keeping, profiles, served
+from benchmarks.gpu import child, containment, decode, engines, goals, keeping, served
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.runner import Child
@@ -58,45 +54,13 @@ def key(op: str, **dims: int) -> str:
 
 
 GEMV = {"M": 1, "N": 4096, "K": 4096}
-ATTN = {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192}
 
 
 # --- goals ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_records_every_goal_is_shown_as_not_run() -> None:
-    rows = list(goals.lines({}, {}))
-    assert len(rows) == len(goals.GOALS) == len({row[0] for row in rows})
-    assert {row[2] for row in rows} == {"not run"}
-
-
 def reached(name: str, **records: Record) -> tuple[str, ...]:
     return next(row for row in goals.lines(records, {}) if row[0] == name)
-
-
-def test_a_gemv_is_judged_by_its_time_beyond_reading_its_bytes() -> None:
-    """Judge by the worst workload at one row; other numbers of rows and other ops do not count."""
-    found = {
-        key("linear", **GEMV): timed(10.0, 9.0),
-        key("linear", **{**GEMV, "K": 8192}): timed(20.0, 18.8),
-        key("linear", **{**GEMV, "M": 16}): timed(90.0, 9.0),
-        key("rmsnorm", M=1, d=4096): timed(99.0, 0.1),
-    }
-    row = reached("gemv, M=1: beyond bytes / R", bench=record("bench", found))
-    assert row[2:4] == ("1.2 us", "reached")
-
-
-def test_an_arm_that_is_wrong_reaches_nothing() -> None:
-    found = {key("attn", **ATTN): timed(8.0, 7.0, wrong={"cuda:gemv": "elements"})}
-    assert reached("attention, B=1, L=8192: a layer", bench=record("bench", found))[2] == "not run"
-    found = {key("attn", **ATTN): timed(13.0, 7.0)}
-    assert reached("attention, B=1, L=8192: a layer", bench=record("bench", found))[3] == "missed"
-
-
-def test_shares_of_the_read_rate_are_judged_where_bytes_prevail() -> None:
-    found = {key("attn", **ATTN): timed(10.0, 7.0), key("attn", **{**ATTN, "B": 64}): timed(100.0, 96.0)}
-    row = reached("memory-bound attention: share of R", bench=record("bench", found))
-    assert row[2:4] == ("96.0%", "reached")
 
 
 def test_a_missed_goal_requires_a_reason() -> None:
@@ -106,11 +70,6 @@ def test_a_missed_goal_requires_a_reason() -> None:
     told = {row[0]: row for row in goals.lines({"decode": runs}, {name: "the launch gaps"})}
     assert told[name][2:4] == ("200 tok/s", "missed") and told[name][5] == "the launch gaps"
     assert told["llama-8b over eager PyTorch, B=1, L=8192"][3] == "reached"
-
-
-def test_unfinished_units_miss_their_goal() -> None:
-    row = reached("parity: failed or undone units", parity=record("parity", {"a": {"ok": True}}, ["a", "b"]))
-    assert row[3] == "missed"
 
 
 def test_goals_name_existing_units() -> None:
@@ -236,105 +195,6 @@ def test_the_page_names_the_targets_of_the_tests() -> None:
         assert asked in (set(), set(targets.of_cutlass(source)))  # none where nothing can be compiled
 
 
-def test_the_page_of_goals_shows_a_device_and_the_reasons_for_its_gaps(pages: Any) -> None:
-    text = pages.silicon()
-    assert "## NVIDIA H200" in text and "are committed yet" not in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| parity:")]
-    assert "missed" in row and "fp32 rounds twice" in row
-
-
-def test_the_page_of_regrets_shows_the_cells_of_a_kept_stage_and_of_the_benchmark(pages: Any, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "benchmarks" / "results" / "cpu", tmp_path / "benchmarks" / "results" / "cpu")
-    text = pages.regret()
-    assert "NVIDIA H200, 2026-01-01; 1 of " in text
-    assert f"| cuda:gemv | {CELL['workload']} | 2.1% (0.0% .. 4.0%) | 10.2 | 10.0 (unroll=2) | 9 |" in text
-    assert "cpp:gemv" in text and "no kernel" not in text
-
-
-def test_only_the_stage_keeps_a_gpus_regrets(capsys: pytest.CaptureFixture[str]) -> None:
-    """Refuse this in the benchmark, which would overwrite the stage's record with its cells."""
-    with pytest.raises(SystemExit):
-        parsed_regret(["--device", "cuda", "--write"])
-    assert "./run gpu --stage regret --keep" in capsys.readouterr().err
-    assert parsed_regret(["--device", "cuda"]).device == "cuda" and parsed_regret(["--write"]).write
-
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
-
-HEAD = (
-    "ID",
-    "Process ID",
-    "Kernel Name",
-    "Grid Size",
-    "CC",
-    "Section Name",
-    "Metric Name",
-    "Metric Unit",
-    "Metric Value",
-)
-ROWS = (
-    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "dram__bytes_read.sum", "byte", "33,554,432"),
-    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "gpu__time_duration.sum", "ns", "9,216"),
-    (0, 12, "gemv(const void *, int)", "(132, 1, 1)", "9.0", "C", "launch__waves_per_multiprocessor", "", "n/a"),
-    (1, 12, "merge(float *)", "(1, 1, 1)", "9.0", "C", "gpu__time_duration.sum", "ns", "1,024"),
-)
-NCU = "==PROF== Connected to process 12\n" + "\n".join(",".join(f'"{cell}"' for cell in row) for row in (HEAD, *ROWS))
-
-
-def test_counters_of_a_call_of_two_launches_are_added_up() -> None:
-    kernels = list(profiles.counters(NCU))
-    assert [k["kernel"] for k in kernels] == ["gemv", "merge"]
-    found = profiles.summed(kernels, floor_us=8.0)
-    assert (found["us"], found["read_bytes"]) == (10.24, 33554432)
-    shown = profiles.table({"slowest 1": {"outcome": "profiled", "arm": "a", "workload": "w", "of_read": 0.8, **found}})
-    assert shown.rows[0][2] == "10.2"
-
-
-def test_text_after_the_profilers_table_is_not_a_counter() -> None:
-    told = list(profiles.counters(NCU + '\n\n==WARNING== Found outstanding GPU clock reset\n"==PROF== Disconnected"\n'))
-    assert told == list(profiles.counters(NCU))
-
-
-def test_our_slowest_kernels_are_found_at_their_worst_workload(tmp_path: Path) -> None:
-    arms = {
-        "cuda:gemv": {"us": 10.0, "read": 0.9}, "triton:gemv": {"us": 20.0, "read": 0.4},
-        "torch:linear": {"us": 99.0, "read": 0.1}, "cuda:gate_up": {"us": 1.0, "read": 0.2},
-    }  # fmt: skip
-    units = {
-        "a": {"ok": True, "arms": arms, "wrong": {"cuda:gate_up": "elements"}, "floor_us": 9.0},
-        "b": {"ok": True, "arms": {"cuda:gemv": {"us": 30.0, "read": 0.3}}, "wrong": {}, "floor_us": 9.0},
-    }
-    Kept(tmp_path).write(record("bench", units))
-    found = profiles.slowest(scope("--out", str(tmp_path)))
-    assert found == [("b", "cuda:gemv", 0.3), ("a", "triton:gemv", 0.4)]
-
-
-def test_a_missing_profiler_is_reported_with_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Kept(tmp_path).write(record("bench", {"w": timed(10.0, 9.0)}))
-    monkeypatch.setattr(profiles, "find_profiler", lambda: None)
-    found = profiles.run("slowest 1", scope("--out", str(tmp_path)), known.load("h200"))
-    assert found["ok"] and "was not found" in found["reason"]
-    assert profiles.run("slowest 2", scope("--out", str(tmp_path)), known.load("h200"))["outcome"] == "nobody"
-    assert profiles.table({"slowest 1": found}).remarks[0].startswith("slowest 1: cuda:gemv ncu")
-
-
-@pytest.mark.parametrize(
-    ("said", "code", "outcome"),
-    [(NCU, 0, "profiled"), ("==ERROR== ERR_NVGPUCTRPERM", 1, "not profiled"), ("no such thing", 1, "failed")],
-)
-def test_the_profilers_output_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int, outcome: str
-) -> None:
-    """Replace the profiler by a script that prints its output; the command line is real."""
-    tool = tmp_path / "ncu"
-    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --csv || exit 7\ncat <<'END'\n{said}\nEND\nexit {code}\n")
-    tool.chmod(0o755)
-    Kept(tmp_path).write(record("bench", {"w": timed(10.0, 9.0)}))
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = profiles.run("slowest 1", scope("--out", str(tmp_path)), known.load("h200"))
-    assert (found["outcome"], found["ok"]) == (outcome, outcome != "failed")
-
-
 # --- containment ------------------------------------------------------------------------------------------------------
 
 
@@ -391,16 +251,6 @@ def test_a_persistent_fault_of_the_device_is_found_after_the_unit(monkeypatch: p
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, device = scope(), known.load("h200")
-    with monkeypatch.context() as nothing:
-        nothing.setattr("importlib.util.find_spec", lambda name: None)
-        found = {name: engines.run(name, asked, device) for name in engines.ENGINES}
-    for one in found.values():
-        assert one["ok"] and one["outcome"] == "not installed"
-    assert [row[0] for row in engines.table(found).rows] == list(engines.ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -476,36 +326,3 @@ LLAMA = {
     "max_position_embeddings": 256, "torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": 10000.0,
     "tie_word_embeddings": False, "vocab_size": 64,
 }  # fmt: skip
-
-
-# --- settings of the CUTLASS products ---------------------------------------------------------------------------------
-
-PRODUCTS = [
-    (device, name, m, n, k)
-    for device, names in (("h200", ("gemm_sm90", "gemm_sm80")), ("rtx-5070-ti", ("gemm_sm80",)))
-    for name in names
-    for m, n, k in ((16, 4096, 4096), (16, 2048, 8192), (64, 1024, 4096), (256, 4096, 4096), (256, 2048, 8192))
-]
-
-
-@pytest.mark.parametrize(("device", "name", "m", "n", "k"), PRODUCTS)
-def test_neighbours_of_a_cutlass_form_fit_the_device_and_are_few_builds(
-    device: str, name: str, m: int, n: int, k: int
-) -> None:
-    from autosel.candidates.registry import find
-
-    fp = known.load(device)
-    f, w = facts(fp), OPS["linear"].workload("bf16", {"M": m, "N": n, "K": k})
-    closed, found = settings(find("linear", f"cutlass:{name}"), w, fp)
-    assert closed in found and found == around(closed, f)
-    builds = {tuple((n, v) for n, v in s.items() if n not in ("split_k", "sms", "pdl")) for s in found}
-    assert 4 <= len(builds) <= 12
-    for s in found:
-        rows, columns = (int(s[a]) for a in (("tile_m", "tile_n") if "tile_m" in s else ("rows", "columns")))
-        beside = cutlass.end_bytes(rows, columns) if "tile_m" in s else 0
-        assert beside + int(s["stages"]) * (rows + columns) * cutlass.STEP_BYTES <= f.smem_per_cta
-        assert int(s["stages"]) >= 2
-        if "tile_m" in s and s["stream_k"]:
-            assert rows == cutlass.WIDE
-        if "tile_m" in s:
-            assert int(s["sms"]) % int(s["cluster"]) == 0

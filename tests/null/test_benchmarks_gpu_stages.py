@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import Library
 from autosel.candidates.registry import eligible, own_candidates
-from autosel.errors import BadArguments, UsageError
+from autosel.errors import BadArguments
 from autosel.fingerprint import known
 from autosel.models.workloads import step
 from autosel.native import cuda, cutlass
@@ -22,27 +21,13 @@ from autosel.native.cutlass import Headers
 from autosel.ops import OPS
 from autosel.values import Accepted, NativeRecipe, Scalar
 from benchmarks.gpu import decode, sanitizer, tune
-from benchmarks.gpu.__main__ import chosen, parsed, seconds
+from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import Entry, entries, entries_of, entry_named
-from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.scope import Scope, is_ours, scope_of
-from benchmarks.gpu.stages import NAMES, Found, stage
-from benchmarks.gpu.summary import write_summary
+from benchmarks.gpu.stages import Found, stage
 from benchmarks.gpu.variants import feature_of, variants
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def record(**changes: object) -> Record:
-    device = {"name": "a device", "kind": "cpu", "hw_id": "0" * 64}
-    made = Record(stage="parity", key="k", device=device, scope={}, git_sha="", started="2026-01-01T00:00:00+00:00")
-    made.listed = ["rmsnorm cpp:rmsnorm bf16", "rmsnorm cuda:rmsnorm bf16"]
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-PASSED = {"ok": True, "outcome": "passed", "cases": 42, "worst": 0.5, "seconds": 1.0}
 
 
 @pytest.mark.parametrize("words", [("--device", "cuda"), ("--device", "cpu"), ("--device", "cuda", "--op", "attn")])
@@ -68,73 +53,8 @@ def test_decodes_have_the_options_with_which_they_were_tuned() -> None:
         assert not {"--model", "--seq"} & set(asked.words)
 
 
-def test_written_results_are_read_again(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "out")
-    kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": PASSED}))
-    again = kept.read("parity")
-    assert again is not None
-    assert again.undone == ["rmsnorm cuda:rmsnorm bf16"]
-    assert again.failed == []
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"stage": "parity"}', '{"nobody": 1}'])
-def test_a_broken_file_is_treated_as_missing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "parity.json").write_text(text)
-    assert Kept(tmp_path).read("parity") is None
-
-
-def test_the_summary_names_failed_and_open_units(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    failed = {"ok": False, "outcome": "failed", "reason": "guards (two rows): it wrote outside its outputs"}
-    kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": failed}))
-    text, clean = write_summary(kept)
-    assert not clean
-    assert "1 failed" in text
-    assert "1 left" in text
-    assert "it wrote outside its outputs" in text
-    assert "it wrote outside" in (tmp_path / "summary.md").read_text()
-
-
-def test_a_complete_run_without_failures_is_clean(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.write(record(units={"rmsnorm cpp:rmsnorm bf16": PASSED}, listed=["rmsnorm cpp:rmsnorm bf16"]))
-    text, clean = write_summary(kept)
-    assert clean and "nothing failed" in text and str(tmp_path) in text
-
-
 def scope(*words: str) -> Scope:
     return scope_of(parsed(["--device", "cpu", *words]))
-
-
-def test_a_scope_survives_a_round_trip_through_its_options() -> None:
-    made = scope("--op", "gemv", "--op", "rmsnorm", "--seq", "256")
-    assert made.ops == ("linear", "rmsnorm")
-    assert Scope.from_text(made.text) == made
-
-
-def test_every_stage_has_a_table_for_no_results() -> None:
-    for name in NAMES:
-        assert stage(name).table({}).rows == ()
-        assert stage(name).UNIT_S > 0
-
-
-def test_which_stages_run() -> None:
-    assert chosen([], "") == list(NAMES)
-    assert chosen(["bench", "parity"], "") == ["parity", "bench"]
-    assert chosen([], "regret") == ["regret", "profile", "tune", "decode", "sweep", "engines"]
-    with pytest.raises(UsageError):
-        chosen(["bench"], "tune")
-
-
-@pytest.mark.parametrize(("text", "found"), [("90s", 90.0), ("5m", 300.0), ("1h", 3600.0), ("7", 7.0)])
-def test_times_are_read(text: str, found: float) -> None:
-    assert seconds(text) == found
-
-
-@pytest.mark.parametrize("text", ["", "m", "-1s", "0", "nan", "inf", "5 m x"])
-def test_an_invalid_time_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        seconds(text)
 
 
 # --- every candidate is covered --------------------------------------------------------------------------------------
@@ -280,11 +200,6 @@ def test_an_entry_is_found_by_its_name_as_it_was_listed() -> None:
         assert sorted(entries_of(words, scope, fp), key=lambda e: e.name) == sorted(same, key=lambda e: e.name)
 
 
-def test_a_cuda_error_that_a_library_handles_is_not_a_kernels_error() -> None:
-    assert sanitizer.checked_by("compute-sanitizer", "memcheck")[3:5] == ["--report-api-errors", "no"]
-    assert "--report-api-errors" not in sanitizer.checked_by("compute-sanitizer", "racecheck")  # memcheck's alone
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_the_bench_has_every_candidate_that_parity_runs(device: str) -> None:
@@ -328,12 +243,6 @@ def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
 def test_the_graph_stage_captures_every_build_that_parity_runs() -> None:
     units = stage("graph").units(on_gpu(), known.load("h200"))
     assert units == [*(e.name for e in entries(on_gpu(), known.load("h200")) if not e.refused), "a whole step"]
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_the_regret_stage_has_cells_of_all_three_languages() -> None:
-    units = stage("regret").units(on_gpu(), known.load("h200"))
-    assert {unit.split(" ")[1].partition(":")[0] for unit in units} == {"cuda", "triton", "cutlass"}
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -387,13 +296,6 @@ def test_a_kernel_of_ours_is_proven_at_every_trait_that_a_contract_knows(op: str
     assert met >= values_named(op, trait)
 
 
-def test_a_contract_names_the_values_of_its_traits() -> None:
-    """Require this, because the test above would otherwise be empty."""
-    assert values_named("gate_up", "activation") == {1, 2}
-    assert values_named("rope", "style") == {1}
-    assert values_named("attn", "window") == values_named("attn", "ragged") == set()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) -> None:
@@ -409,11 +311,3 @@ def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) ->
             if isinstance(support, Accepted):
                 met = units.get((w.op, candidate.name, feature_of(w)), 0)
                 assert met == 1 or (met and (w.op, feature_of(w)) in usual), (candidate.name, w.key)
-
-
-def test_a_window_of_a_variant_is_shorter_than_the_context() -> None:
-    """Check this also for the smallest dry run."""
-    for one in (on_gpu(), scope("--seq", "128")):
-        windowed = [w for w in variants(one, "bf16") if w.trait("window", 0)]
-        assert windowed
-        assert all(0 < int(w.trait("window", 0)) < dict(w.dims).get("L", w["S"]) for w in windowed)

@@ -19,7 +19,7 @@ from autosel.values import Fingerprint
 from benchmarks.gpu import parity, sanitizer
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import entries
-from benchmarks.gpu.scope import Scope, is_ours, scope_of
+from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.stages import Found
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,60 +91,7 @@ def test_a_kernel_of_ours_that_cannot_be_built_has_failed_and_names_what_to_inst
     assert found["cpp:gemv"]["ok"]
 
 
-def test_an_nvcc_that_is_too_old_for_the_device_is_a_tool_that_is_missing(all_there: pytest.MonkeyPatch) -> None:
-    (told,) = {one["reason"] for one in refusals(RTX, "rmsnorm").values() if not one["ok"]}
-    assert "cannot compile for compute capability 12.0" in told and "install a newer CUDA toolkit" in told
-
-
-def test_a_missing_library_and_a_dry_run_without_compiler_are_not_failures(
-    all_there: pytest.MonkeyPatch,
-) -> None:
-    found = refusals(H200, "attn")
-    libraries = [name for name in found if not is_ours(name)]
-    assert libraries and all(found[name]["ok"] for name in libraries)
-    lose_nvcc(all_there)
-    dry = scope_of(parsed(["--device", "cpu", "--op", "rmsnorm"]))
-    assert parity.run("rmsnorm cuda:rmsnorm bf16", dry, H200)["ok"]
-
-
 # --- the sanitizer ----------------------------------------------------------------------------------------------------
-
-
-def tool(home: Path, says: str) -> str:
-    path = home / "bin" / "compute-sanitizer"
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#!/bin/sh\necho '========= COMPUTE-SANITIZER'\n{says}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
-def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return pip's folder of NVIDIA's packages, on a host without other ones."""
-    monkeypatch.setattr(cuda, "find_nvcc", lambda: None)
-    monkeypatch.setattr(sanitizer, "USUAL_HOME", tmp_path / "none")
-    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    (tmp_path / "site-packages" / "nvidia").mkdir(parents=True)
-    return tmp_path / "site-packages" / "nvidia"
-
-
-def test_the_sanitizer_is_found_where_pip_puts_it(pip: Path) -> None:
-    assert sanitizer.find_sanitizer() is None
-    assert tool(pip / "cu13", "echo started") == sanitizer.find_sanitizer()
-
-
-def test_a_sanitizer_that_can_start_no_program_is_passed_over(pip: Path, tmp_path: Path) -> None:
-    """Skip a sanitizer like pip's up to 13.4.57, whose launcher is missing."""
-    tool(tmp_path / "path", "echo '========= Error: Target application terminated before first instrumented API call'")
-    assert sanitizer.find_sanitizer() is None
-    works = tool(pip / "cu13", "echo started; echo '========= ERROR SUMMARY: 0 errors'")
-    assert sanitizer.find_sanitizer() == works
-
-
-def test_without_a_sanitizer_each_unit_names_what_to_install(pip: Path) -> None:
-    found = sanitizer.checked("memcheck rmsnorm cuda:rmsnorm bf16", scope(), H200)
-    assert not found["ok"] and "nvidia-cuda-sanitizer-api>=13.4.92" in found["error"]
 
 
 def test_the_environment_of_a_gpu_has_a_sanitizer_that_starts_programs() -> None:
