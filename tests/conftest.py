@@ -2,6 +2,7 @@
 
     @pytest.mark.in_turns(choices)                                        choices() returns a list
     @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, label=named)    one list for each group
+    @pytest.mark.in_turns({"gemv": choices_of_gemv, ...}, days=2)         half of the groups each day
 
 runs a test that has an argument `choice` once (once a group), with the choice whose turn it is on the day of --on-day;
 with --every-target once with each choice, under the name it is given, so that they run side by side and fail by name.
@@ -80,7 +81,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             label = mark.kwargs.get("label", str)
             found = [pytest.param(lambda one=one: one, id=label(one)) for g in groups.values() for one in g()]
         else:
-            found = [pytest.param(partial(_todays, g, n), id=name) for n, (name, g) in enumerate(groups.items())]
+            days, shift = mark.kwargs.get("days", 1), mark.kwargs.get("shift", 0)
+            some = drawn.share(list(enumerate(groups.items())), days, shift)
+            found = [pytest.param(partial(_todays, g, n), id=name) for n, (name, g) in some]
         metafunc.parametrize("choice", found, indirect=True)
 
 

@@ -36,9 +36,9 @@ def todays(choices: Sequence[Choice], shift: int = 0) -> Choice:
     return choices[(turn() + shift) * step % count]
 
 
-def share(choices: Sequence[Choice], days: int) -> list[Choice]:
+def share(choices: Sequence[Choice], days: int, shift: int = 0) -> list[Choice]:
     """Return the part for today: every choice has its turn within so many days."""
-    return [c for number, c in enumerate(choices) if every or (turn() + number) % days == 0]
+    return [c for number, c in enumerate(choices) if every or (turn() + number + shift) % days == 0]
 
 
 def options() -> str:

@@ -1,6 +1,6 @@
 """Test decode attention on emulated threads: every hostile case, whole and split, short rings and long ones.
 
-Each kernel runs in one dtype and at one shape, which change each day; --every-target runs all.
+Half of the kernels run each day, in one dtype and at one shape, which change too; --every-target runs all.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
 
 
 @pytest.mark.in_turns(
-    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice))
+    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=2
 )
 def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName, int]) -> None:
     kernel, dtype, shape = choice

@@ -1,6 +1,7 @@
 """Test CUDA kernels on emulated threads with rows, or a cache's pages, more than 2^31 elements apart.
 
-Parity requires it of every candidate (battery.FAR_ROWS); here every kernel is tested without a device.
+Parity requires it of every candidate (battery.FAR_ROWS); here kernels are tested without a device, a third of them each
+day; --every-target tests all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autosel.parity.check import far_case
 from autosel.parity.stage import FAR, far_strides, place, room_for
 from autosel.values import DTypeName
 from autosel.workers.arena import Arena
+from tests import drawn
 from tests.compile.emulate import emulated
 from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
 from tests.operands import traits_of
@@ -61,14 +63,14 @@ def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]
     return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""
 
 
-@pytest.mark.parametrize("source", KERNELS)
+@pytest.mark.parametrize("source", drawn.share(list(KERNELS), days=3))
 def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
     kernel = KERNELS[source]
     wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=False)) for dtype in DTYPES if dtype in kernel.dtypes}
     assert not any(wrong.values()), wrong
 
 
-@pytest.mark.parametrize("source", [s for s, kernel in KERNELS.items() if kernel.op in ALIGNED])
+@pytest.mark.parametrize("source", drawn.share([s for s, kernel in KERNELS.items() if kernel.op in ALIGNED], days=3))
 def test_the_code_for_rows_of_whole_vectors_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
     kernel = KERNELS[source]
     wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in DTYPES if dtype in kernel.dtypes}

@@ -1,10 +1,11 @@
 """Test the CUDA projections on emulated threads: every hostile case and dtype, with alternating grids and splits.
 
-By default one build runs, which changes each day; --every-target runs all.
+By default a quarter of the projections and dtypes run, in one build, which change each day; --every-target runs all.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from autosel.ops import OPS
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName
+from tests import drawn
 from tests.compile.emulate import emulated
 from tests.operands import SCALED_ROWS, passed
 
@@ -51,8 +53,7 @@ def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -
 
 
 @pytest.mark.in_turns(lambda: BUILDS, label="{0[0]} rows, {0[1]} loads".format)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(WORKLOADS, DTYPES)), days=4))
 def test_a_projection_meets_its_contract_in_every_case(name: str, dtype: DTypeName, choice: tuple[int, int]) -> None:
     (op, formats), wrong, turn = contract(name), [], 0
     for dims, traits in WORKLOADS[name]:

@@ -1,6 +1,7 @@
 """Test that the CUTLASS products compile for their targets to the expected instructions without spills; print the time.
 
-By default one build runs, which changes each day; --every-target runs all.
+Each second day one build runs, which changes; on the other days test_ptx_cutlass.py looks at one of Hopper's.
+--every-target runs all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def of_ampere() -> list[Build]:
     return [build for build in builds() if build.source == "gemm_sm80"]
 
 
-@pytest.mark.in_turns(of_ampere, label=attrgetter("label"))
+@pytest.mark.in_turns(of_ampere, label=attrgetter("label"), days=2)
 def test_a_build_has_the_expected_machine_code(choice: Build) -> None:
     _whole(choice)
 
@@ -32,7 +33,7 @@ def of_hopper() -> list[Build]:
 
 @pytest.mark.in_turns(of_hopper, label=attrgetter("label"))
 def test_hoppers_build_compiles_by_the_whole_command(choice: Build, request: pytest.FixtureRequest) -> None:
-    """Compile for a minute; test_ptx_cutlass.py checks its machine code each day."""
+    """Compile for a minute; test_ptx_cutlass.py checks its machine code each second day."""
     if not request.config.getoption("--every-target"):
         pytest.skip("with --every-target")
     _whole(choice)

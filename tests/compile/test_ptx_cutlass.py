@@ -45,7 +45,7 @@ def plans(build: Build) -> tuple[tuple[int, int, int], ...]:
     return ((1, 4 * wide, 0), *splits, (1, wide, 0))
 
 
-@in_turns
+@pytest.mark.in_turns(choices, label=lambda b: b.label, days=2, shift=1)
 def test_the_product_has_the_expected_machine_code(choice: Build) -> None:
     wrong = faults(choice, assembled(product(choice).text(), HOPPER))
     assert not wrong, "\n".join([choice.label, *wrong])

@@ -1,4 +1,4 @@
-"""Test PyTorch's candidates, Inductor with real compilations, and users' kernels in real workers."""
+"""Test PyTorch's candidates, and users' kernels in real workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autosel import models, settings
-from autosel.candidates import arms, inductor, registry, user
+from autosel import models
+from autosel.candidates import arms, registry, user
 from autosel.candidates.base import Candidate
 from autosel.candidates.load import load
 from autosel.models.workloads import ASKED_OPS, STEP_OPS
@@ -101,37 +101,6 @@ def test_packed_attention_supports_decode_only() -> None:
     refused = packed.supports(decode.at(S=4), CPU)
     assert isinstance(refused, Rejected)
     assert "S = 4" in refused.reason
-
-
-# --- Inductor --------------------------------------------------------------------------------------------------------
-
-
-def test_inductors_artefacts_are_in_the_home_unless_the_user_sets_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings, "home", lambda: tmp_path)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    inductor._keep_artefacts()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    inductor._keep_artefacts()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-
-
-def test_inductor_compiles_each_shape_and_outlives_dynamos_limit() -> None:
-    import torch._dynamo.config
-
-    op = OPS["add_rmsnorm"]
-    way = registry.find("add_rmsnorm", "inductor:add_rmsnorm")
-    call = callable_of(way, op.workload("fp32", {"M": 1, "d": 64}))
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for d in (64, 96):
-            w = op.workload("fp32", {"M": 1, "d": d})
-            inputs, outs = op.inputs(w, 3), op.allocate(w, fill=float("nan"))
-            got = call(*op.arguments(inputs), *outs)
-            assert isinstance(op.verify(inputs, got), Match)
-            assert got[0] is outs[0]
-            assert got[1] is outs[1]
 
 
 # --- users' kernels, in worker processes -----------------------------------------------------------------------------

@@ -412,8 +412,9 @@ def check_form(case: Case, inputs: dict[str, Any], w: Workload) -> None:
         assert case.workload.traits == w.traits
 
 
-@pytest.mark.parametrize("w", WORKLOADS, ids=lambda w: w.key)
+@pytest.mark.parametrize("w", drawn.share(WORKLOADS, days=3), ids=lambda w: w.key)
 def test_every_correct_way_passes_every_case_and_cases_are_small_and_distinct(w: Workload) -> None:
+    """Run each workload in one dtype a day."""
     op, cases = OPS[w.op], OPS[w.op].cases(w)
     assert len({c.name for c in cases}) == len(cases)
     for case in cases:

@@ -17,18 +17,15 @@ from autosel.formats import WEIGHT_FORMATS
 from autosel.ledger import open_ledger
 from autosel.ledger.commands import Record
 from autosel.ledger.key import current_mode
-from autosel.models.workloads import Named
 from autosel.ops.contract import Match
 from autosel.ops.stored import leaves
 from autosel.ops.weight import Weight, quantise
 from autosel.parity.check import check
 from autosel.parity.session import Proof, built
-from autosel.pipeline import try_candidate
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant, Operands
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
 from tests.cpu.planting import HERE, Planted
-from tests.cpu.test_race_bench_plants import Quiet
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -134,15 +131,6 @@ def test_the_race_gives_each_copy_its_own_parts() -> None:
         bench.release()
     finally:
         operands.close()
-
-
-def test_a_candidate_for_a_format_is_raced_against_the_baseline() -> None:
-    named = Named(workload=W, label="linear", calls_per_step=1)
-    (tried,) = try_candidate(Planter("by_parts", PARTS), [named], fingerprint.take("cpu"), Quiet(), seed=3)
-    assert isinstance(tried.parity, Passed), tried.reason
-    assert tried.verdict is not None
-    raced = {"torch:linear", "user:by_parts"} <= set(tried.verdict.timings)
-    assert raced or tried.verdict.outcome == "undecided", tried.verdict.reason  # next to other tests no sample is clean
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import pytest
 
 from autosel.ledger import open_ledger
 from tests.cpu.daemons import ROOT, cli, environment
+from tests.homes import furnish
 
 pytestmark = [
     pytest.mark.fleet,
@@ -69,7 +70,7 @@ json.dump(said, sys.stdout)
 
 
 def test_the_part_of_a_killed_worker_is_tuned_by_the_other(tmp_path: Path) -> None:
-    home = tmp_path / "home"
+    home = furnish(tmp_path / "home")
     done = subprocess.run(
         [sys.executable, "-c", STORY], env=environment(home), cwd=ROOT, capture_output=True, text=True, timeout=END_S
     )
@@ -183,7 +184,7 @@ def interrupt(home: Path, child: subprocess.Popen[str]) -> Ended:
 
 
 def test_ctrl_c_ends_every_worker_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
-    home = tmp_path / "home"
+    home = furnish(tmp_path / "home")
     with tuning(home, "--model", "llama-1b", *OPS, held=True) as child:
         assert child.stdout is not None
         said = []

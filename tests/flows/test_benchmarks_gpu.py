@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.halving import LEAST_VISITS
+from tests import drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "benchmarks" / "gpu" / "__main__.py"
@@ -132,24 +133,6 @@ def test_the_summary_has_every_stage(dry: dict[str, Any], folder: Path) -> None:
         assert "cpp:rmsnorm" in text
 
 
-def test_finished_units_are_not_repeated(dry: dict[str, Any], folder: Path) -> None:
-    """Run the same command again, which measures only a missing unit."""
-    path = folder / "out" / "parity.json"
-    shown = sorted(p.name for p in (folder / "out").iterdir())
-    assert not [name for name in shown if name.startswith(".")], shown  # no partial files
-    cut = json.loads(path.read_text())
-    del cut["units"]["rmsnorm cpp:rmsnorm bf16 M4.d256.offset=1.0"]
-    cut["units"]["rmsnorm cpp:rmsnorm bf16"]["seconds"] = 12345.0
-    path.write_text(json.dumps(cut))
-    words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
-    words += ["--contexts", "64:64", *(f"--unit={word}" for word in WORDS)]
-    done = command(folder, *words, "--op", "rmsnorm", "--layers", "1", "--stage", "parity")
-    assert done.returncode == 0, done.stderr
-    again = json.loads(path.read_text())["units"]
-    assert again["rmsnorm cpp:rmsnorm bf16"]["seconds"] == 12345.0
-    assert again["rmsnorm cpp:rmsnorm bf16 M4.d256.offset=1.0"]["outcome"] == "passed"
-
-
 def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: str = "home") -> subprocess.Popen[str]:
     """Start a run, and return when it is at its `unit`-th unit."""
     environment = {**os.environ, "AUTOSEL_HOME": str(folder / home)}
@@ -198,7 +181,7 @@ def test_after_a_kill_results_are_complete_and_no_process_measures(folder: Path)
     assert 0 < len(record["units"]) < len(record["listed"])  # the same command would continue from there
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("end", drawn.share([signal.SIGKILL, signal.SIGTERM], days=2))
 def test_a_verb_that_a_stage_has_started_ends_with_the_run(folder: Path, end: signal.Signals) -> None:
     running = begun(folder, f"verb-{end.name}", stage="tune", unit=1, home=f"home-{end.name}")  # no decisions
     below = verbs_below(running.pid)

@@ -34,6 +34,7 @@ from autosel.ledger.locks import write_lock
 from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
+from tests import drawn
 from tests.homes import furnish
 
 pytestmark = pytest.mark.usefixtures("preforked")
@@ -473,7 +474,7 @@ def test_a_full_disk_loses_nothing_stored_and_is_reported(home: Path) -> None:
     assert verb("db", "check").returncode == 0
 
 
-@pytest.mark.parametrize("last", ["kept", "demoted"])
+@pytest.mark.parametrize("last", drawn.share(["kept", "demoted"], days=2))
 def test_on_a_full_disk_everything_that_only_reads_works(last: str, home: Path) -> None:
     """Allow no file to grow, so that SQLite cannot create the index of its log, which reading needs too. The demotion
     is only in the log, because its writer was killed before it moved the log into the file."""

@@ -136,9 +136,11 @@ def test_a_sweep_measures_every_cell_and_weights_them_by_traffic(folder: Path) -
     assert (folder / "swept" / "step-against-context.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_quick_suite_runs_every_configuration_certifies_it_and_can_be_compared_with(
+def test_a_quick_suite_certifies_its_configurations_and_can_be_compared_with(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Run the first configuration and the last; tests/soak/test_suite.py runs all."""
+    monkeypatch.setattr(suite, "CONFIGURATIONS", (suite.CONFIGURATIONS[0], suite.CONFIGURATIONS[-1]))
     shortest = replace(suite.LEVELS["quick"], shorter=64)  # answers of 16 tokens: the probes of memory take the time
     monkeypatch.setitem(suite.LEVELS, "quick", shortest)
     made, report = folder / "suite.jsonl", folder / "suite"
@@ -147,11 +149,11 @@ def test_a_quick_suite_runs_every_configuration_certifies_it_and_can_be_compared
     rows = found["suite"]["rows"]
     assert [(r["configuration"], r["tokens"]) for r in rows] == [(c.name, 16) for c in suite.CONFIGURATIONS]
     assert all(r["ttft_ms"] > 0 and r["decode_tokens_per_s"] > 0 and r["model"].endswith("[1/4 layers]") for r in rows)
-    assert found["error"] is None and verb("verify", str(made))["certificates"] == 7
+    assert found["error"] is None and verb("verify", str(made))["certificates"] == 2
     last = decode(made.read_bytes().splitlines()[-1])
     assert last.options["cache"] == "paged" and last.options["temperature"] == 0.8 and EARLIER in last.notes
     before = compare.read(report)
-    assert [c.speedup for c in compare.compare(before, before)] == [1.0] * 7
+    assert [c.speedup for c in compare.compare(before, before)] == [1.0] * 2
 
 
 def test_a_text_is_scored_by_the_path_that_was_timed(ran: dict[str, Any], folder: Path) -> None:

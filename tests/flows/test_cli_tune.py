@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests import verbs
+from tests import drawn, verbs
 from tests.homes import furnish
 
 pytestmark = pytest.mark.usefixtures("preforked")
@@ -165,7 +165,7 @@ def test_the_second_of_two_tuners_of_a_device_names_the_first(
     assert "in use by another process" in said
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", drawn.share([signal.SIGINT, signal.SIGTERM], days=2))
 def test_a_stopped_tune_reports_what_was_kept_and_how_to_continue(
     home: Path, tmp_path: Path, sent: signal.Signals
 ) -> None:

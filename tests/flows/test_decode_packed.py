@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from autosel.native.compile import BASE_FLAGS, compile_source, find_compiler
 from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.values import Accepted, Fingerprint, Rejected
+from tests import drawn
 from tests.cpu.serving import serve
 
 PACKER = "cpu/gemv_packed.cpp"  # has the entries that pack
@@ -170,7 +172,7 @@ def test_a_step_on_packed_weights_leaves_the_same_bits(fp: Fingerprint, name: st
     assert sum(task.saved_bytes for task in other.tasks) > 0.2 * other.packed.plain_bytes
 
 
-@pytest.mark.parametrize("isa", [isa for isa in ISA_NEEDS if isa != "portable"])
+@pytest.mark.parametrize("isa", drawn.share([isa for isa in ISA_NEEDS if isa != "portable"], days=3))
 @pytest.mark.parametrize("batch", [1, 4, 7])
 def test_every_instruction_set_leaves_the_bits_of_its_own_team(fp: Fingerprint, isa: Isa, batch: int) -> None:
     if missing := set(ISA_NEEDS[isa]) - set(fp.identity["isa"]):
@@ -221,8 +223,9 @@ def test_gate_and_up_are_both_packed_or_both_unpacked(fp: Fingerprint) -> None:
     assert torch.equal(plain.logits, other.logits)
 
 
-@pytest.mark.parametrize("isa", ISA_FLAGS)
-@pytest.mark.parametrize("source", [team.SOURCE, PACKER])
+@pytest.mark.parametrize(
+    ("source", "isa"), drawn.share(list(itertools.product([team.SOURCE, PACKER], ISA_FLAGS)), days=4)
+)
 def test_a_cpu_without_the_instruction_still_has_the_rest(source: str, isa: Any) -> None:
     """Compile the sources without the instruction: they then contain only the layout of packed weights."""
     compiler = find_compiler()

@@ -1,4 +1,5 @@
-"""Run the guides: their Python code and short commands run in the order of the page; other commands are only parsed."""
+"""Run half of the guides each day: their Python code and short commands, in the order of the page; other commands are
+only parsed, all of them each day."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ import click
 import pytest
 
 from autosel.cli.main import VERBS, cli
+from tests import drawn
+from tests.homes import furnish
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted(p for p in (ROOT / "docs" / "guides").glob("*.md") if p.name != "README.md")
@@ -148,7 +151,7 @@ def copied(folder: Path) -> None:
         shutil.copytree(ROOT / part, folder / part, ignore=ignored)
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("guide", drawn.share(GUIDES, days=2), ids=lambda p: p.stem)
 def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
     if guide.stem == "transformers":
         pytest.importorskip("transformers", reason="needs the `hf` extra")
@@ -156,7 +159,7 @@ def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
     folder.mkdir()
     assert any(kind == "python" for kind, _ in blocks(guide))
     (folder / "guide_.py").write_text(script(guide))
-    given = environment(tmp_path / "home")
+    given = environment(furnish(tmp_path / "home"))
     if guide.stem in CHANGING:
         copied(folder)
         given["PYTHONPATH"] = f"{folder}{os.pathsep}{folder / 'installed'}"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.homes import furnish
+
 ROOT = Path(__file__).resolve().parents[2]
 README, KERNELS = ROOT / "README.md", ROOT / "docs" / "kernels.md"
 
@@ -23,8 +25,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide an empty home."""
-    return tmp_path_factory.mktemp("home")
+    """Provide a home without a ledger."""
+    return furnish(tmp_path_factory.mktemp("readme") / "home")
 
 
 @pytest.fixture
