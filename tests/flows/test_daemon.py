@@ -14,14 +14,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn")
 
@@ -29,7 +25,6 @@ import torch
 
 from autosel import dispatch
 from autosel.client import Client, Refused, Unreachable, connect, socket_path
-from autosel.daemon.api import ENDPOINTS
 from autosel.daemon.hub import this_device
 from autosel.dispatch.board import Board
 from autosel.errors import LedgerError
@@ -41,6 +36,7 @@ from autosel.ledger.remote import RemoteLedger
 from autosel.values import Fingerprint, to_json
 from tests.cpu.daemons import ROOT, Daemon, cli, environment, running
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PASSED, record
+from tests.homes import furnish
 
 HERE = this_device()
 
@@ -493,6 +489,7 @@ def test_on_a_full_disk_writes_fail_and_reads_continue(home: Path) -> None:
 def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None:
     from autosel.values import Workload
 
+    furnish(home)
     w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
     with running(home, "--busy", "1000") as daemon, daemon.client() as ask:
         stream = _events(ask)
@@ -516,100 +513,6 @@ def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None
 
 # --- invalid input ---------------------------------------------------------------------------------------------------
 
-_ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(max_size=300),
-    st.just("9" * 5000),
-)
-_JSON = st.recursive(
-    _ODD,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-_USE = {"op": "rmsnorm", "candidate": "cpp:rmsnorm", "decision_id": 1, "calls": 3}
-
 
 _PART = {"op": "rmsnorm", "bucket": "b", "candidate": "cpp:rmsnorm", "why": "", "calls": 3}
 _PART |= {"us_per_call": 1.5, "origin": "raced"}
-_COVERED = {"client": "1-a", "process": 7, "engine": "", "mode": "m", "share": 1.0, "left_out": 0, "parts": [_PART]}
-
-
-def _valid() -> dict[str, Any]:
-    """Return a valid body for each address that takes one."""
-    w = to_json(ATTN)
-    spend = commands.Spend(key="k", amount=1e-9, reason="")
-    return {
-        "/v1/decisions/{id}/demote": {"reason": "odd"},
-        "/v1/decisions/{id}/promote": {"reason": "odd", "candidate": "cpp:attn"},
-        "/v1/decisions/{id}/pin": {"reason": "odd"},
-        "/v1/decisions/{id}/unpin": {"reason": "odd"},
-        "/v1/jobs": {"workloads": [w], "reason": "odd"},
-        "/v1/misses": {"hw_id": HERE, "mode": "m", "misses": [{"workload": w, "calls": 3}]},
-        "/v1/uses": {"client": "1-a", "serial": 1, "uses": [_USE]},
-        "/v1/coverage": _COVERED,
-        "/v1/faults": {"cause": "kernel", "reason": "", "workload": "", "evidence": {}, "seen_at": "", "decision": {}},
-        "/v1/ledger": commands.encode(spend, {}),
-    }
-
-
-@st.composite
-def _requests(draw: st.DrawFn) -> tuple[str, str, bytes, str]:
-    """Draw (method, target, body, type): a known address with a strange path, query or body."""
-    end = draw(st.sampled_from([e for e in ENDPOINTS if e.path != "/v1/events"]))
-    odd = st.one_of(st.integers().map(str), st.text(min_size=1, max_size=40))
-    path = re.sub(r"{\w+}", lambda _: quote(draw(st.sampled_from(["1", "attn"]) | odd), safe=""), end.path)
-    names = st.sampled_from([*end.query, "limit", "nosuch"])
-    asked = draw(st.lists(st.tuples(names, odd), max_size=2))
-    target = path + (f"?{urlencode(asked)}" if asked else "")
-    method = draw(st.sampled_from([end.method, end.method, "GET", "POST", "DELETE", "PUT"]))
-    body = json.loads(json.dumps(_valid().get(end.path, {})))
-    places = _places(body)
-    if places and draw(st.booleans()):
-        holder, name = draw(st.sampled_from(places))
-        holder[name] = draw(_JSON)
-    elif draw(st.booleans()):
-        body = draw(_JSON)
-    text = json.dumps(body).encode()
-    text = draw(st.sampled_from([text, text[: len(text) // 2], text + b"}", b"\xff" + text]))
-    return method, target, text, draw(st.sampled_from(["application/json"] * 3 + ["text/plain", ""]))
-
-
-def _places(body: Any) -> list[tuple[Any, Any]]:
-    inside = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
-    return [place for name, value in inside for place in ((body, name), *_places(value))]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    home = tmp_path_factory.mktemp("target") / "home"
-    with open_ledger(home=home) as ledger:
-        record(ledger, fp=here())
-    with running(home, "--no-tune") as made:
-        yield made
-
-
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(sent=_requests())
-def test_any_input_on_the_socket_is_answered_and_never_a_bug(target: Daemon, sent: tuple[str, str, bytes, str]) -> None:
-    method, address, body, kind = sent
-    line = http.client.HTTPConnection("localhost", timeout=30)
-    line.sock = connect(socket_path(target.home), 30.0)
-    with closing(line):
-        line.request(method, address, body=body if method != "GET" else None, headers={"Content-Type": kind})
-        reply = line.getresponse()
-        told = reply.read()
-    busy = reply.status == 503 and reply.getheader("Retry-After") == "1"  # the device is still being identified
-    assert reply.status < 500 or (busy and address.startswith("/v1/fingerprint")), (sent, told)
-    if reply.status >= 400 and method != "HEAD":
-        assert json.loads(told)["error"]["what"], "the refusal has no message"
-
-
-def test_after_invalid_input_the_daemon_is_healthy(target: Daemon) -> None:
-    with target.client() as ask:
-        assert ask.get("/v1/health")["status"] == "ok"
-    assert target.process.poll() is None

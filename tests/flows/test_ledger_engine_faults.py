@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -23,12 +22,12 @@ from alembic.script import ScriptDirectory
 
 from autosel import resources
 from autosel.errors import LedgerError
-from autosel.ledger import Ledger, engine, migrate, open_ledger, rows, snapshot
+from autosel.ledger import engine, migrate, open_ledger, rows, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.commands import Demote, SaveParity
 from autosel.values import Decision
 from tests.cpu.killed import Bomb
-from tests.cpu.test_ledger import ATTN, CPP, FP, MODE, PASSED, child_command, race, read_snapshot, record
+from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, child_command, race, read_snapshot, record
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +102,7 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
         if finished:
             break
         shutil.rmtree(home)
-        steps += 7  # every seventh statement, to save time
+        steps += 13  # not every statement, to save time
     assert steps > 40
 
 
@@ -149,32 +148,6 @@ def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_
             break
         steps += 5  # every fifth statement, to save time
     assert steps > 15
-
-
-def test_killed_at_random_moments_a_writer_loses_no_acknowledged_decision(home: Path) -> None:
-    ledger, rng, acknowledged = open_ledger(home=home), random.Random(7), []
-    for turn in range(12):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            for n in range(1000):
-                made = record(ledger, f"{turn}-{n}")
-                os.write(write, f"{made.id}\n".encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as acks:
-            for _ in range(rng.randrange(1, 6)):
-                acknowledged.append(int(acks.readline()))
-            os.kill(child, signal.SIGKILL)  # somewhere in the next record
-            acknowledged += [int(line) for line in acks if line.endswith("\n")]
-        os.waitpid(child, 0)
-    again = open_ledger(home=home)
-    again.check()
-    stored = {d.id for d in again.history()}
-    assert set(acknowledged) <= stored
-    assert len(stored) - len(acknowledged) <= 12, "more than one unacknowledged decision per kill"
-    assert read_snapshot(home).rows[0].decision.id == max(stored)
 
 
 # --- a full disk --------------------------------------------------------------------------------------------------
@@ -451,46 +424,6 @@ def test_many_writers_lose_nothing_and_every_change_has_its_epoch(home: Path) ->
     (row,) = read_snapshot(home).rows
     assert (row.epoch, row.decision.id) == (60, 60)
     ledger.check()
-
-
-def test_readers_never_see_half_a_change_while_one_writes(home: Path) -> None:
-    ledger = open_ledger(home=home)
-    record(ledger, "first")
-    stop_read, stop_write = os.pipe()
-    readers = []
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            os.close(stop_write)
-            os.set_blocking(stop_read, False)
-            try:
-                read_until_told(ledger, home, stop_read)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        readers.append(child)
-    for n in range(40):
-        record(ledger, str(n))
-    os.close(stop_write)
-    os.close(stop_read)
-    assert [os.waitstatus_to_exitcode(os.waitpid(r, 0)[1]) for r in readers] == [0] * 3
-
-
-def read_until_told(ledger: Ledger, home: Path, stop: int) -> None:
-    epoch = 0
-    while True:
-        found = read_snapshot(home)
-        assert found.epoch >= epoch
-        epoch = found.epoch
-        (served,) = ledger.serving()
-        assert served.epoch >= epoch
-        assert served.decision.mode == MODE
-        assert ledger.evidence(served.decision.id).race is not None
-        try:
-            if os.read(stop, 1) == b"":
-                return
-        except BlockingIOError:
-            continue
 
 
 def test_migrating_is_refused_without_the_migrations(

@@ -15,15 +15,13 @@ from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
-from autosel.certify.forecast import forecast
 from autosel.certify.issue import Request, chained, issue
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.report import page
-from autosel.certify.run import Within, failed
+from autosel.certify.run import failed
 from autosel.certify.words import prompted
-from autosel.cli.certificate import suite_text, summary, where_line
+from autosel.cli.certificate import summary, where_line
 from autosel.cli.main import run
-from autosel.cli.progress import Progress
 from autosel.cli.run import MEASURED, Asked, run_command
 from autosel.cli.suite import TAKEN
 from autosel.cli.verify import command_of, located, rerun_words, run_again
@@ -31,8 +29,7 @@ from autosel.cli.writable import refuse_file, refuse_folder
 from autosel.decode.prompt import prompts
 from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
-from autosel.values import to_json
-from tests.null.certificates import DRAFTED, GROUNDS, certificate, decode_run, fingerprint
+from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
 from tests.null.test_certify_verify_lies import of_mine
 from tests.null.test_cli_run_refusals import CONFIG
 
@@ -418,38 +415,6 @@ def test_an_unverified_run_states_the_reason(made: Certificate, why: str) -> Non
     assert isinstance(found, ParityError) and why in found.why and not found.why.endswith("for ")
 
 
-def test_a_suites_table_fits_80_columns() -> None:
-    rows = tuple(suite.row(c, [certificate(decode_run(layers=4))] * 3) for c in suite.CONFIGURATIONS)
-    found = suite.Suite(level="full", device="x", hw_id="", env_id="", git_sha="", timestamp="", rows=rows)
-    text = suite_text(found)
-    assert max(map(len, text.splitlines())) <= 80 and text.count("llama-1b[4/16 layers]") == 1
-    assert [line.split()[0] for line in text.splitlines()[3:10]] == [c.name for c in suite.CONFIGURATIONS]
-    two = dataclasses.replace(found, rows=(*rows, dataclasses.replace(rows[0], model="gemma3-1b")))
-    assert suite_text(two).count("gemma3-1b") == 1 and max(map(len, suite_text(two).splitlines())) <= 80
-    assert suite.from_document(json.loads(json.dumps(to_json(suite.document(found))))) == found
-
-
-def test_the_memory_table_marks_where_the_batch_collapses(said: Any) -> None:
-    code, text, _ = said("run", "--model", "llama-1b", "--plan")
-    assert code == 0 and "131 072" in text and "largest batch" in text
-    assert max(map(len, text.splitlines())) <= 80
-    found = json.loads(said("run", "--model", "llama-70b", "--plan", "--json")[1])
-    assert found["model"] == "llama-70b" and found["weights_bytes"] > 130e9
-    part = json.loads(said("run", "--model", "llama-70b", "--layers", "2", "--plan", "--json")[1])
-    assert part["model"] == "llama-70b[2/80 layers]" and part["fits"][0]["batch"] > 0
-
-
-def test_speculation_has_a_separate_line_and_a_measured_objective_has_its_unit() -> None:
-    made = certificate(decode_run(**DRAFTED), objectives=slo.parse("ttft<1ms,tps>1"))
-    said = " ".join(summary(made, audit(made)).split())
-    assert "speculation: 4 tokens drafted from the text so far, 2.50 kept a step" in said
-    assert "the baseline's steps give one" in said
-    assert f"{made.tokens_per_sec / made.baseline_tokens_per_sec:.2f}x (" in said
-    assert ", 900 ms" in said and f"met, {made.tokens_per_sec:.4g} tok/s" in said
-    plain = certificate()
-    assert "speculation" not in summary(plain, audit(plain))
-
-
 def test_the_default_context_is_the_models_maximum(tmp_path: Path) -> None:
     def context(*words: str) -> int:
         found: Asked = command_of(dataclasses.replace(certificate(), repro_cmd=shlex.join(["autosel", "run", *words])))
@@ -462,14 +427,6 @@ def test_the_default_context_is_the_models_maximum(tmp_path: Path) -> None:
     assert context("--model", str(tmp_path)) == 512
     assert context("--model", str(tmp_path), "--advance", "--iters", "100") == 412
     assert context("--model", str(tmp_path), "--speculate", "ngram:4", "--iters", "100") == 408
-
-
-def test_a_suite_shows_the_number_of_the_present_run(capsys: pytest.CaptureFixture[str]) -> None:
-    listener = Progress()
-    for stage in (("prefill", "baseline", 0, 2), ("decode", "", 3, 63)):
-        Within(listener, "llama-1b short 64/64, warm-up 1 of 2").stage(*stage)
-    assert listener.line().startswith("llama-1b short 64/64, warm-up 1 of 2 decode 3/63")
-    assert capsys.readouterr().err.count("\n") == 1  # a pipe gets a line for each run, not for each stage
 
 
 # --- a suite, stopped ---------------------------------------------------------------------------------------------
@@ -649,43 +606,3 @@ def test_a_suite_is_printed_even_if_the_earlier_report_is_not_comparable(
         assert len(found["suite"]["rows"]) == 7 and "nothing to compare" in found["error"]["what"]
     else:
         assert "quick suite of" in text and "certificates:" in text
-
-
-# --- the time left ------------------------------------------------------------------------------------------------
-
-
-def test_the_remaining_time_is_shown_from_the_first_stage_and_follows_the_pace(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = [0.0]
-    listener = Progress(clock=lambda: now[0])
-    listener.expect({("", "weights"): 10.0, ("", "prefill"): 40.0, ("", "chain"): 5.0, ("", "decode"): 50.0})
-    listener.stage("weights", "embedding", 0, 10)
-    assert listener.line().endswith("0s, about 1m45s left")
-    for done, at in ((5, 10.0), (10, 20.0)):  # twice as slow as predicted, so the rest will be too
-        now[0] = at
-        listener.stage("weights", "embedding", done, 10)
-    listener.stage("prefill", "baseline", 0, 2)
-    slow = listener.eta.left_s(0, 2) if listener.eta else 0.0
-    assert 130 < slow < 190
-    now[0] = 60.0
-    listener.stage("step", "confirming 1", 0, 1)  # without a prediction: its time does not predict the rest
-    before = listener.eta.left_s(0, 1) if listener.eta else 0.0
-    now[0] = 600.0
-    listener.stage("decode", "", 0, 100)  # the chain was left out
-    after = listener.eta.left_s(0, 100) if listener.eta else 0.0
-    assert before > after > 50
-    now[0] = 650.0
-    assert listener.eta is not None and listener.eta.left_s(100, 100) == 0
-    assert "weights ..., about 1m45s left" in capsys.readouterr().err
-
-
-def test_the_time_of_each_stage_is_predicted_from_the_rates_of_the_device() -> None:
-    fp = fingerprint()
-    plan = asked("--model llama-8b --layers 4 --seq 8192 --iters 50").plan()
-    found = forecast(plan, fp)
-    assert list(found) == ["weights", "prefill", "chain", "warmup", "decode", "ops"]
-    assert forecast(dataclasses.replace(plan, iters=100), fp)["decode"] == pytest.approx(2 * found["decode"])
-    assert forecast(dataclasses.replace(plan, seq=1024), fp)["prefill"] < found["prefill"] / 8  # attention grows faster
-    synthetic = forecast(dataclasses.replace(plan, prompt="synthetic"), fp, loads=False)
-    assert list(synthetic) == ["chain", "warmup", "decode", "ops"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from autosel import errors, settings
+from autosel import settings
 from autosel.cli.main import VERBS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,20 +86,9 @@ def test_an_outdated_block_is_found_and_rewritten(generate, page):
     assert text.endswith("\nafter\n")
 
 
-def test_an_unknown_block_is_an_error(generate, page):
-    page.write_text("<!-- generated: no-such-block -->\n<!-- end -->\n")
-    with pytest.raises(SystemExit, match="no-such-block"):
-        list(generate.rewrite(write=False))
-
-
 def test_every_block_of_the_generator_is_used(generate):
     used = {m["name"] for page in PAGES for m in generate.BLOCK.finditer(page.read_text())}
     assert used == set(generate.BLOCKS)
-
-
-def test_a_recorded_screen_keeps_only_lines_that_stay(generate):
-    written = "\r\x1b[2Kbuild 1/2  3s\r\x1b[2Kbuild 2/2  5s\r\x1b[2K\x1b[32mCPP\x1b[0m  1.4x\r\n\r\nkept\r\n"
-    assert generate.screen(written) == "CPP  1.4x\n\nkept"
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -224,13 +213,6 @@ def commands(page):
             yield words
 
 
-def test_commands_are_found_in_the_documentation():
-    found = [" ".join(words) for page in PAGES for words in commands(page)]
-    assert "autosel race rmsnorm --candidate mykernels:fused" in found
-    assert "autosel knobs --fingerprint h200 --explain" in found
-    assert len(found) > 20
-
-
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_documented_commands_have_verbs_and_options_that_exist(page):
     context = click.Context(cli, info_name="autosel")
@@ -282,17 +264,6 @@ def test_every_exit_code_of_an_error_is_explained_and_none_besides(generate):
     assert {kind.exit_code for kind in kinds} | {0} == set(exit_rows())
     for rows in exit_rows().values():
         assert all(who and "no verb" not in who for _, who in rows)
-
-
-def test_every_error_class_has_a_docstring(generate):
-    assert [kind.name for kind in generate.error_classes() if not kind.words] == []
-
-
-def test_the_errors_read_from_the_sources_are_those_of_python(generate):
-    for kind in generate.error_classes():
-        if kind.module == "`autosel.errors`":
-            real = getattr(errors, kind.name)
-            assert (real.exit_code, real.__mro__[1].__name__) == (kind.exit_code, kind.base)
 
 
 def test_exit_codes_in_a_verbs_help_are_documented_for_it():
@@ -353,37 +324,6 @@ def test_the_method_states_the_numbers_of_the_code(where, name, words):
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def figure(figures, value, lo=None, hi=None, note=""):
-    return figures.Figure(
-        name="x", value=value, lo=value if lo is None else lo, hi=value if hi is None else hi, note=note
-    )
-
-
-def test_a_figure_is_reached_missed_or_void(figures):
-    least = figures.Goal(name="x", what="", limit=3, unit="x")
-    most = figures.Goal(name="x", what="", limit=5, unit="s", at_most=True)
-    share = figures.Goal(name="x", what="", limit=90, unit="%")
-    assert figures.verdict(least, figure(figures, 3)) == "reached"
-    assert figures.verdict(least, figure(figures, 2.99)) == "missed"
-    assert figures.verdict(most, figure(figures, 5)) == "reached"
-    assert figures.verdict(most, figure(figures, 5.01)) == "missed"
-    assert figures.verdict(share, figure(figures, 109)) == "reached"
-    assert figures.verdict(share, figure(figures, 111)) == "void"
-    assert figures.verdict(least, figure(figures, 9, note="void: disturbed")) == "void"
-
-
-def test_a_tie_is_an_interval_that_covers_one(figures):
-    goal = figures.Goal(name="x", what="", limit=1, unit="x", tie=True)
-    assert figures.verdict(goal, figure(figures, 1.2, 1.1, 1.3)) == "faster"
-    assert figures.verdict(goal, figure(figures, 1.05, 0.98, 1.1)) == "tie"
-    assert figures.verdict(goal, figure(figures, 0.9, 0.8, 0.95)) == "slower"
-
-
-def test_every_goal_is_measured_by_one_part(figures):
-    for goal in figures.GOALS:
-        assert [p.prefix for p in figures.PARTS if goal.name.startswith(p.prefix)] == [goal.name.split("/")[0] + "/"]
-
-
 def test_kept_figures_are_complete_and_not_from_a_quick_run(figures):
     for document in figures.stored():
         assert document["quick"] is False
@@ -393,34 +333,6 @@ def test_kept_figures_are_complete_and_not_from_a_quick_run(figures):
         for f in document["figures"]:
             stored = figures.Figure(**{k: v for k, v in f.items() if k != "verdict"})
             assert figures.verdict(figures.goal(f["name"]), stored) == f["verdict"]
-
-
-def test_a_kept_document_becomes_a_row_of_the_page(figures, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
-    found = {"name": "gemv/read", "value": 93.21, "lo": 90.0, "hi": 95.4, "note": "", "verdict": "reached"}
-    document = {
-        "device": "ACME 9000 2 cores AVX2   read 40 GB/s", "torch": "2.13", "date": "2026-01-02", "commit": "abc",
-        "load": 0.1, "quick": False, "figures": [found],
-    }  # fmt: skip
-    path = figures.keep(document)
-    assert path.parent.name == "acme-9000-2-cores-avx2"
-    assert figures.stored() == [document]
-    assert "| >= 90 % | 93.2 % (90 % .. 95.4 %) | reached |" in figures.markdown(document)
-    assert "2026-01-02, commit abc" in figures.markdown(document)
-
-
-def test_the_shares_of_stages_are_read_off_the_progress(figures):
-    stages = ("     0s  fingerprint", "     2s  build", "    10s  confirming 1", "  1m10s  confirming 2")
-    told = "".join(f"{stage} ...\n" for stage in stages) + "rejected (parity) x: y\n"
-    assert figures.stage_shares(told, 100.0) == "fingerprint 2%, build 8%, confirming 90%"
-
-
-def test_a_quick_or_partial_result_is_not_kept():
-    for option in ("--quick", "--only=start"):
-        command = [sys.executable, "benchmarks/figures.py", "--write", option]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2
-        assert "requires a complete run" in done.stderr
 
 
 def test_every_entry_of_the_changelog_is_in_a_group():

@@ -59,19 +59,3 @@ def test_each_file_is_named_after_a_module_a_package_or_a_topic(tier: str) -> No
 def test_each_topic_has_a_file() -> None:
     stems = {path.stem for tier in TIERS for path in (ROOT / "tests" / tier).glob("test_*.py")}
     assert not {f"test_{topic}" for topic in TOPICS} - stems
-
-
-@pytest.mark.parametrize(
-    ("stem", "is_named"),
-    [
-        ("test_ledger_store", True),  # a module
-        ("test_ledger", True),  # a package
-        ("test_certify_verify_lies", True),  # a module and an aspect
-        ("test_kernels_cpu_team", True),  # a header
-        ("test_ledger_faulty", False),  # a package has modules, no aspects
-        ("test_persistent", False),  # ambiguous: two modules have this name
-        ("test_best", False),
-    ],
-)
-def test_the_rule_for_file_names(stem: str, is_named: bool) -> None:
-    assert names_what_it_tests(stem) is is_named

@@ -51,24 +51,9 @@ def test_a_failure_prints_the_options_that_repeat_it(tmp_path: Path) -> None:
     assert failed(tmp_path, *printed.split()) == (first, printed)
 
 
-def test_all_processes_of_a_parallel_run_draw_the_same(tmp_path: Path) -> None:
-    first, printed = failed(tmp_path, "--on-day", "2026-01-02", "--seed", "7", "-n", "2", "--dist", "loadfile")
-    assert printed == "--on-day 2026-01-02 --seed 7"
-    assert failed(tmp_path, *printed.split())[0] == first
-
-
 def test_in_ci_the_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
     first, other = (failed(tmp_path, "--seed", seed, ci="true")[0] for seed in ("1", "2"))
     assert first.split()[2] == other.split()[2] and first.split()[1] != other.split()[1]
-
-
-def test_an_invalid_day_is_a_usage_error(tmp_path: Path) -> None:
-    words = ["-p", "tests.conftest", "--on-day", "tomorrow", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-m", "pytest", *words]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--on-day tomorrow" in ran.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 12, 18, 38, 84, 108, 180])
