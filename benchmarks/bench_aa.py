@@ -34,7 +34,8 @@ import command_line
 import numpy as np
 from figures import commit
 from kept import keep
-from peers_rules import RULES
+
+from autosel.testing.rates.common import RULES
 
 if TYPE_CHECKING:
     from autosel.race.bench import Bench

@@ -7,9 +7,9 @@
     python benchmarks/bench_error_rates.py --write           also store it in benchmarks/results/cpu/
     python benchmarks/bench_error_rates.py --parts FILE --minutes 3    stop after 3 minutes; the next call continues
 
-The rules are those of autosel/race/{session,judge}.py; only the instrument is synthetic (tests/null/synthetic.py).
-tests/null/error_rates.py defines the cells and their limits. Runs are seeded: the same numbers on every machine. Exit
-code 1 if a limit is exceeded, or if a usual rule unexpectedly passes; 5 if the minutes were over first.
+The rules are those of autosel/race/{session,judge}.py; only the instrument is synthetic. autosel/testing/rates/ has the
+instrument (noise.py), and the cells with their limits (studies.py). Runs are seeded: the same numbers on every machine.
+Exit code 1 if a limit is exceeded, or if a usual rule unexpectedly passes; 5 if the minutes were over first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from figures import commit
 
 if TYPE_CHECKING:
-    from tests.null.error_rates import Rate
+    from autosel.testing.rates.studies import Rate
 
 import command_line
 from kept import keep
@@ -46,9 +46,9 @@ SOURCES = (
     "autosel/race/plan.py",
     "autosel/race/session.py",
     "autosel/guard/detector.py",
-    "benchmarks/peers_rules.py",
-    "tests/null/error_rates.py",
-    "tests/null/synthetic.py",
+    "autosel/testing/rates/common.py",
+    "autosel/testing/rates/studies.py",
+    "autosel/testing/rates/noise.py",
 )
 SAYS = {
     "identical": "Two identical arms: false promotions",
@@ -118,8 +118,7 @@ def main() -> int:
 
 def measured(options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
     """Return the document; None if the time was over first."""
-    sys.path.insert(0, str(ROOT))
-    from tests.null import error_rates
+    from autosel.testing.rates import studies as error_rates
 
     names = [n for n in error_rates.STUDIES if not options.only or any(word in n for word in options.only)]
     cells = [cell for name in names for cell in error_rates.STUDIES[name]()]
@@ -153,7 +152,7 @@ class Parts:
         self.found = dict(self._read()) if path and path.is_file() else {}
 
     def _read(self) -> Iterator[tuple[str, Rate]]:
-        from tests.null.error_rates import Rate
+        from autosel.testing.rates.studies import Rate
 
         assert self.path is not None
         for line in self.path.read_text().splitlines():

@@ -2,8 +2,8 @@
 
 The process forks from one that has imported everything, and runs `pipeline.tune` on real candidates, with the real
 ledger, locks, journal, rules of race and judge, crossover and snapshot. Only the two things that take seconds and store
-nothing are replaced: a proof passes at once, and the samples of a race come from `tests.null.synthetic.Bench`, whose
-true speeds are known. So a whole tune takes half a second, and hundreds of kills are affordable; `tests/soak` also
+nothing are replaced: a proof passes at once, and the samples of a race come from `autosel.testing.rates.noise`, whose
+arms have known speeds. So a whole tune takes half a second, and hundreds of kills are affordable; `tests/soak` also
 kills tunes in which nothing is replaced.
 
 The tuner writes into a pipe what it was told is stored (a decision, a debit, a proof). The checks compare this with the
@@ -42,9 +42,9 @@ from autosel.race.judge import has_lost, nominees
 from autosel.race.plan import SESSIONS, plan
 from autosel.race.run import Terms
 from autosel.race.session import Duel, Trial, confirm, screen
+from autosel.testing.rates.noise import Bench, iid
 from autosel.tuning import contend, prove
 from autosel.values import Decision, NativeRecipe, Parity, Passed, Race, digest
-from tests.null.synthetic import Bench, iid
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {

@@ -11,8 +11,8 @@ import pytest
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, Trial, confirm, screen
+from autosel.testing.rates.noise import NOISES, Bench, Noise, iid
 from autosel.values import Conditions, Deployed, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
-from tests.null.synthetic import NOISES, Bench, Noise, iid
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED

@@ -34,9 +34,9 @@ from autosel.race.plan import (
     quiet_sessions_needed,
 )
 from autosel.race.session import Trial, screen
-from tests.null import error_rates
-from tests.null.error_rates import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
-from tests.null.synthetic import NOISES, attempt, confirmed, screened
+from autosel.testing.rates import studies as error_rates
+from autosel.testing.rates.noise import NOISES, attempt, confirmed, screened
+from autosel.testing.rates.studies import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
 
 # Races a cell, so that all of it takes about twenty seconds of one core.
 RACES = {

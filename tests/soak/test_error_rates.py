@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.null.error_rates import STUDIES, broken, measure, run_lengths
+from autosel.testing.rates.studies import STUDIES, broken, measure, run_lengths
 
 RACES = 4_000
 

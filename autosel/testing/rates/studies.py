@@ -33,9 +33,9 @@ from autosel.race.plan import (
     clopper_pearson_upper,
     plan,
 )
+from autosel.testing.rates.common import RULES
+from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Setting, attempt, confirmed, screened, won
 from autosel.values import Session
-from benchmarks.peers_rules import RULES
-from tests.null.synthetic import CHUNK, NOISES, Factors, Noise, Setting, attempt, confirmed, screened, won
 
 Must = Literal["at most", "at least", "fail", "shown"]
 SHORT, LONG = plan(2e3), plan(2e6)
