@@ -492,20 +492,6 @@ def test_todays_releases_are_tried_in_a_separate_environment_and_listed(index, s
     assert contents(checkout) == before, ".venv is unchanged"
 
 
-def test_only_the_requirements_of_the_extras_are_installed_from_a_lock(script):
-    text = (
-        "# header\n"
-        "alembic==1 --hash=sha256:0  # all\n"
-        "nvidia-cutlass==4 --hash=sha256:0  # cross, cuda12\n"
-        "ruff==2 --hash=sha256:0  # lint\n"
-        "uvicorn==3 --hash=sha256:0 --hash=sha256:1  # daemon, test\n"
-    )
-    assert script.locked_lines(text, ["test", "cross"]) == {
-        "alembic": "alembic==1 --hash=sha256:0",
-        "uvicorn": "uvicorn==3 --hash=sha256:0 --hash=sha256:1",
-    }
-
-
 @ON_X86
 def test_a_lock_is_for_one_machine_python_and_build(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "ROOT", str(tmp_path))
@@ -562,12 +548,6 @@ def test_a_reused_torch_comes_with_the_files_of_what_it_requires_and_no_others(s
     assert {name for name in found if "dist-info" not in name} == {"torch", "shared/pinned/lib.so", "free.py", "deep"}
     assert (links / "torch" / "version.py").resolve() == host / "torch" / "version.py"
     assert {name.split("-")[0] for name in found if "dist-info" in name} == {"torch", "pinned", "free", "deep"}
-
-
-def test_a_strangers_file_in_a_folder_of_the_reused_torch_stays_behind(script, host):
-    (host / "deep" / "of_a_stranger.py").write_text("")
-    script.link_torch(script.torch_to_reuse(None))
-    assert sorted(p.name for p in Path(script.venv.reused, "deep").iterdir()) == ["__init__.py"]
 
 
 def test_the_release_that_a_reused_torch_asks_for_is_not_replaced_by_the_locks(script, host):
@@ -671,12 +651,6 @@ def test_an_environment_in_use_is_not_changed(used, how):
     assert again.returncode == 0, again.stderr
 
 
-def test_an_environment_in_use_serves_what_needs_no_change(used):
-    checkout, start_one = used
-    start_one(str(checkout / ".venv" / "bin" / "python"))
-    assert run(checkout, "status", python=BARE).returncode == 0
-
-
 def test_a_running_verb_prevents_changes_also_from_other_containers(used, monkeypatch, script):
     """Hold a file lock, which also works for processes that /proc does not show: in another container or host."""
     checkout, _ = used
@@ -748,54 +722,11 @@ def test_without_a_gpu_the_cuda_build_comes_last_and_only_if_accepted(script, pi
     assert "3 GB" in capsys.readouterr().err
 
 
-def test_todays_releases_replace_everything_but_the_torch_that_was_chosen(script, pip_that, monkeypatch):
-    """Keep it, because plain pip would install the newest torch, with 3 GB of CUDA's libraries."""
-    asked = pip_that(lambda what: True)
-    monkeypatch.setattr(script, "torch_of_venv", lambda: {"version": "2.13.0+cpu", "cuda": None, "file": ""})
-    script.install_newest([], {**OPTIONS, script.NEWEST: True})
-    assert "--upgrade-strategy eager torch==2.13.0 " in asked[0] + " "
-    script.install_newest([], OPTIONS)
-    assert "--upgrade" not in asked[1]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
-def test_the_newest_torch_is_a_cpu_build_too(script, pip_that, monkeypatch):
-    asked = pip_that(lambda what: "index-url" in what)
-    monkeypatch.setattr(script, "quiet", lambda *command: (0, "WARNING: ...\ntorch (2.15.0)\nAvailable versions: ..."))
-    script.install_torch(None, {**OPTIONS, script.NEWEST: True})
-    assert asked == [
-        "--no-deps torch==2.15.0+cpu",
-        f"--no-deps torch==2.15.0+cpu --index-url {script.TORCH_INDEX}cpu",
-    ]
-
-
-def test_only_the_headers_of_cutlass_are_installed_if_kernels_are_compiled(script, pip_that, capsys):
-    asked = pip_that(lambda what: True)
-    script.cutlass_headers("", ["daemon", "test"], OPTIONS)
-    assert asked == []
-    script.cutlass_headers("", ["cross", "test"], OPTIONS)
-    assert asked == [f"--no-deps {script.CUTLASS}"]
-    pip_that(lambda what: False)
-    script.cutlass_headers("", ["cuda13"], OPTIONS)
-    assert "left out" in capsys.readouterr().err  # and the set-up continues
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
 def test_a_cpu_build_that_pip_can_see_is_taken_at_once(script, pip_that):
     asked = pip_that(lambda what: True)
     script.install_torch(None, OPTIONS)
     assert asked == [f"--no-deps torch=={script.TORCH}+cpu"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere plain torch is the CPU build")
-def test_without_network_it_prints_the_alternative(script, pip_that):
-    pip_that(lambda what: False, words="WARNING: Retrying after NewConnectionError: [Errno 101] Network is unreachable")
-    with pytest.raises(script.Stop) as stopped:
-        script.install_torch(None, OPTIONS)
-    said = "\n".join(stopped.value.lines)
-    assert "cannot be reached" in said
-    assert "--wheelhouse" in said
-    assert "accept-cuda" not in said
 
 
 @pytest.mark.parametrize(
@@ -850,14 +781,6 @@ def test_with_a_gpu_the_build_its_driver_runs(script, pip_that, monkeypatch, gpu
 )
 def test_which_torch_can_be_reused(script, version, cuda, gpu, good):
     assert script.usable({"version": version, "cuda": cuda, "file": ""}, gpu) is good
-
-
-def test_torch_is_read_without_being_imported(script):
-    import torch
-
-    found = script.read_torch(torch.__file__)
-    assert found["version"] == torch.__version__
-    assert found["cuda"] == torch.version.cuda
 
 
 # --- mistakes and bad machines ---------------------------------------------------------------------------------------
@@ -1108,34 +1031,6 @@ def test_every_folder_of_tests_is_a_tier(script, tier):
     with contextlib.suppress(KeyError):
         extras, _ = script.TIERS[tier]
         assert "test" in extras
-
-
-def test_the_long_forms_are_installed_with_what_they_skip_without(script):
-    """Install their packages, except Ray, which is optional for these tests."""
-    sources = [path.read_text() for path in (CHECKOUT / "tests" / "soak").glob("test_*.py")]
-    said = re.findall(r"the extra `(\w+)`|the `(\w+)` extra", "".join(sources))
-    asked = {one or other for one, other in said}
-    assert {"cross", "fleet"} <= asked
-    assert asked - {"ray"} <= set(script.TIERS["soak"][0])
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        ([], ["serve", "--no-strict", "--livereload"]),
-        (["--dev-addr", "0.0.0.0:80"], ["serve", "--no-strict", "--livereload", "--dev-addr", "0.0.0.0:80"]),
-        (["--build"], ["build", "--strict"]),
-        (["--build", "--quiet"], ["build", "--strict", "--quiet"]),
-    ],
-)
-def test_docs_serves_the_site_or_builds_it_with_warnings_as_errors(script, monkeypatch, words, command):
-    seen = []
-    monkeypatch.setattr(script, "prepare", lambda wanted, options: seen.append(wanted))
-    monkeypatch.setattr(script, "hand_over", lambda *words: seen.append([*words]))
-    monkeypatch.setattr(os, "chdir", seen.append)
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "")
-    script.main(["docs", *words])
-    assert seen == [("docs",), script.ROOT, ["-m", "mkdocs", *command]]
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from autosel import settings
-from autosel.cli import figures, output
+from autosel.cli import figures
 from autosel.cli import race as race_verb
 from autosel.cli import tune as tune_verb
 from autosel.cli.main import FORMER, VERBS, cli, run
 from autosel.cli.options import VerbGroup, given_options
-from autosel.cli.output import emit_json, paragraph, report, table
+from autosel.cli.output import emit_json, report, table
 from autosel.cli.progress import QUIET_S, Progress
 from autosel.cli.serve import _show_coverage
 from autosel.cli.tune import parse_budget, parse_threads
@@ -365,12 +365,6 @@ def test_a_table_too_wide_gets_narrow_gaps_then_continues_in_one_column_and_lose
     assert "a" * 20 in text
 
 
-def test_a_word_longer_than_the_line_is_kept_whole() -> None:
-    path = "/home/" + "x" * 100
-    assert path in paragraph(f"the ledger {path} is locked", indent="  ")
-    assert path in table(("a", "b"), [["1", path]], wrap=1)
-
-
 def test_colour_is_for_terminals_and_never_where_the_user_wants_none(
     said: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,13 +386,6 @@ def test_a_command_to_type_is_never_broken_over_lines(capsys: pytest.CaptureFixt
     err = capsys.readouterr().err
     assert f"  {command}\n" in err
     assert all(len(line) <= 80 for line in err.splitlines() if "because" in line)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1010.4, "1 010"), (123456.0, "123 456"), (741.0, "741"), (74.14, "74.1"), (0.715, "0.71")]
-)
-def test_times_have_three_digits_or_more(value: float, text: str) -> None:
-    assert output.microseconds(value) == text
 
 
 def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -503,12 +490,6 @@ def test_a_promotion_shows_the_lower_bound_it_rests_on() -> None:
     assert row(decision()).split() == expected.split()
 
 
-def test_a_tie_is_reported() -> None:
-    even = Effect(median=1.0, lo=1.0, hi=1.0)
-    assert " tie " in row(decision("tie", TORCH, "kept", effect=even, next_best=("cpp:gemv", 1.01))) + " "
-    assert "23x kept" in row(decision("tie", CPP, "kept")), "a tie must keep the incumbent"
-
-
 def test_undecided_pinned_demoted_and_stale_decisions_are_labelled() -> None:
     assert "undecided" in row(decision("undecided", TORCH, "kept"))
     assert "pinned" in row(decision(state="pinned"))
@@ -517,11 +498,6 @@ def test_undecided_pinned_demoted_and_stale_decisions_are_labelled() -> None:
     assert "stale" in stale
     assert "TORCH" in stale
     assert "23x" not in stale
-
-
-def test_an_interval_wider_than_its_median_is_called_noisy() -> None:
-    wild = Timing(median_us=10, lo_us=1, hi_us=900, p95_us=900, min_us=1, samples=9)
-    assert "10.0 noisy" in row(decision(timings={"cpp:gemv": wild}))
 
 
 def test_the_verdict_table_of_long_names_fits_80_columns() -> None:
@@ -662,11 +638,6 @@ def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(
     assert (shown.decided_now, shown.settled) == (2, 1)
 
 
-def test_the_headline_of_some_ops_names_them() -> None:
-    assert tune_verb.step_name("llama-8b", ()) == "decode step of llama-8b"
-    assert tune_verb.step_name("llama-8b", ("attn", "rope")) == "attn, rope in a decode step of llama-8b"
-
-
 def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(terminal=False)
     shown = progress(screen, clock, monkeypatch)
@@ -684,15 +655,6 @@ def test_a_tune_continues_if_the_reader_of_its_progress_closes_the_pipe(
         shown.stage("build", "cpu/gemv.cpp", 0, 5)
         shown.decided(decision(), settled_before=False)
     assert shown.decided_now == 1
-
-
-def test_a_dumb_terminal_gets_lines_and_no_escapes(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    screen = Screen()
-    with progress(screen, clock, monkeypatch) as shown:
-        shown.stage("build", "x", 0, 5)
-    assert "\x1b" not in screen.getvalue()
-    assert "build ..." in screen.getvalue()
 
 
 # --- options and exit codes ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from autosel.cli import doctor
 from autosel.errors import UnknownName
 from autosel.fingerprint import device, drift, noise, probe, stack, store
-from autosel.fingerprint.describe import describe, headline, quantity, rate_label
+from autosel.fingerprint.describe import describe, headline
 from autosel.fingerprint.machine import cpu_list, cpu_quota, hardware, identity, is_virtual, memory_left
 from autosel.fingerprint.neighbours import Neighbours
 from autosel.values import Fingerprint, Rate
@@ -386,14 +386,6 @@ def test_thread_counts_double_and_end_with_all(cpus: int, counts: tuple[int, ...
     assert probe.thread_counts(cpus) == counts
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [("read_bytes_per_s@2", "B/s"), ("bf16_dot_flops@1", "FLOP/s"), ("exp_per_s@1", "1/s"), ("fork_join_s@2", "s")],
-)
-def test_a_rates_name_carries_its_unit(name: str, unit: str) -> None:
-    assert probe.unit_of(name) == unit
-
-
 def test_the_read_buffer_exceeds_every_cache_and_spares_memory() -> None:
     facts = {"l3_bytes": 32 << 20, "l3_domains": 8, "memory_bytes": 256 << 30}
     assert probe.buffer_bytes(facts) == 4 * 8 * (32 << 20)
@@ -543,26 +535,7 @@ def test_doctor_reports_rates_that_no_longer_hold_and_changes_nothing(
     assert len(measured) == 1
 
 
-def test_doctor_is_silent_about_rates_that_hold(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(doctor._drift(with_looks(monkeypatch, [1.0, 0.4, 1.01], virtual=True), "cpu")) == []
-
-
 # --- text ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (46.1e9, "B/s", "46.1 GB/s"),
-        (118.1e9, "FLOP/s", "118 GFLOP/s"),
-        (3.29e9, "1/s", "3.29 G/s"),
-        (4.0e-7, "s", "400 ns"),
-        (1.13e-6, "s", "1.13 us"),
-        (99.96e9, "B/s", "100 GB/s"),
-    ],
-)
-def test_a_quantity_has_three_digits_and_a_unit(value: float, unit: str, text: str) -> None:
-    assert quantity(rate(value, unit)) == text
 
 
 def test_the_headline_names_cpu_cores_isa_and_limits() -> None:
@@ -571,20 +544,8 @@ def test_the_headline_names_cpu_cores_isa_and_limits() -> None:
     assert headline(dataclasses.replace(fp, contended=True)).endswith("contended")
 
 
-def test_without_rates_and_l3_the_headline_is_the_cpu_alone() -> None:
-    assert headline(fingerprint(cpus=1, l3_bytes=0, isa=["avx2"])) == "AMD EPYC 9R45 1 core no AVX2"
-
-
 def test_the_table_has_identity_environment_and_rates_with_sources() -> None:
     rows = describe(fingerprint({"read_bytes_per_s@2": rate(46.1e9, spread=0.1)}))
     assert ("L3", "32 MiB", "", "/proc, /sys") in rows
     assert ("compiler", "none", "", "") in rows
     assert rows[-1] == ("read, 2 threads", "46.1 GB/s", "±5 %", "p90 of 9 windows, cpu/probes.cpp")
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [("read_bytes_per_s@1", "read, 1 thread"), ("dram_latency_s", "dram latency"), ("exp_per_s@1", "exp, 1 thread")],
-)
-def test_a_rate_is_labelled_in_words(name: str, label: str) -> None:
-    assert rate_label(name) == label

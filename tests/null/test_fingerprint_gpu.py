@@ -26,7 +26,6 @@ from autosel.fingerprint.gpu_rates import Point
 from autosel.tuning.job import Report
 from autosel.values import Fingerprint
 from tests.null.certificates import certificate, decode_run
-from tests.null.certificates import fingerprint as fingerprint_of_a_cpu
 
 H200 = nvml.Readings(
     name="NVIDIA H200",
@@ -252,7 +251,6 @@ def test_an_implausible_rate_is_named(name: str, value: float) -> None:
 
 
 SLOWED = gpu.SLOWED.format("thermal slowdown (0x20)")
-OF_ANOTHER = "no figure here was measured by autosel: datasheet and estimates"
 
 
 def slowed() -> Fingerprint:
@@ -296,19 +294,3 @@ def test_a_figure_from_a_slowed_device_is_shown_with_a_note(
     start = said.index(lines[0])
     assert said[start:].startswith(note_lines([SLOWED])[0] + "\n")
     assert all(len(line) <= 80 for line in said.splitlines())
-
-
-def test_json_has_the_note_of_a_slowed_device(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["knobs", "--fingerprint", "cuda", "--op", "attn", "--model", "llama-1b", "--json"]
-    monkeypatch.setattr("autosel.cli.fingerprint.find", lambda device: slowed())
-    assert run(words) == 0
-    assert json.loads(capsys.readouterr().out)["notes"] == [SLOWED]
-    assert certificate(decode_run(fingerprint=slowed())).notes[0] == SLOWED
-
-
-def test_notes_about_a_cpu_are_not_remarks() -> None:
-    noisy = replace(fingerprint_of_a_cpu(), contended=True, notes=("busy",))
-    assert remarks(noisy) == () and "busy" not in certificate(decode_run(fingerprint=noisy)).notes
-    assert remarks(known.load("h200")) == (OF_ANOTHER,)
