@@ -13,6 +13,7 @@ import torch
 from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Mismatch, Op
 from autosel.values import DTypeName
+from tests import drawn
 from tests.compile.emulate import emulated
 from tests.cpu.samplings import SAMPLING, judged
 
@@ -43,8 +44,7 @@ def failure(op: Op, made: Case, knobs: tuple[int, ...]) -> Mismatch | None:
     return found if isinstance(found, Mismatch) else None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(SHAPES, DTYPES)), days=2))
 def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
     op, (dims, traits, knobs) = OPS[name], SHAPES[name]
     wrong, turn = [], 0

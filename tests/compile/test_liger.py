@@ -56,6 +56,7 @@ def named(plan: Plan) -> str:
 @pytest.mark.in_turns(
     {"norms": lambda: [p for p in PLANS if "norm" in p[0]], "others": lambda: [p for p in PLANS if "norm" not in p[0]]},
     label=named,
+    days=2,
 )
 def test_ligers_own_kernel_meets_the_contract_through_its_wrapper(
     choice: Plan, monkeypatch: pytest.MonkeyPatch

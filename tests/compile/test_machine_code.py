@@ -183,7 +183,7 @@ def test_a_kernel_keeps_its_budget_on_its_targets(choice: Build) -> None:
     assert found and not wrong, "\n".join([str(choice), *wrong])
 
 
-@pytest.mark.in_turns(lambda: SOURCES)
+@pytest.mark.in_turns(lambda: SOURCES, days=2)
 def test_a_kernel_builds_as_a_tune_would_build_it(choice: str) -> None:
     """Run the whole command, because nvcc's host pass and the linker find errors that the device pass does not."""
     dtype, macros = BUDGETS[choice].builds((9, 0))[0]
@@ -214,7 +214,7 @@ def _faults(f: Function, budget: Budget, cc: Capability) -> list[str]:
 STREAMING = ("gemv", "gemv_fp8", "norm_qkv", "gate_up", "lm_head")
 
 
-@pytest.mark.in_turns(lambda: STREAMING)
+@pytest.mark.in_turns(lambda: STREAMING, days=2, shift=1)
 def test_loads_of_weights_are_issued_before_the_kernel_waits_for_its_producer(choice: str) -> None:
     """Check the machine code, in which ptxas might have moved the loads after the wait."""
     found = [f for f in functions(choice, (9, 0), "AUTOSEL_BF16", "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4") if aligned(f)]

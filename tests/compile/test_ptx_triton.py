@@ -31,7 +31,7 @@ def label(choice: Choice) -> str:
     return f"{plan.label} {dtype} {part}"
 
 
-@pytest.mark.in_turns({f"group {g}": partial(choices, g) for g in range(GROUPS)}, label=label)
+@pytest.mark.in_turns({f"group {g}": partial(choices, g) for g in range(GROUPS)}, label=label, days=2)
 def test_a_compiled_triton_kernel_meets_its_contract(choice: Choice) -> None:
     plan, dtype, part = choice
     assert list(failures(plan, dtype, PARTS, part)) == []

@@ -28,14 +28,15 @@ from tests.drawn import todays
 from tests.operands import kind_of
 
 HERE = Path(__file__).parent
+APPROXIMATED = ("triton:swiglu", "triton:geglu", "triton:rmsnorm")
 SHARE = 47  # share of the hostile cases per day; not a multiple of the dtypes, so that each case runs in every dtype
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
-@pytest.mark.parametrize("number", range(len(KERNELS)), ids=list(KERNELS))
-def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(number: int) -> None:
-    """Compile for two targets and two shapes per day."""
-    kernel = list(KERNELS.values())[number]
+@pytest.mark.parametrize("name", drawn.share(list(KERNELS), days=2))
+def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(name: str) -> None:
+    """Compile half of the kernels per day, for two targets and two shapes."""
+    kernel, number = KERNELS[name], list(KERNELS).index(name)
     shapes, devices = SHAPES[kind_of(kernel)], list(TARGETS.values())
     found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)
     device, shape, dtype = todays(list(itertools.product(devices, shapes, DTYPES)), number)
@@ -87,11 +88,13 @@ def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
 
 
 def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_quotients() -> None:
-    command = [sys.executable, str(HERE / "approximate.py"), "triton:swiglu", "triton:geglu", "triton:rmsnorm"]
+    """Run one of the plans per day."""
+    plans = [plan.kernel for plan in PLANS if plan.kernel.partition(" ")[2] in APPROXIMATED]
+    command = [sys.executable, str(HERE / "approximate.py"), todays(plans)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == ""
-    assert "4 plans" in ran.stderr
+    assert " plans" in ran.stderr and "\n0 plans" not in f"\n{ran.stderr}"
 
 
 def test_each_part_of_the_hostile_cases_runs_in_each_dtype() -> None:

@@ -13,6 +13,7 @@ from autosel.fingerprint import machine, probe
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
 from autosel.values import Rate
+from tests import drawn
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -66,7 +67,7 @@ def test_the_dot_rate_exists_exactly_if_the_instruction_does(rates: dict[str, Ra
 
 
 @needs_compiler
-@pytest.mark.parametrize("isa", ISA_NEEDS)
+@pytest.mark.parametrize("isa", drawn.share(list(ISA_NEEDS), days=2))
 def test_the_probes_compile_and_run_in_every_instruction_set(isa: Isa) -> None:
     if not set(ISA_NEEDS[isa]) <= set(machine.identity()["isa"]):
         pytest.skip(f"this CPU lacks {isa}")

@@ -38,17 +38,17 @@ from autosel.testing.rates import studies as error_rates
 from autosel.testing.rates.noise import NOISES, attempt, confirmed, screened
 from autosel.testing.rates.studies import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
 
-# Races a cell, so that all of it takes about twenty seconds of one core.
+# Races a cell, so that all of it takes about ten seconds of one core.
 RACES = {
-    "identical": 120,
-    "boundary": 60,
-    "power": 20,
+    "identical": 60,
+    "boundary": 30,
+    "power": 10,
     "three arms": 40,
     "selection": 25,
-    "session bias": 40,
+    "session bias": 20,
     "calibration": 4_000,
     "lifetime": 60,
-    "tail": 30,
+    "tail": 15,
     "controls": 150,
     "demotion": 300,
 }
