@@ -36,6 +36,7 @@ from autosel.decode.step import Place, write_step
 from autosel.decode.team import write_team
 from autosel.decode.weights import load_weights
 from autosel.dispatch.resolve import Resolution
+from autosel.json_rows import in_rows
 from autosel.native.compile import compile_source
 from autosel.native.isa import best_isa
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Workload
@@ -268,7 +269,7 @@ def record() -> Path:
         values[name] = {arm: found[arm].logits[-1].double().tolist() for arm in ("torch", "kernels")}
     path = RECORDS / f"{where['isa']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"recorded_on": where, "cases": cases, "values": values}, indent=1) + "\n")
+    path.write_text(in_rows({"recorded_on": where, "cases": cases, "values": values}) + "\n")
     return path
 
 

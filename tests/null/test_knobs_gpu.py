@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autosel.errors import BadConfig
 from autosel.fingerprint import known
-from autosel.knobs.gpu import GpuFacts, attention, derive, facts, gemm, gemv, rows, sampling, step
+from autosel.knobs.gpu import GpuFacts, attention, derive, facts, gemm, gemv, rows, step
 from autosel.knobs.gpu.gemv import Projection
 from autosel.values import Fingerprint, Knobs, Workload
 
@@ -84,31 +84,6 @@ def test_gemv_splits_k_where_rows_are_few():
     assert gemv.split_k(1024, 2, TI) == 1
 
 
-@pytest.mark.parametrize(("f", "bf16", "fp8"), [(H200, 13.8, 6.9), (TI, 53, 27)], ids=["H200", "5070Ti"])
-def test_issue_budget_of_a_weight(f, bf16, fp8):
-    assert gemv.issue_budget(2, f) == pytest.approx(bf16, rel=0.01)
-    assert gemv.issue_budget(1, f) == pytest.approx(fp8, rel=0.015)
-
-
-@pytest.mark.parametrize(
-    ("n", "h200"), [(4096, 0.73), (6144, 0.81), (28672, 0.95), (128256, 0.99)], ids=["o", "qkv", "gate_up", "lm_head"]
-)
-def test_predicted_efficiency_of_llama_8b(n, h200):
-    assert gemv.efficiency(product(1, n), H200) == pytest.approx(h200, abs=0.006)
-    assert 0.945 <= gemv.efficiency(product(1, n), TI) <= 1
-
-
-@pytest.mark.parametrize(("f", "bf16", "fp8"), [(H200, 6, 2), (TI, 8, 8)], ids=["H200", "5070Ti"])
-def test_rows_that_cuda_cores_serve_at_the_full_rate(f, bf16, fp8):
-    assert gemv.cc_limit("bf16", f) == bf16
-    assert gemv.cc_limit("fp8_e4m3", f) == fp8
-
-
-def test_a_few_rows_take_two_weight_rows_a_warp():
-    assert gemv.rows_per_warp(product(1, 4096), H200) == 1
-    assert gemv.rows_per_warp(product(6, 4096), H200) == 2
-
-
 @pytest.mark.parametrize("f", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_rows_of_x_beyond_eight_are_another_pass_and_ask_no_more_of_a_warp(f, dtype):
@@ -120,19 +95,8 @@ def test_rows_of_x_beyond_eight_are_another_pass_and_ask_no_more_of_a_warp(f, dt
 # --- small M, the route -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "h200", "ti"), [(4096, 2, 1), (1024, 8, 3)])
-def test_streaming_split_gives_dram_enough_readers(n, h200, ti):
-    assert gemm.stream(linear(16, n), H200)["split_k"] == h200
-    assert gemm.stream(linear(16, n), TI)["split_k"] == ti
-
-
 def test_streaming_split_leaves_each_part_four_tiles_deep():
     assert gemm.stream(linear(16, 128, k=512), H200)["split_k"] == 512 // (4 * 64)
-
-
-def test_crossover_to_large_tiles():
-    assert gemm.large_from("bf16", H200) == 181
-    assert gemm.large_from("bf16", TI) == 120
 
 
 def test_crossover_from_cuda_cores_is_one_past_what_they_serve():
@@ -148,14 +112,6 @@ def test_route_by_rows_on_an_h200(m, route):
 
 
 # --- large tiles ------------------------------------------------------------------------------------------------------
-
-
-def test_large_tile_feeds_the_tensor_cores_from_l2():
-    assert H200.bf16_flops / H200.l2 == pytest.approx(80, abs=0.5)
-    assert TI.bf16_flops / TI.l2 == pytest.approx(38, abs=0.5)
-    h200, ti = gemm.large(linear(8192, 8192), H200), gemm.large(linear(8192, 8192), TI)
-    assert (sorted((h200["tile_m"], h200["tile_n"])), h200["stages"], h200["cluster"]) == ([128, 256], 4, 1)
-    assert (sorted((ti["tile_m"], ti["tile_n"])), ti["stages"], ti["cluster"]) == ([64, 128], 3, 1)
 
 
 def test_a_tile_too_thin_for_a_b200_is_shared_by_a_cluster():
@@ -198,23 +154,6 @@ def test_decode_split_table(name, f, b, length, reading, best, time, fa3, fa3_ti
     assert attention.time_s(c, k, f, fa3) / us == pytest.approx(fa3_time, abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("f", "b", "length", "ctas_per_sm", "time"),
-    [(H200, 1, 8192, 2, 10.6), (H200, 8, 1024, 4, 13.1), (TI, 1, 8192, 3, 43.5), (TI, 8, 1024, 3, 52.4)],
-)
-def test_sixteen_fixed_segments_have_the_times_of_the_table(f, b, length, ctas_per_sm, time):
-    # The H200's 13.1 us is at four resident CTAs an SM, as a kernel with smaller tiles has.
-    c = attention.cache_of(attn(b, length))
-    k = replace(attention.shape(c, f), ctas_per_sm=ctas_per_sm)
-    assert attention.time_s(c, k, f, 16) / us == pytest.approx(time, abs=0.06)
-
-
-def test_decode_tile_and_stages():
-    h200, ti = attention.decode(attn(1, 8192), H200), attention.decode(attn(1, 8192), TI)
-    assert (h200["tile"], h200["stages"], h200["warps"]) == (64, 3, 4)
-    assert (ti["tile"], ti["stages"], ti["warps"]) == (32, 2, 4)
-
-
 @pytest.mark.parametrize(("f", "most"), [(H200, 6), (TI, 26)], ids=["H200", "5070Ti"])
 def test_cuda_cores_suffice_for_small_groups(f, most):
     def matrix(group: int) -> bool:
@@ -254,20 +193,6 @@ def test_rmsnorm_is_fused_while_rereading_is_cheaper_than_a_launch(f, below):
     assert not rows.rmsnorm(workload("rmsnorm", M=below + 1, d=4096), f)["fuse"]
 
 
-def test_rmsnorm_keeps_a_row_in_registers():
-    assert rows.rmsnorm(workload("rmsnorm", M=64, d=4096), H200)["threads"] == 512
-
-
-def test_a_gate_as_prologue_of_down_would_cost_more_than_as_epilogue():
-    assert rows.prologue_s(14336, 2, H200) / us == pytest.approx(0.8, abs=0.05)
-
-
-@pytest.mark.parametrize(("f", "ctas"), [(H200, 12), (TI, 17)], ids=["H200", "5070Ti"])
-def test_ctas_that_share_a_row_of_logits(f, ctas):
-    assert sampling.sample(workload("sample", B=1, V=128256, L=0), f)["ctas_per_row"] == ctas
-    assert sampling.sample(workload("sample", B=64, V=128256, L=0), f)["ctas_per_row"] == f.sms // 64
-
-
 def test_graph_and_persistent_kernel_on_llama_8b():
     # 15.01 GB of weights and 1.07 GB of cache at L = 8192, 192 kernels.
     cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9)
@@ -285,13 +210,6 @@ def test_a_host_that_cannot_keep_up_makes_the_graph_worth_it():
     cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9, host_launch_s=110 * us, host_s=30e-3)
     assert step.step(cost, TI)["graph"]
     assert step.step(cost, TI)["host_depth"] == 3
-
-
-def test_pdl_ring_and_l2_persistence():
-    assert step.pdl_ring_bytes(H200) / 1e3 == pytest.approx(67, abs=0.5)
-    assert step.pdl_ring_bytes(TI) / 1e3 == pytest.approx(19, abs=0.5)
-    assert step.l2_persistence_s(H200) / us == pytest.approx(5, abs=0.2)
-    assert step.l2_persistence_s(EVERY["rtx-5080"]) / us == pytest.approx(40, abs=1.5)
 
 
 # --- properties on every device --------------------------------------------------------------------------------------

@@ -28,11 +28,6 @@ def told(knobs: Knobs, *names: str) -> tuple[object, ...]:
 # --- worked figures ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("f", "most"), [(H200, 80), (TI, 137)], ids=["H200", "5070Ti"])
-def test_rows_of_x_that_narrow_tiles_may_meet(f, most):
-    assert cutlass.narrow_most(f) == most
-
-
 @pytest.mark.parametrize(
     ("m", "n", "tile", "stages", "split"),
     [
@@ -48,13 +43,6 @@ def test_hopper_streams_weights_on_an_h200(m, n, tile, stages, split):
     assert knobs["stream_k"] == (split > 1)
 
 
-def test_hopper_reuses_large_tiles_on_an_h200():
-    knobs = cutlass.hopper(linear(4096), H200)
-    assert knobs["swap"] == 0
-    assert sorted(told(knobs, "tile_m", "tile_n")) == [128, 256]
-    assert told(knobs, "stages", "cluster", "stream_k") == (4, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("m", "n", "tile", "stages", "split"),
     [
@@ -66,10 +54,6 @@ def test_hopper_reuses_large_tiles_on_an_h200():
 def test_ampere_streams_weights_on_a_5070_ti(m, n, tile, stages, split):
     knobs = cutlass.ampere(linear(m, n), TI)
     assert told(knobs, "rows", "columns", "stages", "split_k") == (*tile, stages, split)
-
-
-def test_ampere_reuses_large_tiles_on_a_5070_ti():
-    assert told(cutlass.ampere(linear(4096), TI), "rows", "columns", "stages", "split_k") == (128, 128, 3, 1)
 
 
 def test_a_last_wave_that_is_nearly_empty_is_split_where_k_is_long():
@@ -140,20 +124,3 @@ def test_neither_bytes_in_flight_nor_multiply_adds_limit_decode_attention(f):
     assert ctas * shape.in_flight(cache) >= 0.95 * f.in_flight
     mma_flops = f.bf16_flops / 2  # no less on any of them; half of wgmma's on Hopper
     assert 4 * 16 * cache.heads * cache.length * cache.head_dim / mma_flops < 0.3 * cache.bytes_read / f.read
-
-
-def test_figures_of_the_decode_attention_that_was_not_built():
-    cache = attention.Cache(
-        heads=8, query_heads=32, group=4, head_dim=128, length=8192, dtype_bytes=2, page=0, ragged=False
-    )
-    shape = attention.shape(cache, H200)
-    split = attention.split(cache, shape, H200)
-    assert (cache.heads * split, shape.in_flight(cache)) == (64, 64 << 10)
-    assert cache.heads * split * shape.in_flight(cache) / H200.sms == pytest.approx(32e3, rel=0.02)
-    assert H200.in_flight / H200.sms == pytest.approx(25e3, rel=0.02)
-    assert cache.bytes_read / H200.read * 1e6 == pytest.approx(7.8, abs=0.05)
-    assert attention.time_s(cache, shape, H200, split) * 1e6 == pytest.approx(10.6, abs=0.05)
-    assert 4 * 16 * cache.heads * cache.length * cache.head_dim / (H200.bf16_flops / 2) * 1e6 == pytest.approx(
-        1.4, abs=0.05
-    )
-    assert H200.l2 / H200.read == pytest.approx(2.3, abs=0.05)
