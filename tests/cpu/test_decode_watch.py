@@ -26,6 +26,7 @@ from autosel.ledger.store import open_ledger
 from autosel.values import Decision, DTypeName, Fingerprint, Workload
 from tests.cpu.test_decode import PROMPTS, Oracle, compiled, one_thread, oracle
 from tests.cpu.test_decode_weights_formats import weights
+from tests.homes import furnish
 
 __all__ = ["compiled", "one_thread", "oracle"]  # fixtures
 
@@ -146,7 +147,7 @@ def test_a_planted_fault_of_a_task_is_found_and_the_step_is_served_op_by_op(
 
 @one_family
 def test_a_fault_is_recorded_and_the_build_is_quarantined(oracle: Oracle, fp: Fingerprint, home: Path) -> None:
-    board, seen = Board(home), []
+    board, seen = Board(furnish(home)), []
     step = watched(oracle, fp)
     decision = decision_of(step, fp)
 
