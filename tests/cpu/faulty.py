@@ -70,11 +70,6 @@ def _control():
     raise AssertionError("no control line")
 
 
-def _half_reply(request, arenas):
-    _control().send(struct.pack("<I", 100) + b'{"id"')
-    _wait_for_ever()
-
-
 def _garbage_reply(request, arenas):
     _control().send(struct.pack("<I", 4) + b"\x80\x04K\x01")
 
@@ -115,13 +110,6 @@ def _escape(request, arenas):
     if request.get("then") == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     _wait_for_ever()
-
-
-def _fork_storm(request, arenas):
-    while True:
-        if os.fork() == 0:
-            os.setsid()
-            _wait_for_ever()
 
 
 def _memory_hog(request, arenas):

@@ -188,10 +188,6 @@ def test_a_spin_that_holds_the_interpreter_ends_at_the_deadline(worker, library,
     assert worker.exit.signal == signal.SIGKILL
 
 
-def test_half_a_reply_is_refused(worker):
-    assert failure(worker, "half_reply", SHORT_S).cause == "timeout in request"
-
-
 def test_a_worker_that_hangs_up_is_killed(worker):
     assert failure(worker, "hang_up").cause == "hung up"
 
@@ -210,11 +206,6 @@ def test_a_process_that_left_the_session_is_found_and_killed(worker, then):
     error = failure(worker, "escape", LONG_S if then == "crash" else SHORT_S, then=then)
     assert error.cause == ("SIGSEGV" if then == "crash" else "timeout in request")
     assert (worker.exit.escaped, worker.exit.left) == (1, 0)
-
-
-def test_a_fork_storm_is_stopped(worker):
-    assert failure(worker, "fork_storm").cause == "processes"
-    assert worker.exit.left == 0
 
 
 def test_a_hog_of_shared_memory_is_stopped(worker, library):

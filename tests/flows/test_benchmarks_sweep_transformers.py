@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import drawn
 
@@ -57,37 +56,3 @@ def test_a_result_that_is_wrong_only_for_prompts_is_found(sweep: Any, monkeypatc
     monkeypatch.setattr(sweep.Moving, "selection", plant)
     row = sweep.swept("LlamaForCausalLM")
     assert row.outcome == "wrong" and "differs by more than its bound" in row.reason
-
-
-def test_a_process_that_dies_fails_only_its_class(sweep: Any) -> None:
-    rows = sweep.sweep(["NoSuchForCausalLM", "LlamaForCausalLM"], 1)
-    assert [(row.name, row.outcome) for row in rows] == [
-        ("LlamaForCausalLM", "patched"),
-        ("NoSuchForCausalLM", "not built"),
-    ]
-    worker = sweep._started()
-    worker.kill()
-    assert sweep._asked_of(worker, "LlamaForCausalLM") is None
-    worker.wait()
-
-
-def test_the_bound_of_a_logit_follows_the_bounds_of_the_ops(sweep: Any) -> None:
-    """Move results by their bounds with independent signs per element, and with one sign per row."""
-    generator = torch.Generator().manual_seed(1)
-    bound = torch.ones(4, 64)
-    by_element, by_row = sweep._by_element(generator)(bound), sweep._by_row(generator)(bound)
-    assert set(by_element.unique().tolist()) == {-1.0, 1.0}
-    assert by_row.shape == (4, 1) and set(by_row.abs().unique().tolist()) == {1.0}
-
-
-def test_the_summary_counts_all_classes(sweep: Any) -> None:
-    rows = [
-        sweep.Row(name="A", outcome="patched", calls=10, served=8, passes=1, difference=1.0, bound=2.0),
-        sweep.Row(name="B", outcome="patched", calls=10, served=7, passes=1, bound=1.0),
-        sweep.Row(name="C", outcome="refused", reason="mixes dtypes"),
-        sweep.Row(name="D", outcome="not built", reason="no such size"),
-    ]
-    told = sweep.table(rows)
-    assert "4 classes: 2 patched, 1 refused, 1 not built" in told
-    assert "1 (25%) with at least 80%" in told
-    assert "mixes dtypes" in told
