@@ -33,11 +33,11 @@ class Rule:
 
 
 def least_mean(base: Times, own: Times) -> Promoted:
-    return own.mean(-1) < base.mean(-1)
+    return np.asarray(own.mean(-1) < base.mean(-1))
 
 
 def least_minimum(base: Times, own: Times) -> Promoted:
-    return own.min(-1) < base.min(-1)
+    return np.asarray(own.min(-1) < base.min(-1))
 
 
 def lower_median(base: Times, own: Times) -> Promoted:
@@ -62,8 +62,8 @@ def mann_whitney(base: Times, own: Times) -> Promoted:
     total = n + m
     variance = n * m / 12 * (total + 1 - (ties.astype(float) ** 3 - ties).sum() / (total * (total - 1)))
     if variance <= 0:
-        return np.bool_(False)
-    return np.bool_((faster - n * m / 2 - 0.5) / variance**0.5 > NormalDist().inv_cdf(1 - P_VALUE))
+        return np.asarray(False)
+    return np.asarray((faster - n * m / 2 - 0.5) / variance**0.5 > NormalDist().inv_cdf(1 - P_VALUE))
 
 
 def peeking_t(base: Times, own: Times) -> Promoted:
@@ -75,7 +75,7 @@ def peeking_t(base: Times, own: Times) -> Promoted:
     late = slice(FIRST_LOOK - 1, None)
     t = mean[..., late] * np.sqrt(n[late] - 1) / np.sqrt(square[..., late])
     limits = np.array([_student(int(count) - 1) for count in n[late]])
-    return (t > limits).any(-1)
+    return np.asarray((t > limits).any(-1))
 
 
 @cache

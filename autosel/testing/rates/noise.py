@@ -81,7 +81,7 @@ class ParetoSpikes:
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         spikes = np.where(rng.random(CHUNK) < 0.05, 1 + rng.pareto(1.5, CHUNK), 0.0)
-        return np.exp(rng.normal(0, 0.02, CHUNK)) * (1 + spikes)
+        return np.asarray(np.exp(rng.normal(0, 0.02, CHUNK)) * (1 + spikes))
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class Autoregressive:
             level = 0.95 * level + shock
             levels.append(level)
         self.level = level
-        return np.exp(np.array(levels))
+        return np.asarray(np.exp(np.array(levels)))
 
 
 @dataclass(slots=True)

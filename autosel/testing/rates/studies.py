@@ -7,6 +7,7 @@ run in the same simulator, where they must fail; otherwise it would show nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -112,7 +113,7 @@ class Rate:
     @property
     def slack(self) -> float:
         """Return three standard errors of a rate that is exactly at the limit."""
-        return 3 * (self.limit * (1 - self.limit) / self.races) ** 0.5
+        return 3 * math.sqrt(self.limit * (1 - self.limit) / self.races)
 
     @property
     def holds(self) -> bool:
@@ -361,7 +362,8 @@ def calibration() -> Iterator[Cell]:
 
 def first_looks(shown: Callable[[int, int], bool]) -> list[int]:
     """Return, by number of crossings, the session after which a device is first believed, within LOOKS sessions."""
-    looks, sessions = [], 1
+    looks: list[int] = []
+    sessions = 1
     while True:
         sessions = next((n for n in range(sessions, LOOKS + 1) if shown(n, len(looks))), 0)
         if not sessions:
@@ -534,7 +536,7 @@ def alarmed(lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def _one_call_each(noise: Noise, rng: np.random.Generator, pairs: int) -> Factors:
     """Return the factors of the first and the second call of each pair."""
     chunks = [noise.factors(rng, start) for start in range(0, 2 * pairs, CHUNK)]
-    return np.concatenate(chunks)[: 2 * pairs].reshape(pairs, 2) * np.array([1.0, noise.later_slots])
+    return np.asarray(np.concatenate(chunks)[: 2 * pairs].reshape(pairs, 2) * np.array([1.0, noise.later_slots]))
 
 
 def _numpy(random: Random) -> np.random.Generator:
