@@ -279,7 +279,7 @@ PACKED = [name for name in NAMES if name.endswith("_packed")]
 PACKED_BUILDS = list(itertools.product(PACKED, [isa for isa in HERE if isa != "portable"]))
 
 
-@pytest.mark.parametrize(("name", "isa"), drawn.share(PACKED_BUILDS, days=3))
+@pytest.mark.parametrize(("name", "isa"), drawn.share(PACKED_BUILDS, days=4))
 def test_a_kernel_on_packed_weights_gives_the_bits_of_the_kernel_on_plain_ones(name: str, isa: Isa) -> None:
     """Test short and long rows, and numbers of rows of weights that are not multiples of 8. Above 8 rows of x the plain
     fused kernels use blocks, which add in another order."""
