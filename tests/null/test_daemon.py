@@ -450,6 +450,21 @@ def test_a_command_comes_back_as_it_was_sent() -> None:
     assert (command.workload, command.arm) == (ATTN, CPP)
 
 
+def test_commands_and_answers_of_an_earlier_version_are_understood() -> None:
+    names = "adopt close_trial demote import open_trial pin promote quarantine record release renew save_aa save_parity"
+    assert set(commands.BY_CALL) == {*names.split(), "spend", "take_over", "unpin"}
+    sent = {"call": "demote", "decision_id": 7, "reason": "x", "candidate": None}
+    assert commands.decode({"command": sent, "leases": {}}) == (Demote(decision_id=7, reason="x"), {})
+    strike = {"arm": to_json(CPP), "op": "attn", "strikes": 1, "reason": ""}
+    _, strikes = commands.result_of(TakeOver(hw_id="hw", holder="it"), [5, [strike]])
+    assert strikes[0].arm == CPP
+    imported = commands.result_of(
+        commands.Import(document={}, hw_id="hw"), {"served": [1], "waiting": [], "kept": [[2, "x"]]}
+    )
+    assert (imported.served, imported.kept) == ((1,), ((2, "x"),))
+    assert commands.result_of(Spend(key="k", amount=1.0), True) is True
+
+
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
