@@ -16,10 +16,8 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from autosel import settings
-from autosel.errors import LedgerError
 from autosel.ledger import schema as t
-from autosel.ledger.rows import insert, now, put_arm, text_of, value_of
+from autosel.ledger.rows import now, value_of
 from autosel.values import Arm
 
 MACHINE_STRIKES = 2  # in a row: power cuts happen, but hardly twice with the same candidate
@@ -43,11 +41,6 @@ class Quarantine:
     reason: str
     evidence: Mapping[str, Any]
     created_at: str
-
-
-def put_quarantine(connection: Connection, arm: Arm, **values: Any) -> int:
-    values["evidence"] = text_of(values["evidence"])
-    return insert(connection, t.quarantines, candidate_id=put_arm(connection, arm), **values, created_at=now())
 
 
 def active(connection: Connection, hw_id: str, op: str | None = None, driver: str | None = None) -> list[Quarantine]:
@@ -93,15 +86,6 @@ def released(connection: Connection, hw_id: str, op: str) -> dict[str, str]:
     return {row.digest: row.ended for row in connection.execute(query)}
 
 
-def release(connection: Connection, quarantine_id: int, reason: str) -> None:
-    known = connection.execute(sa.select(t.quarantines.c.id).where(t.quarantines.c.id == quarantine_id)).scalar()
-    if known is None:
-        raise LedgerError(f"no such quarantine: {quarantine_id}", todo=f"{settings.spelling()} doctor lists them")
-    done = sa.select(t.releases.c.quarantine_id).where(t.releases.c.quarantine_id == quarantine_id)
-    if connection.execute(done).scalar() is None:
-        connection.execute(sa.insert(t.releases).values(quarantine_id=quarantine_id, reason=reason, created_at=now()))
-
-
 # --- trials -------------------------------------------------------------------------------------------------------
 
 
@@ -120,11 +104,6 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def open_trial(connection: Connection, host: int, hw_id: str, unit: str, op: str, arm: Arm) -> int:
-    values = {"hw_id": hw_id, "op": op, "stage": "worker", "boot": boot(), "host_id": host, "created_at": now()}
-    return insert(connection, t.trials, candidate_id=put_arm(connection, arm), unit=unit, **values)
 
 
 def close_trial(connection: Connection, trial_id: int, outcome: str) -> None:

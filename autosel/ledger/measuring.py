@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import sqlalchemy as sa
 
+from autosel import settings
+from autosel.errors import LedgerError
 from autosel.ledger import containment, rows
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Strike
@@ -58,8 +60,14 @@ class OpenTrial(Command[int]):
     arm: Arm
 
     def run(self, tx: Transaction) -> int:
-        unit = tx.refuse_stale(self.hw_id)
-        return containment.open_trial(tx.c, tx.host, self.hw_id, unit, self.op, self.arm)
+        where = {
+            "hw_id": self.hw_id,
+            "unit": tx.refuse_stale(self.hw_id),
+            "boot": containment.boot(),
+            "host_id": tx.host,
+        }
+        what = {"candidate_id": rows.put_arm(tx.c, self.arm), "op": self.op, "stage": "worker"}
+        return rows.insert(tx.c, t.trials, **where, **what, created_at=rows.now())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +100,9 @@ class Hold(Command[int]):
 
     def run(self, tx: Transaction) -> int:
         arm, held = self.arm, {"hw_id": self.hw_id, "op": self.op, "driver": self.driver, "cause": self.cause}
-        told = {"digest": self.digest or arm.digest, "reason": self.reason, "evidence": self.evidence}
-        made = containment.put_quarantine(tx.c, arm, **held, **told)
+        held |= {"digest": self.digest or arm.digest, "reason": self.reason, "evidence": rows.text_of(self.evidence)}
+        build = rows.put_arm(tx.c, arm)
+        made = rows.insert(tx.c, t.quarantines, candidate_id=build, **held, created_at=rows.now())
         here = sa.and_(t.decisions.c.hw_id == self.hw_id, t.decisions.c.op == self.op)
         for s in rows.fetch(tx.c, rows.stored(serving=True).where(here)):
             same = s.decision.arm.candidate == arm.candidate and s.decision.arm.build == arm.build
@@ -113,4 +122,10 @@ class Release(Command[None]):
     reason: str
 
     def run(self, tx: Transaction) -> None:
-        containment.release(tx.c, self.quarantine_id, self.reason)
+        number = self.quarantine_id
+        if rows.find(tx.c, t.quarantines, id=number) is None:
+            raise LedgerError(f"no such quarantine: {number}", todo=f"{settings.spelling()} doctor lists them")
+        done = sa.select(t.releases.c.quarantine_id).where(t.releases.c.quarantine_id == number)
+        if tx.c.execute(done).scalar() is None:
+            values = {"quarantine_id": number, "reason": self.reason, "created_at": rows.now()}
+            tx.c.execute(sa.insert(t.releases).values(**values))
