@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import TINY_NORMAL
 from autosel.ops.draw import Draw
+from autosel.ops.dtypes import TINY_NORMAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

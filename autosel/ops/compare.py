@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.ops.dtypes import DTYPE_NAME, U32, UNIT
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -130,8 +132,6 @@ def _rms_and_bias(got: Tensor, ref: Tensor, tol: Tensor, base: Tensor) -> Mismat
     allowed because bf16 has only 128 significands: rounding x times a row's common factor has a bias of up to 0.2 of a
     rounding (measured); truncation, which (c) must detect, has 0.7.
     """
-    from autosel.ops.contract import DTYPE_NAME, U32, UNIT
-
     telling = ref.isfinite() & got.double().isfinite() & base.double().isfinite() & (tol < ref.abs())
     y, c, b = ref[telling], got.double()[telling], base.double()[telling]
     if y.numel() < 64:  # too few elements for a meaningful average

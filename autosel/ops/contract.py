@@ -22,29 +22,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from autosel.ops.compare import Match as Match  # noqa: PLC0414  (a part of the contract)
-from autosel.ops.compare import Mismatch as Mismatch  # noqa: PLC0414
-from autosel.ops.compare import compare
+from autosel.ops.compare import Match, Mismatch, compare
+from autosel.ops.dtypes import DTYPE, DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
 from autosel.values import DTypeName, Scalar, Workload
 
 if TYPE_CHECKING:
     from autosel.ops.domains import Domain, Row
     from autosel.ops.draw import Draw
 
-DTYPE: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8_e4m3": torch.float8_e4m3fn,
-}
-DTYPE_NAME: Mapping[torch.dtype, DTypeName] = {v: k for k, v in DTYPE.items()}  # type: ignore[misc]
-
-# Unit roundoff u = 2^-p of each dtype (half a unit in the last place of 1).
-UNIT: Mapping[str, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4}
-U32 = UNIT["fp32"]
-# Smallest subnormal; and smallest normal, below which flush-to-zero is legal (vdpbf16ps and torch's linear flush).
-TINY_SUBNORMAL: Mapping[str, float] = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149, "fp8_e4m3": 2.0**-9}
-TINY_NORMAL: Mapping[str, float] = {"bf16": 2.0**-126, "fp16": 2.0**-14, "fp32": 2.0**-126, "fp8_e4m3": 2.0**-6}
+__all__ = [
+    "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
+    "Arg", "Case", "Inputs", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written", "replace",
+]  # fmt: skip
 
 Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
 

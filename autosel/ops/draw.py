@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import DTYPE, TINY_NORMAL, Case
+from autosel.ops.contract import Case
+from autosel.ops.dtypes import DTYPE, TINY_NORMAL
 from autosel.ops.stored import mapped
 from autosel.values import DTypeName, Workload
 

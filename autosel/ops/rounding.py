@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
+from autosel.ops.dtypes import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
 
 LAMBDA = 4.0
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from autosel import formats
 from autosel.formats import Part, WeightFormat
 from autosel.ops.codes import CODES, TORCH_DTYPE, Code
-from autosel.ops.contract import DTYPE, TINY_NORMAL, U32, UNIT
+from autosel.ops.dtypes import DTYPE, TINY_NORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, matmul_error
 from autosel.ops.stored import Stored
 
