@@ -25,7 +25,7 @@ from autosel.values import Fingerprint, Scalar, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class IssueRequest:
     """Facts that the run itself does not have."""
 
     repro_cmd: str
@@ -33,7 +33,7 @@ class Request:
     price_per_hour: float | None = None
 
 
-def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Certificate:
+def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueRequest) -> Certificate:
     """Return the sealed certificate of a run. It is not yet part of a file's chain.
 
     Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic without a scored text.
@@ -49,7 +49,7 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> C
     return c.seal(made)
 
 
-def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: Request) -> Measured:
+def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueRequest) -> Measured:
     """Return the measured part of a certificate."""
     layers = c.Layers(run=run.plan.layers_run, of=run.plan.full_layers)
     labels = _labels(run.choices)

@@ -31,7 +31,7 @@ LONG_PROMPT_S = 20.0
 Stage = tuple[str, str]  # the run ("" if there is only one), and the stage's name
 
 
-class Listener(Protocol):
+class RunListener(Protocol):
     """Listener of a run's progress."""
 
     def stage(self, name: str, detail: str, done: int, total: int, of: str = "") -> None:
@@ -47,7 +47,7 @@ class Listener(Protocol):
 class Within:
     """Listener for one of several runs: its stages carry the run's title."""
 
-    def __init__(self, listener: Listener, title: str) -> None:
+    def __init__(self, listener: RunListener, title: str) -> None:
         self.listener, self.title = listener, title
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
@@ -71,12 +71,12 @@ class Request:
         refuse_unloadable(self.plan)
 
 
-def certify(request: Request, ledger: Ledger | None, listener: Listener) -> Certificate:
+def certify(request: Request, ledger: Ledger | None, listener: RunListener) -> Certificate:
     """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file."""
     return certified(request, ledger, listener)[0]
 
 
-def certified(request: Request, ledger: Ledger | None, listener: Listener) -> tuple[Certificate, DecodeRun]:
+def certified(request: Request, ledger: Ledger | None, listener: RunListener) -> tuple[Certificate, DecodeRun]:
     """Return the certificate, and the run that it states.
 
     The ledger has the form of the whole step and the grounds of decisions. Without one, the step is raced for this run
@@ -89,13 +89,13 @@ def certified(request: Request, ledger: Ledger | None, listener: Listener) -> tu
     listener.expect({("", stage): s for stage, s in seconds.items()})
     weights = load_weights(plan, listener)
     run = measure(plan, weights, text=request.text, listener=listener, ledger=ledger, traced=request.traced)
-    stated = issue.Request(
+    stated = issue.IssueRequest(
         repro_cmd=request.repro_cmd, objectives=request.objectives, price_per_hour=request.price_per_hour
     )
     return issue.issue(run, grounds(run, ledger), stated), run
 
 
-def foreseen(plan: Plan, listener: Listener, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
+def foreseen(plan: Plan, listener: RunListener, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
     """Return the expected seconds of each stage."""
     listener.stage("fingerprint", plan.device, 0, 1)
     return forecast(plan, fingerprint.take(plan.device), text, loads=loads)

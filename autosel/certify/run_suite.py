@@ -11,7 +11,7 @@ from autosel import models
 from autosel.certify import issue, suite
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
-from autosel.certify.run import Listener, Stage, Within, append, failed, foreseen, grounds
+from autosel.certify.run import RunListener, Stage, Within, append, failed, foreseen, grounds
 from autosel.certify.suite import Configuration, Level, Run, Suite
 from autosel.decode.device import forget_peak
 from autosel.decode.measure import measure, refuse
@@ -23,7 +23,7 @@ from autosel.ledger.store import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SuitePart:
     """One model's share of a suite. If `decides`, the form of its steps is raced for the ledger."""
 
     name: str  # as the user wrote it
@@ -36,11 +36,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SuiteRequest:
     """A suite to measure, and the file to append its certificates to, signed if there is a key."""
 
     level: Level
-    parts: tuple[Part, ...]
+    parts: tuple[SuitePart, ...]
     certificates: Path
     key: Any = None
 
@@ -53,7 +53,7 @@ class Measured:
     trouble: AutoselError | None
 
 
-def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = None) -> tuple[Part, ...]:
+def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = None) -> tuple[SuitePart, ...]:
     """Return the runs of a suite. `base` sets everything except model and configuration.
 
     Raises every error that refuses a run before anything is loaded.
@@ -68,11 +68,11 @@ def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = 
             refuse(plan)
         refuse_unloadable(max((plan for _, plan in plans), key=memory_need))
         configurations = tuple((c, suite.runs(c, plan, extent)) for c, plan in plans)
-        parts.append(Part(name=name, configurations=configurations, decides=extent.decides))
+        parts.append(SuitePart(name=name, configurations=configurations, decides=extent.decides))
     return tuple(parts)
 
 
-def measure_suite(request: Request, ledger: Ledger | None, listener: Listener) -> Measured:
+def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunListener) -> Measured:
     """Measure and certify a suite. Ctrl-C or a failed run ends it; finished rows are kept, else it is raised."""
     made = _Made()
     ended: AutoselError | None = None
@@ -101,7 +101,7 @@ def measure_suite(request: Request, ledger: Ledger | None, listener: Listener) -
 class _Made:
     """The rows, certificates and remarks so far."""
 
-    rows: list[suite.Row] = field(default_factory=list)
+    rows: list[suite.SuiteRow] = field(default_factory=list)
     certified: list[Certificate] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)  # about the device, from its runs
 
@@ -114,7 +114,7 @@ class _Shared:
     chosen: dict[str, Chosen] = field(default_factory=dict)  # chosen forms of steps, by question
 
 
-def _expect(parts: Sequence[Part], listener: Listener) -> None:
+def _expect(parts: Sequence[SuitePart], listener: RunListener) -> None:
     seconds: dict[Stage, float] = {}
     for part in parts:
         asked: set[str] = set()  # questions of earlier configurations
@@ -129,7 +129,7 @@ def _expect(parts: Sequence[Part], listener: Listener) -> None:
 
 
 def _trials(
-    part: Part, runs: Sequence[Run], shared: _Shared, listener: Listener, ledger: Ledger | None, told: list[str]
+    part: SuitePart, runs: Sequence[Run], shared: _Shared, listener: RunListener, ledger: Ledger | None, told: list[str]
 ) -> list[Certificate]:
     """Run a configuration. Return the certificates of the runs that count, and append remarks to `told`."""
     made, question = [], part.question(runs)
@@ -142,7 +142,7 @@ def _trials(
         shared.chosen[question] = found.chosen
         told += remarks(found.fingerprint)
         if run.counts:
-            stated = issue.Request(repro_cmd=command(part.name, run.plan))
+            stated = issue.IssueRequest(repro_cmd=command(part.name, run.plan))
             made.append(issue.issue(found, grounds(found, ledger), stated))
     return made
 

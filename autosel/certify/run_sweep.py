@@ -17,7 +17,7 @@ from autosel.certify import issue, run, sweep
 from autosel.certify.certificate import Layers, model_name
 from autosel.certify.derive import baseline_interval_ms, claimed_interval, headline_roofline
 from autosel.certify.run import Stage, Within, foreseen
-from autosel.certify.sweep import MOST_CELLS, Cell, Change, Figures, Served, Serving, Sweep
+from autosel.certify.sweep import MOST_CELLS, CellServing, Crossing, Figures, OpServing, Sweep, SweepCell
 from autosel.decode.measure import measure, refuse
 from autosel.decode.run import DecodeRun, Plan
 from autosel.decode.safetensors import open_folder
@@ -31,16 +31,16 @@ from autosel.tuning.ended import stoppable, unfinished
 from autosel.values import Decision, DTypeName
 
 
-class Listener(Protocol):
+class SweepListener(Protocol):
     """Listener of a sweep's progress. Each tuning, and the measuring, has its own context manager."""
 
     def tuning(self, budget_s: float) -> AbstractContextManager[pipeline.Listener]: ...
 
-    def measuring(self) -> AbstractContextManager[run.Listener]: ...
+    def measuring(self) -> AbstractContextManager[run.RunListener]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Grid:
     """A grid to measure. Raises UsageError for values that no run can have. `again` is the command to continue."""
 
     model: ModelShape
@@ -57,7 +57,7 @@ class Request:
     effort: str = "quick"
     budget_s: float = 0.0  # budget of tuning
     again: str = ""
-    traffic: Sequence[sweep.Request] = ()  # the user's own lengths, and their file
+    traffic: Sequence[sweep.Lengths] = ()  # the user's own lengths, and their file
     traffic_file: str = ""
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class _Sized:
     why: str
 
 
-def measure_sweep(request: Request, ledger: Ledger | None, listener: Listener) -> Measured:
+def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener) -> Measured:
     """Measure a decode step at every context and batch, baseline and optimised in turn.
 
     Settled decisions are not measured again. A cell that does not fit or fails does not stop the others; Ctrl-C skips
@@ -169,7 +169,7 @@ def wrong(found: Sweep) -> AutoselError | None:
 Tuned = tuple[list[Decision], AutoselError | None]  # decisions, and what stayed undecided
 
 
-def _tuned(request: Request, plans: Sequence[Plan], ledger: Ledger | None, listener: Listener) -> Tuned:
+def _tuned(request: Grid, plans: Sequence[Plan], ledger: Ledger | None, listener: SweepListener) -> Tuned:
     """Tune every batch up to the longest context that fits."""
     named: list[Named] = []
     for batch in sorted({plan.batch for plan in plans}) if request.tunes else ():
@@ -178,7 +178,7 @@ def _tuned(request: Request, plans: Sequence[Plan], ledger: Ledger | None, liste
     return _decided(request, named, ledger, listener)
 
 
-def _decided(request: Request, named: Sequence[Named], ledger: Ledger | None, listener: Listener) -> Tuned:
+def _decided(request: Grid, named: Sequence[Named], ledger: Ledger | None, listener: SweepListener) -> Tuned:
     """Tune these workloads. Raises Stopped, LedgerError."""
     if not named:
         return [], None
@@ -201,8 +201,8 @@ def _decided(request: Request, named: Sequence[Named], ledger: Ledger | None, li
 
 
 def _measured(
-    request: Request, sized: Sequence[_Sized], ledger: Ledger | None, listener: Listener
-) -> tuple[list[Cell], AutoselError | None]:
+    request: Grid, sized: Sequence[_Sized], ledger: Ledger | None, listener: SweepListener
+) -> tuple[list[SweepCell], AutoselError | None]:
     """Measure each cell that fits, with weights loaded once; also return the error that cost some of them.
 
     A sweep that tunes also decides the form of whole steps if that is undecided.
@@ -226,11 +226,13 @@ def _measured(
                     why = _cost(error, loaded=weights is not None)
                     failed += isinstance(error, AutoselError)
             why = why or ("" if figures else "stopped before it was measured")
-            cells.append(Cell(batch=plan.batch, context=plan.seq, need_bytes=s.need_bytes, figures=figures, why=why))
+            cells.append(
+                SweepCell(batch=plan.batch, context=plan.seq, need_bytes=s.need_bytes, figures=figures, why=why)
+            )
     return cells, _ended(cells, failed, stopped=stopped)
 
 
-def _expect(cells: Sequence[tuple[str, Plan]], listener: run.Listener) -> None:
+def _expect(cells: Sequence[tuple[str, Plan]], listener: run.RunListener) -> None:
     seconds: dict[Stage, float] = {}
     for title, plan in cells:
         seconds |= {(title, stage): s for stage, s in foreseen(plan, listener, loads=not seconds).items()}
@@ -247,7 +249,7 @@ def _cost(error: Exception, *, loaded: bool) -> str:
     return " ".join("; ".join(filter(None, (error.what, error.why))).split())
 
 
-def _ended(cells: Sequence[Cell], failed: int, *, stopped: bool) -> AutoselError | None:
+def _ended(cells: Sequence[SweepCell], failed: int, *, stopped: bool) -> AutoselError | None:
     """Return Stopped after Ctrl-C, or an error if cells failed. A cell that ran out of memory is a result, not a
     failure.
     """
@@ -259,7 +261,7 @@ def _ended(cells: Sequence[Cell], failed: int, *, stopped: bool) -> AutoselError
 
 def figures_of(run_: DecodeRun) -> Figures:
     """Return a cell's figures, computed as in a certificate. Raises ImpossibleRun as a certificate does."""
-    made, plan = issue.issue(run_, {}, issue.Request(repro_cmd="")), run_.plan
+    made, plan = issue.issue(run_, {}, issue.IssueRequest(repro_cmd="")), run_.plan
     v = made.verification
     named = step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
     buckets = {n.workload.key: n.workload.bucket for n in named}
@@ -278,7 +280,7 @@ def figures_of(run_: DecodeRun) -> Figures:
         verified=v.max_logit_error <= v.logit_bound,
         chain=next((note for note in run_.notes if note.startswith("chain:")), ""),
         serving=tuple(
-            Serving(
+            OpServing(
                 op=c.op,
                 label=c.label,
                 bucket=buckets.get(c.workload_key, c.workload_key),
@@ -296,8 +298,12 @@ def figures_of(run_: DecodeRun) -> Figures:
 
 
 def _narrowed(
-    request: Request, cells: Sequence[Cell], changes: Sequence[Change], ledger: Ledger | None, listener: Listener
-) -> tuple[tuple[Change, ...], AutoselError | None]:
+    request: Grid,
+    cells: Sequence[SweepCell],
+    changes: Sequence[Crossing],
+    ledger: Ledger | None,
+    listener: SweepListener,
+) -> tuple[tuple[Crossing, ...], AutoselError | None]:
     """Bisect changes along the batch by tuning batches between; every step stores a decision."""
     base = request.plans()[0]
     points = [p for p in sweep.served(cells) if p.context == base.seq]
@@ -314,13 +320,13 @@ def _narrowed(
     return (*along, *(c for c in changes if c.axis == "context")), trouble
 
 
-def _would_serve(batch: int, context: int, named: Sequence[Named], decisions: Sequence[Decision]) -> Served:
+def _would_serve(batch: int, context: int, named: Sequence[Named], decisions: Sequence[Decision]) -> CellServing:
     by_key = {d.workload.key: d for d in decisions}
     found = []
     for n in named:
         if d := by_key.get(n.workload.key):
             found.append(
-                Serving(
+                OpServing(
                     op=n.workload.op,
                     label=n.label,
                     bucket=d.bucket,
@@ -330,4 +336,4 @@ def _would_serve(batch: int, context: int, named: Sequence[Named], decisions: Se
                     decision_id=d.id,
                 )
             )
-    return Served(batch=batch, context=context, serving=tuple(found))
+    return CellServing(batch=batch, context=context, serving=tuple(found))

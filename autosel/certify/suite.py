@@ -73,7 +73,7 @@ CONFIGURATIONS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SuiteRow:
     """One configuration of one model. Rates in tokens per second, times in milliseconds."""
 
     model: str
@@ -101,7 +101,7 @@ class Suite:
     env_id: str
     git_sha: str
     timestamp: str
-    rows: tuple[Row, ...]
+    rows: tuple[SuiteRow, ...]
     trials: int = 3
     left: int = 0  # rows that were not measured, because the suite was stopped
     notes: tuple[str, ...] = ()  # notes about the device, also in each row's certificate
@@ -160,13 +160,13 @@ def _run(kind: str, number: int, of: int, plan: Plan, *, counts: bool) -> Run:
     return Run(title=title, plan=plan, counts=counts)
 
 
-def row(c: Configuration, made: Sequence[Certificate]) -> Row:
+def row(c: Configuration, made: Sequence[Certificate]) -> SuiteRow:
     """Return the row of a configuration: each figure is the median of the trials."""
 
     def middle(figure: Callable[[Certificate], float]) -> float:
         return median([figure(one) for one in made])
 
-    return Row(
+    return SuiteRow(
         model=made[0].model,
         dtype=made[0].dtype,
         configuration=c.name,

@@ -54,14 +54,14 @@ def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Lengths:
     """One request of the user's traffic: tokens in, tokens out."""
 
     prompt: int
     output: int
 
 
-def read_traffic(path: Path) -> tuple[Request, ...]:
+def read_traffic(path: Path) -> tuple[Lengths, ...]:
     """Read a file of lengths: `PROMPT OUTPUT` on each line (space, tab or comma; # starts a comment), or a JSON list of
     pairs.
 
@@ -79,7 +79,7 @@ def read_traffic(path: Path) -> tuple[Request, ...]:
     return found
 
 
-def _line_pairs(path: Path, text: str) -> Iterable[Request]:
+def _line_pairs(path: Path, text: str) -> Iterable[Lengths]:
     for number, line in enumerate(text.splitlines(), 1):
         words = re.split(r"[\s,]+", line.partition("#")[0].strip())
         if words == [""]:
@@ -91,7 +91,7 @@ def _line_pairs(path: Path, text: str) -> Iterable[Request]:
         yield _request(f"{path}, line {number}", int(words[0]), int(words[1]))
 
 
-def _json_pairs(path: Path, text: str) -> Iterable[Request]:
+def _json_pairs(path: Path, text: str) -> Iterable[Lengths]:
     try:
         data = parse_json(text, what=path.name, depth=3)
     except ValueError as error:
@@ -102,17 +102,17 @@ def _json_pairs(path: Path, text: str) -> Iterable[Request]:
         yield _request(f"{path}, entry {number}", *pair)
 
 
-def _request(where: str, prompt: int, output: int) -> Request:
+def _request(where: str, prompt: int, output: int) -> Lengths:
     if not (1 <= prompt < 1 << 24 and 1 <= output < 1 << 24):
         raise BadConfig(f"{where}: {prompt} in, {output} out", why="each is at least 1 and below 2^24")
-    return Request(prompt=prompt, output=output)
+    return Lengths(prompt=prompt, output=output)
 
 
 # --- measurements -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class OpServing:
     """Candidate that served one op of a step; `bucket` is the range of sizes of its decision."""
 
     op: str
@@ -142,7 +142,7 @@ class Figures:
     read_bytes_per_s: float
     verified: bool
     chain: str
-    serving: tuple[Serving, ...]
+    serving: tuple[OpServing, ...]
     # 95 % intervals of the medians; None for fewer than eight steps
     p50_interval_ms: Interval | None = None
     baseline_interval_ms: Interval | None = None
@@ -150,7 +150,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class SweepCell:
     """One batch at one context. `figures` is None if it was not measured; `why` gives the reason."""
 
     batch: int
@@ -161,16 +161,16 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class CellServing:
     """Serving candidates at one batch and context, measured or only tuned."""
 
     batch: int
     context: int
-    serving: tuple[Serving, ...]
+    serving: tuple[OpServing, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Crossing:
     """Change of an op's winner along one axis: `below` serves up to `last`, `above` from `first` on.
 
     Sizes between were not tried. `decided` is True if both are rows of the ledger.
@@ -221,8 +221,8 @@ class Sweep:
     timestamp: str
     memory_bytes: int
     iters: int
-    cells: tuple[Cell, ...]
-    changes: tuple[Change, ...]
+    cells: tuple[SweepCell, ...]
+    changes: tuple[Crossing, ...]
     traffic: Traffic | None = None
 
 
@@ -233,10 +233,10 @@ def document(found: Sweep) -> dict[str, object]:
 # --- where winners change --------------------------------------------------------------------------------------------
 
 
-def with_doubts(cells: Iterable[Cell], undecided: Set[int]) -> list[Cell]:
+def with_doubts(cells: Iterable[SweepCell], undecided: Set[int]) -> list[SweepCell]:
     """Return the cells, with the undecided decisions marked."""
 
-    def marked(s: Serving) -> Serving:
+    def marked(s: OpServing) -> OpServing:
         return replace(s, state="undecided") if s.decision_id in undecided else s
 
     made = []
@@ -246,11 +246,13 @@ def with_doubts(cells: Iterable[Cell], undecided: Set[int]) -> list[Cell]:
     return made
 
 
-def served(cells: Iterable[Cell]) -> list[Served]:
-    return [Served(batch=c.batch, context=c.context, serving=c.figures.serving) for c in cells if c.figures is not None]
+def served(cells: Iterable[SweepCell]) -> list[CellServing]:
+    return [
+        CellServing(batch=c.batch, context=c.context, serving=c.figures.serving) for c in cells if c.figures is not None
+    ]
 
 
-def changes_of(points: Sequence[Served], decisions: Sequence[Decision] = ()) -> tuple[Change, ...]:
+def changes_of(points: Sequence[CellServing], decisions: Sequence[Decision] = ()) -> tuple[Crossing, ...]:
     """Return the changes of every op: along the batch at the shortest context, and along the context at each batch.
 
     A bucket that tuning split gives the exact context; other changes are bracketed by measured contexts.
@@ -263,8 +265,8 @@ def changes_of(points: Sequence[Served], decisions: Sequence[Decision] = ()) -> 
     return tuple(dict.fromkeys([*splits, *(c for c in found if c.axis == "batch" or not _told(c, splits))]))
 
 
-def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
-    def at(point: Served) -> int:
+def _along(axis: Axis, points: Sequence[CellServing]) -> list[Crossing]:
+    def at(point: CellServing) -> int:
         return point.batch if axis == "batch" else point.context
 
     found = []
@@ -275,7 +277,7 @@ def _along(axis: Axis, points: Sequence[Served]) -> list[Change]:
             before = mine.get(route(s.label))
             if before is not None and before.candidate != s.candidate:
                 found.append(
-                    Change(
+                    Crossing(
                         label=route(s.label),
                         axis=axis,
                         last=at(a),
@@ -294,7 +296,7 @@ def route(label: str) -> str:
     return f"linear {name}" if kind in ("gemv", "gemm") else label
 
 
-def splits_of(decisions: Sequence[Decision]) -> list[Change]:
+def splits_of(decisions: Sequence[Decision]) -> list[Crossing]:
     """Return the changes of context from the buckets that tuning split by bisection."""
     rows: dict[tuple[str, str], list[Decision]] = {}
     for d in decisions:
@@ -306,7 +308,7 @@ def splits_of(decisions: Sequence[Decision]) -> list[Change]:
         for a, b in itertools.pairwise(parts):
             assert a.length_range is not None and b.length_range is not None
             found.append(
-                Change(
+                Crossing(
                     label=f"{a.op} B{a.workload['B']}",
                     axis="context",
                     last=a.length_range[1],
@@ -319,7 +321,7 @@ def splits_of(decisions: Sequence[Decision]) -> list[Change]:
     return found
 
 
-def _told(change: Change, splits: Sequence[Change]) -> bool:
+def _told(change: Crossing, splits: Sequence[Crossing]) -> bool:
     """Return True if a split bucket already gives the crossover between these two contexts."""
     return any(
         s.label.split(" ")[0] == change.label.split(" ")[0]
@@ -329,7 +331,7 @@ def _told(change: Change, splits: Sequence[Change]) -> bool:
     )
 
 
-def middles(changes: Iterable[Change]) -> list[int]:
+def middles(changes: Iterable[Crossing]) -> list[int]:
     """Return the batches to try next, until each change along the batch is exact.
 
     M is exact up to EXACT; above it a bucket holds a power of two, so there is no batch to try.
@@ -342,7 +344,7 @@ def middles(changes: Iterable[Change]) -> list[int]:
 # --- the user's own traffic ------------------------------------------------------------------------------------------
 
 
-def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traffic:
+def weigh(requests: Sequence[Lengths], cells: Sequence[SweepCell], file: str) -> Traffic:
     counts = contexts_of(requests)
     total = sum(counts.values())
     weighed = []
@@ -378,7 +380,7 @@ def weigh(requests: Sequence[Request], cells: Sequence[Cell], file: str) -> Traf
 STRIDE = 1.02  # contexts closer than this count as one: step times are linear between measured ones anyway
 
 
-def contexts_of(requests: Sequence[Request]) -> dict[int, int]:
+def contexts_of(requests: Sequence[Lengths]) -> dict[int, int]:
     """Return the number of the traffic's tokens that are decoded near each context.
 
     A request's token i (from 1) attends to prompt + i tokens; the first token comes from the prompt's pass.
@@ -394,7 +396,7 @@ def contexts_of(requests: Sequence[Request]) -> dict[int, int]:
     return found
 
 
-def step_ms(row: Sequence[Cell], context: int, arm: str) -> float:
+def step_ms(row: Sequence[SweepCell], context: int, arm: str) -> float:
     """Return a step's time at a context, interpolated in the cells of one batch; below the shortest, the shortest's."""
     at = bisect_left([c.context for c in row], context)
     values = [getattr(c.figures, arm) for c in row]

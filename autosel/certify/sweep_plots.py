@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from autosel.certify import plots
 from autosel.certify.report import replace_file
-from autosel.certify.sweep import Cell, Figures, Sweep, document
+from autosel.certify.sweep import Figures, Sweep, SweepCell, document
 from autosel.certify.words import figure as words
 
 if TYPE_CHECKING:
@@ -48,23 +48,23 @@ def pictures(found: Sweep) -> dict[str, Figure]:
 
 
 Point = tuple[float, float, float]  # median and both ends of its 95 % interval, which are equal to it if there is none
-Value = Callable[[Cell, Figures, bool], Point]  # True: of the optimised steps
+Value = Callable[[SweepCell, Figures, bool], Point]  # True: of the optimised steps
 
 
-def _step(cell: Cell, f: Figures, ours: bool) -> Point:
+def _step(cell: SweepCell, f: Figures, ours: bool) -> Point:
     """Return milliseconds of a step."""
     median, interval = (f.p50_ms, f.p50_interval_ms) if ours else (f.baseline_ms, f.baseline_interval_ms)
     return (median, interval.lo, interval.hi) if interval is not None else (median,) * 3
 
 
-def _rate(cell: Cell, f: Figures, ours: bool) -> Point:
+def _rate(cell: SweepCell, f: Figures, ours: bool) -> Point:
     """Return tokens per second."""
     median, lo, hi = _step(cell, f, ours)
     rate = f.tokens_per_s if ours else 1e3 * cell.batch / median
     return rate, rate * median / hi, rate * median / lo
 
 
-def _drawn(cells: list[Cell], line: str, axis: str, unit: str, value: Value) -> Figure:
+def _drawn(cells: list[SweepCell], line: str, axis: str, unit: str, value: Value) -> Figure:
     """Plot a line for each value of `line` (up to six), optimised solid and baseline dashed, on logarithmic axes. Bars
     are 95 % intervals of the medians."""
     figure, axes = plots.new_axes(4.0)

@@ -20,7 +20,7 @@ from autosel.errors import UsageError
 
 if TYPE_CHECKING:
     from autosel.certify.compare import Change
-    from autosel.certify.run_suite import Part
+    from autosel.certify.run_suite import SuitePart
     from autosel.certify.suite import Level
 
 
@@ -30,13 +30,13 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     Ctrl-C keeps and prints the finished configurations; the exit code is that of any stop.
     """
     from autosel.certify import compare, suite
-    from autosel.certify.run_suite import Request, measure_suite, parts_of
+    from autosel.certify.run_suite import SuiteRequest, measure_suite, parts_of
 
     _refuse_others(asked)
     before, key = earlier(asked), asked.key()
     refuse_unwritable(asked)
     parts = parts_of(level, asked.plan(), model=asked["model"], layers=asked["layers"])
-    request = Request(level=level, parts=parts, certificates=asked.certificates, key=key)
+    request = SuiteRequest(level=level, parts=parts, certificates=asked.certificates, key=key)
     with ledger_or_none() as ledger:
         if ledger is not None:
             show_untuned_suite(asked, parts)
@@ -59,7 +59,7 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     leave(troubles)
 
 
-def show_untuned_suite(asked: Asked, parts: Sequence[Part]) -> None:
+def show_untuned_suite(asked: Asked, parts: Sequence[SuitePart]) -> None:
     """Print for each model what is not tuned for its longest configuration, with the command."""
     for part in parts:
         plan = max((runs[0].plan for _, runs in part.configurations), key=lambda p: p.longest)

@@ -15,7 +15,7 @@ from autosel.cli.run import ledger_or_none
 from autosel.errors import UsageError
 
 if TYPE_CHECKING:
-    from autosel.certify.run_sweep import Request
+    from autosel.certify.run_sweep import Grid
     from autosel.certify.sweep import Sweep, Traffic
     from autosel.cli.progress import Progress
 
@@ -90,10 +90,10 @@ def sweep_command(
     leave(troubles)
 
 
-def request_of(asked: dict[str, Any], trace_file: Path | None) -> Request:
+def request_of(asked: dict[str, Any], trace_file: Path | None) -> Grid:
     """Return the grid to measure. Raises UsageError, UnknownName, BadConfig for impossible values."""
     from autosel import models, settings
-    from autosel.certify.run_sweep import Request
+    from autosel.certify.run_sweep import Grid
     from autosel.certify.sweep import read_traffic, span
     from autosel.cli.tune import parse_budget
 
@@ -103,7 +103,7 @@ def request_of(asked: dict[str, Any], trace_file: Path | None) -> Request:
     model = models.load(asked["model"])
     if (asked["layers"] or 0) > model.layers:
         raise UsageError(f"--layers {asked['layers']} is too large", why=f"{model.name} has {model.layers} layers")
-    return Request(
+    return Grid(
         model=model,
         contexts=contexts,
         batches=batches,

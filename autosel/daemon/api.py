@@ -14,7 +14,7 @@ from autosel.daemon import certificates, clients, decisions, fleet, metrics
 from autosel.daemon import jobs as queue
 from autosel.daemon.access import is_local
 from autosel.daemon.answers import answer
-from autosel.daemon.bodies import MOST_ROWS, Bad, Limits, query, read
+from autosel.daemon.bodies import MOST_ROWS, Bad, BodyLimits, query, read
 from autosel.daemon.events import MOST_READERS
 from autosel.daemon.hub import Hub
 from autosel.ledger import commands
@@ -95,7 +95,7 @@ async def about_ledger(hub: Hub, request: Request) -> Response:
     return answer({"ledger": hub.ledger.name, "schema": HEAD, "writable": writable, "instance": hub.instance})
 
 
-COMMAND = Limits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64)
+COMMAND = BodyLimits(size=commands.MOST_BYTES, depth=32, text=commands.MOST_BYTES, number=1 << 64)
 
 
 async def write_ledger(hub: Hub, request: Request) -> Response:

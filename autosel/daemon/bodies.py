@@ -22,7 +22,7 @@ MOST_ROWS = 500  # of an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BodyLimits:
     """Set the limits of an address. `text`: the longest string, in characters; `number`: the largest absolute whole
     number."""
 
@@ -40,7 +40,7 @@ class Bad(AutoselError):
         self.status = status
 
 
-async def read(request: Request, limits: Limits) -> Any:
+async def read(request: Request, limits: BodyLimits) -> Any:
     """Return the body as JSON. Raises Bad."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -48,7 +48,7 @@ async def read(request: Request, limits: Limits) -> Any:
     return parsed(await _bytes(request, limits.size), limits)
 
 
-def parsed(data: bytes, limits: Limits) -> Any:
+def parsed(data: bytes, limits: BodyLimits) -> Any:
     """Parse a body's bytes. Raises Bad."""
     try:
         found = parse_json(data.decode(), what="the body", depth=limits.depth)
@@ -76,7 +76,7 @@ async def _bytes(request: Request, most: int) -> bytes:
     return bytes(found)
 
 
-def _refuse_long(data: Any, limits: Limits) -> None:
+def _refuse_long(data: Any, limits: BodyLimits) -> None:
     if isinstance(data, str) and (len(data) > limits.text or "\0" in data):
         raise Bad(422, f"a text of {len(data)} characters", why=f"at most {limits.text}, and no NUL")
     if isinstance(data, int) and abs(data) > limits.number:

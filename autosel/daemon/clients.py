@@ -12,7 +12,7 @@ from starlette.responses import Response
 from autosel.daemon import jobs as queue
 from autosel.daemon import upkeep
 from autosel.daemon.answers import answer
-from autosel.daemon.bodies import Bad, Limits, number, read, refuse_odd, typed
+from autosel.daemon.bodies import Bad, BodyLimits, number, read, refuse_odd, typed
 from autosel.daemon.coverage import Covered
 from autosel.daemon.hub import Hub
 from autosel.daemon.jobs import CPU
@@ -68,7 +68,7 @@ async def job(hub: Hub, request: Request) -> Response:
 
 async def ask(hub: Hub, request: Request) -> Response:
     _refuse_untuned(hub)
-    asked: Ask = typed(Ask, await read(request, Limits()))
+    asked: Ask = typed(Ask, await read(request, BodyLimits()))
     if not 1 <= len(asked.workloads) <= 64:
         raise Bad(422, f"{len(asked.workloads)} workloads", why="1 to 64 may be asked for at a time")
     for w in asked.workloads:
@@ -88,7 +88,7 @@ async def cancel(hub: Hub, request: Request) -> Response:
 
 async def misses(hub: Hub, request: Request) -> Response:
     """Queue workloads that clients call and that have no decision; they are tuned when the device is idle."""
-    asked: Misses = typed(Misses, await read(request, Limits()))
+    asked: Misses = typed(Misses, await read(request, BodyLimits()))
     if len(asked.misses) > 256:
         raise Bad(422, f"{len(asked.misses)} misses", why="at most 256 at a time")
     for miss in asked.misses:
@@ -136,7 +136,7 @@ async def use_list(hub: Hub, request: Request) -> Response:
 
 async def report_uses(hub: Hub, request: Request) -> Response:
     """Count how many calls each candidate served in one process since its last report."""
-    asked: UseReport = typed(UseReport, await read(request, Limits()))
+    asked: UseReport = typed(UseReport, await read(request, BodyLimits()))
     for told in hub.uses.take(asked, hub.view.here):
         hub.metrics.calls.labels(told.op, told.candidate).inc(told.calls)
     return answer({"instance": hub.instance}, 202)
@@ -148,7 +148,7 @@ async def coverage_list(hub: Hub, request: Request) -> Response:
 
 async def report_coverage(hub: Hub, request: Request) -> Response:
     """Keep a process's report of all its calls so far: who served them, and why the rest missed."""
-    hub.coverages.take(typed(Covered, await read(request, Limits())))
+    hub.coverages.take(typed(Covered, await read(request, BodyLimits())))
     return answer({"instance": hub.instance}, 202)
 
 
@@ -172,7 +172,7 @@ async def fault_list(hub: Hub, request: Request) -> Response:
 
 async def report_fault(hub: Hub, request: Request) -> Response:
     """Record a fault of a served arm; when this returns, it serves no process any more."""
-    fault: Fault = typed(Fault, await read(request, Limits(text=4096)))
+    fault: Fault = typed(Fault, await read(request, BodyLimits(text=4096)))
     if fault.cause == "unchecked":
         raise Bad(422, "a check that failed itself says nothing about the arm")
     d = fault.decision

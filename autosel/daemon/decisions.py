@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from autosel.daemon.answers import answer
-from autosel.daemon.bodies import MOST_ROWS, Bad, Limits, number, query, read, typed
+from autosel.daemon.bodies import MOST_ROWS, Bad, BodyLimits, number, query, read, typed
 from autosel.daemon.hub import Hub
 from autosel.errors import LedgerError
 from autosel.ledger import rows
@@ -159,7 +159,7 @@ async def change(hub: Hub, request: Request) -> Response:
     """Demote, promote, pin or unpin."""
     verb = request.url.path.rsplit("/", 1)[1]
     wanted = number(request.path_params["id"], "id", 0, 1 << 53)
-    asked: Because = typed(Because, await read(request, Limits()))
+    asked: Because = typed(Because, await read(request, BodyLimits()))
     if not asked.reason.strip():
         raise Bad(422, "a reason is needed", why="it is kept with the decision")
     if verb == "promote" and not asked.candidate:

@@ -20,7 +20,7 @@ from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import CPU, Job, Jobs
 from autosel.daemon.metrics import Metrics
-from autosel.daemon.uses import Uses
+from autosel.daemon.uses import UseCounts
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
@@ -70,7 +70,7 @@ class Hub:
         self.loop = asyncio.get_running_loop()
         self.metrics, self.events, self.examination = Metrics(), Events(), Examination()
         self.metrics.started.set(time.time())
-        self.uses, self.coverages = Uses(), Coverages()
+        self.uses, self.coverages = UseCounts(), Coverages()
         self.facts = Facts(hw_id=this_device())
         self.known = {self.facts.device: self.facts}  # of every device here
         self.view = View(hw_id=self.facts.hw_id)

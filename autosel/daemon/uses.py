@@ -46,7 +46,7 @@ class UseReport:
     uses: tuple[UseCount, ...]
 
 
-class Uses:
+class UseCounts:
     """Hold the counts. Only in the event loop's thread."""
 
     def __init__(self) -> None:

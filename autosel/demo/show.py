@@ -35,7 +35,7 @@ SHORTEST_CONTEXT = 256  # tokens; decisions hold for shorter contexts too
 ArmName = Literal["pytorch", "autosel"]
 
 
-class Working(run.Listener, pipeline.Listener, Protocol):
+class Working(run.RunListener, pipeline.Listener, Protocol):
     """Listener of one part: the fetch, the tune, or the measurement."""
 
 
@@ -159,7 +159,7 @@ def _certified(plan: Plan, certificates: Path, ledger: Ledger, screen: Screen) -
         listener.expect({("", stage): s for stage, s in run.foreseen(plan, listener).items()})
         weights = load_weights(plan, listener)
         found = measure(plan, weights, listener=listener, ledger=ledger)
-    stated = issue.Request(repro_cmd=command(plan.weights, plan))
+    stated = issue.IssueRequest(repro_cmd=command(plan.weights, plan))
     made = issue.issue(found, run.grounds(found, ledger), stated)
     return weights, found.chosen, run.append(certificates, made)
 

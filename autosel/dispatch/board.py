@@ -27,6 +27,7 @@ from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.left import MOST_LEFT, Left
 from autosel.dispatch.resolve import Resolution, Serving, index, resolve
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
+from autosel.dispatch.served import UsedFor
 from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import AutoselError, BadConfig, ForeignDecision
 from autosel.guard import NEVER, Allowance, Held, Policy, Subject, Watch, spot
@@ -43,8 +44,6 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5  # a demotion must take effect within a second (design section 9)
 
 Stamp = tuple[int, int, int, int]
-# (workload or op alone, candidate that ran, decision, reason, device (hw_id))
-UsedFor = tuple[Workload | str, str, int | None, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

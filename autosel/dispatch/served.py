@@ -18,7 +18,8 @@ from autosel.ledger.key import matters, threads_of
 from autosel.ledger.snapshot import Row
 from autosel.values import ELSEWHERE, SERVING, Decision, Origin, ServedCalls, Workload, to_json
 
-UsedFor = tuple[Workload | str, str, int | None, str, str]  # as Board.counted keys them
+# (workload or op alone, candidate that ran, decision, reason, device (hw_id)): a key of Board.counted
+UsedFor = tuple[Workload | str, str, int | None, str, str]
 MOST_TEXT = 240
 
 

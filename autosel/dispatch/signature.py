@@ -22,7 +22,7 @@ _ROOM = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
+class FunctionText:
     """Hold parts of a function's text."""
 
     name: str
@@ -33,12 +33,12 @@ class Signature:
 
 
 @cache
-def signature(op: Op) -> Signature:
+def signature(op: Op) -> FunctionText:
     names = [a.name for a in op.args]
     outputs = _outputs(op)
     room = _ROOM.get(op.name)
     fill = (f"if max_len is None: max_len = {room}",) if room else ()
-    return Signature(
+    return FunctionText(
         name=op.name,
         parameters=", ".join([*_with_defaults(op), *(f"{o}=None" for o in outputs)]),
         names=", ".join([*names, *outputs]),

@@ -16,7 +16,7 @@ from autosel.ledger import containment, rows
 from autosel.ledger import schema as t
 from autosel.ledger.describe import release_command
 from autosel.ledger.key import LengthRange, overlap, serving_key
-from autosel.ledger.rows import Stored
+from autosel.ledger.rows import StoredDecision
 from autosel.ledger.transaction import Command, Transaction
 from autosel.values import (
     Arm,
@@ -135,7 +135,7 @@ class ByHand(Command[Decision]):
         key = f"{self.state}-{number}-{self.candidate or ''}@{now.epoch}"
         return follow(c, tx.host, basis, state=self.state, arm_id=arm_id, reason=self.reason, key=key)
 
-    def _arm(self, c: Connection, found: Stored) -> int:
+    def _arm(self, c: Connection, found: StoredDecision) -> int:
         """Return the row of the arm that is to serve."""
         own, baseline = found.decision.arm.candidate, found.decision.baseline.candidate
         name = self.candidate or own
@@ -174,7 +174,7 @@ class Demote(ByHand):
     call: ClassVar[str] = "demote"
     state: ClassVar[State] = "demoted"
 
-    def _arm(self, c: Connection, found: Stored) -> int:
+    def _arm(self, c: Connection, found: StoredDecision) -> int:
         return found.baseline_id
 
 
@@ -264,7 +264,7 @@ def decide(
     """Append a decision, and let it serve instead of every row of its bucket that it overlaps."""
     served = rows.of_bucket(c, d.hw_id, d.mode, d.bucket)
     rivals = [s for s in served if overlap(s.decision.length_range, d.length_range)]
-    new = Stored(
+    new = StoredDecision(
         decision=d,
         key=serving_key(d.hw_id, d.mode, d.bucket, d.length_range),
         workload_id=rows.put_workload(c, d.workload),
@@ -286,7 +286,7 @@ def decide(
 def follow(
     c: Connection,
     host: int,
-    found: Stored,
+    found: StoredDecision,
     *,
     state: State,
     arm_id: int,
@@ -311,7 +311,7 @@ def follow(
     return rows.one(c, made).decision
 
 
-def _append(c: Connection, new: Stored, host: int | None, idempotency_key: str, proofs: Iterable[int]) -> int:
+def _append(c: Connection, new: StoredDecision, host: int | None, idempotency_key: str, proofs: Iterable[int]) -> int:
     d = new.decision
     made = rows.insert(
         c,

@@ -20,12 +20,12 @@ from autosel.ledger.containment import Strike
 from autosel.ledger.engine import BUSY_S, Database, lost
 from autosel.ledger.locks import device_lock, publish_lock, whoami
 from autosel.ledger.measuring import CloseTrial, OpenTrial, TakeOver
-from autosel.ledger.reader import Reader
+from autosel.ledger.reader import LedgerReader
 from autosel.ledger.transaction import Command, R, Transaction
 from autosel.values import Arm
 
 
-class Ledger(Reader):
+class Ledger(LedgerReader):
     """Read and write the ledger of a home. Made by `open_ledger`. Threads may share it."""
 
     def __init__(self, database: Database, home: Path) -> None:

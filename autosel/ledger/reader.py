@@ -34,7 +34,7 @@ class Evidence:
     serves: bool
 
 
-class Reader:
+class LedgerReader:
     """Read the ledger of a home. Threads may share it."""
 
     def __init__(self, database: Database, home: Path) -> None:

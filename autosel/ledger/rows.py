@@ -205,7 +205,7 @@ _arm, _baseline = t.candidates.alias("arm"), t.candidates.alias("baseline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredDecision:
     """Hold a decision with the ids of its evidence."""
 
     decision: Decision
@@ -266,11 +266,11 @@ def stored(*, serving: bool = False, host: int = ANY_HOST, proven: bool = False)
     ).select_from(source)
 
 
-def fetch(connection: Connection, query: Select[Any], **values: Any) -> list[Stored]:
+def fetch(connection: Connection, query: Select[Any], **values: Any) -> list[StoredDecision]:
     return [_stored_of(row) for row in connection.execute(query, values)]
 
 
-def _stored_of(row: Row[Any]) -> Stored:
+def _stored_of(row: Row[Any]) -> StoredDecision:
     decision = Decision(
         id=row.id,
         state=row.state,
@@ -287,7 +287,7 @@ def _stored_of(row: Row[Any]) -> Stored:
         length_range=None if row.length_from is None else (row.length_from, row.length_to),
         stale=row.stale,
     )
-    return Stored(
+    return StoredDecision(
         decision=decision,
         key=row.key,
         workload_id=row.workload_id,
@@ -313,7 +313,7 @@ def _one(host: int | None) -> Select[Any]:
 LARGEST_ID = 2**63 - 1  # largest integer of databases, which refuse a query with a larger one
 
 
-def one(connection: Connection, decision_id: int, *, host: int | None = None) -> Stored:
+def one(connection: Connection, decision_id: int, *, host: int | None = None) -> StoredDecision:
     """Return one decision; with `host`, also whether its arm was proven there. Raises LedgerError if it does not
     exist."""
     found = fetch(connection, _one(host), of=decision_id) if 0 < decision_id <= LARGEST_ID else ()
@@ -332,7 +332,7 @@ def _at_key() -> Select[Any]:
     return stored(serving=True).where(t.serving.c.key == sa.bindparam("of"))
 
 
-def at_key(connection: Connection, key: str) -> Stored | None:
+def at_key(connection: Connection, key: str) -> StoredDecision | None:
     found = fetch(connection, _at_key(), of=key)
     return found[0] if found else None
 
@@ -344,7 +344,7 @@ def _of_bucket(host: int) -> Select[Any]:
     return stored(serving=True, host=host).where(here).order_by(d.length_to)
 
 
-def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str, host: int = ANY_HOST) -> list[Stored]:
+def of_bucket(connection: Connection, hw_id: str, mode: str, bucket: str, host: int = ANY_HOST) -> list[StoredDecision]:
     """Return the rows that serve a bucket now: one, or one for each part of a split."""
     return fetch(connection, _of_bucket(host), of_hw_id=hw_id, of_mode=mode, of_bucket=bucket)
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from autosel.ledger import containment, rows
 from autosel.ledger import schema as t
-from autosel.ledger.rows import Stored
+from autosel.ledger.rows import StoredDecision
 from autosel.values import Decision, length_bucket
 
 
@@ -37,7 +37,7 @@ def of(c: Connection, prover: int, *, everywhere: bool = False) -> tuple[Served,
     )
 
 
-def _usable(c: Connection, serves: Stored, prover: int) -> Stored | None:
+def _usable(c: Connection, serves: StoredDecision, prover: int) -> StoredDecision | None:
     """Return the decision if its arm was proven here, else the latest earlier one that was, and is not quarantined."""
     found, held = serves, None
     while not found.usable:
@@ -53,7 +53,7 @@ def _usable(c: Connection, serves: Stored, prover: int) -> Stored | None:
     return found
 
 
-def settled(found: Sequence[Stored], digests: set[str]) -> bool:
+def settled(found: Sequence[StoredDecision], digests: set[str]) -> bool:
     """Return True if the rows of a bucket serve all its lengths, and nothing that they depend on has changed.
 
     `digests` are the arms eligible now, including the baseline.
@@ -61,7 +61,7 @@ def settled(found: Sequence[Stored], digests: set[str]) -> bool:
     return all(_still_holds(s, digests) for s in found) and _whole([s.decision for s in found])
 
 
-def _still_holds(found: Stored, now: set[str]) -> bool:
+def _still_holds(found: StoredDecision, now: set[str]) -> bool:
     d = found.decision
     if not found.usable:
         return False

@@ -24,7 +24,7 @@ from autosel.candidates import arms
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
 from autosel.certify.audit import audit
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import choose, graph, launch, persistent, race
@@ -201,7 +201,7 @@ def test_a_forced_launch_is_measured_and_certified(on_h200: None) -> None:
     assert {c.backend for c in made.choices if c.op != "sample"} == {"CUDA_EXT"}
     assert made.notes[0].startswith("step: one launch")
     assert sum(t.count_per_step for t in made.per_op if t.op == "attn") == 2
-    certificate = issue(made, {}, Request(repro_cmd="autosel run --persistent"))
+    certificate = issue(made, {}, IssueRequest(repro_cmd="autosel run --persistent"))
     assert wrong(certificate) == ""
     assert certificate.mode.startswith("team.") and certificate.verification_ok
     assert [(a.op, a.taken, a.other) for a in audit(certificate).attribution] == [("step", "team", "ops")]
@@ -298,7 +298,7 @@ def test_three_forms_of_a_step_are_raced_and_the_best_is_measured(
     assert made.mode_key.startswith("graph.") and made.tokens_equal == made.tokens_checked
     assert captures == [14, 14] and "step: a graph of its ops, replayed" in made.notes
     assert made.python_overhead_share and len({t.label for t in made.per_op}) > 5
-    certificate = issue(made, {}, Request(repro_cmd="autosel run"))
+    certificate = issue(made, {}, IssueRequest(repro_cmd="autosel run"))
     assert certificate.verification_ok and certificate.mode.startswith("graph.")
     told = [(a.taken, a.other) for a in audit(certificate).attribution if a.op == "step"]
     assert sorted(told) == [("graph", "ops"), ("graph", "team")]

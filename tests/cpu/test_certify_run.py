@@ -14,9 +14,8 @@ from autosel.certify import compare, written
 from autosel.certify.audit import audit
 from autosel.certify.run import Request, append, certify, failed
 from autosel.certify.run_again import refuse_others, run_again
-from autosel.certify.run_sweep import Request as Grid
-from autosel.certify.run_sweep import measure_sweep
-from autosel.certify.sweep import Request as Lengths
+from autosel.certify.run_sweep import Grid, measure_sweep
+from autosel.certify.sweep import Lengths
 from autosel.certify.verify import verify
 from autosel.decode.run import Plan
 from autosel.errors import UsageError

@@ -20,7 +20,7 @@ from torch import Tensor
 from autosel import dispatch, models
 from autosel.candidates import registry
 from autosel.candidates.load import load
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.decode import generate as generation
 from autosel.decode.cache import make_cache
@@ -344,7 +344,7 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
     if plan.dtype == "fp32":
         assert run.tokens_equal == run.tokens_checked, run.choices
     assert (run.ttft_ns is None) == (plan.prompt == "synthetic")
-    assert wrong(issue(run, {}, Request(repro_cmd="autosel run"))) == "", "the figures differ from the model's"
+    assert wrong(issue(run, {}, IssueRequest(repro_cmd="autosel run"))) == "", "the figures differ from the model's"
     once = {c.op: c.count_per_step for c in run.choices}
     assert once["lm_head"] == 1
     assert any("attn" in c.op for c in run.choices)
@@ -356,5 +356,5 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
 def test_a_certificate_has_the_note_of_its_weights(oracle: Oracle) -> None:
     plan = Plan(model=models.load(oracle.folder), weights=str(oracle.folder), seq=8, iters=2, warmup=0, step="ops")
     weights = replace(load_weights(plan), note="weights: Q4_1 in x.gguf, dequantised to bf16 when loaded")
-    made = issue(measure(plan, weights), {}, Request(repro_cmd="autosel run"))
+    made = issue(measure(plan, weights), {}, IssueRequest(repro_cmd="autosel run"))
     assert weights.note in made.notes

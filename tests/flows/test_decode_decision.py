@@ -18,7 +18,7 @@ import pytest
 from autosel import fingerprint, models, settings
 from autosel.candidates import registry
 from autosel.certify.certificate import seal
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import packed, race, team
@@ -162,7 +162,7 @@ def test_pytorch_runs_the_step_if_none_of_our_forms_is_faster(
     assert second.tokens_equal == second.tokens_checked > 0
     assert "sample" in {c.op for c in sampled.choices}
     for made in (first, second, sampled):
-        certificate = issue(made, {}, Request(repro_cmd="autosel run"))
+        certificate = issue(made, {}, IssueRequest(repro_cmd="autosel run"))
         assert wrong(certificate) == ""
         claimed = {label: replace(o, decision_id=7) for label, o in certificate.per_op.items() if o.op != "sample"}
         forged = replace(certificate, per_op={**certificate.per_op, **claimed}, decision_ids=(7,))
@@ -199,7 +199,7 @@ def test_packed_weights_are_a_separate_arm_in_the_ledger(
         assert [w.form for w in first.ways] == ["ops", "torch", "team", "packed"]
         assert [w.form for w in first.ways if w.taken] == ["packed"]
         assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
-        assert wrong(issue(first, {}, Request(repro_cmd="autosel run"))) == ""
+        assert wrong(issue(first, {}, IssueRequest(repro_cmd="autosel run"))) == ""
         asked.clear()
         second = measured(plan, ledger)
         assert asked == [] and second.bytes_per_step == first.bytes_per_step

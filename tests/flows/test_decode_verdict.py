@@ -15,7 +15,7 @@ from autosel import dispatch, models, ops
 from autosel.certify.audit import audit
 from autosel.certify.certificate import checksum, decode, field_digests
 from autosel.certify.derive import verified, wrong_tokens
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.cli.certificate import summary
 from autosel.decode import arms
@@ -210,7 +210,7 @@ def test_a_run_with_another_number_of_threads_names_the_decided_one(folder: Path
     torch.set_num_threads(threads + 1)
     try:
         with dispatch.use(home):
-            made = issue(ran(folder), {}, Request(repro_cmd="autosel run"))
+            made = issue(ran(folder), {}, IssueRequest(repro_cmd="autosel run"))
     finally:
         torch.set_num_threads(threads)
     told = f"tuned with {threads} threads, running with {threads + 1}"

@@ -9,7 +9,7 @@ from typing import Any
 from autosel import models, ops
 from autosel.certify.certificate import Certificate, Proof, RunnerUp
 from autosel.certify.evidence import Grounds
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.decode.run import Choice, DecodeRun, OpTime, Plan, PromptDigest
 from autosel.models import cost
 from autosel.values import Fingerprint, Rate
@@ -143,4 +143,4 @@ GROUNDS = {
 
 def certificate(run: DecodeRun | None = None, **request: Any) -> Certificate:
     asked = {"repro_cmd": "autosel run --model llama-1b --seq 2048 --iters 40", **request}
-    return issue(run or decode_run(), GROUNDS, Request(**asked))
+    return issue(run or decode_run(), GROUNDS, IssueRequest(**asked))

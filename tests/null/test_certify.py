@@ -25,7 +25,7 @@ from autosel.certify import audit, capacity, compare, rerun, sign, slo, store, s
 from autosel.certify import certificate as c
 from autosel.certify.certificate import Certificate, decode, encode, seal
 from autosel.certify.derive import claimed_interval, derive, physics
-from autosel.certify.issue import Request, chained, issue, peak_flops
+from autosel.certify.issue import IssueRequest, chained, issue, peak_flops
 from autosel.certify.physics import ImpossibleRun, weigh
 from autosel.certify.slo import MissedObjective
 from autosel.certify.statistics import median, median_interval, quantile, ratio_interval, speedup_interval
@@ -205,8 +205,8 @@ def test_wrong_logits_or_an_unproven_kernel_leave_a_run_unverified() -> None:
     assert certificate(decode_run(tokens_equal=49, tokens_open=1)).verification_ok
     assert not certificate(decode_run(tokens_open=1)).verification_ok  # more than differ
     unproven = {n: dataclasses.replace(g, parity=None) for n, g in GROUNDS.items()}
-    assert not issue(decode_run(), unproven, Request(repro_cmd="x")).verification_ok
-    unknown = issue(decode_run(), {}, Request(repro_cmd="x"))
+    assert not issue(decode_run(), unproven, IssueRequest(repro_cmd="x")).verification_ok
+    unknown = issue(decode_run(), {}, IssueRequest(repro_cmd="x"))
     assert not unknown.verification_ok
     assert any("not in this ledger" in note for note in unknown.notes)
 

@@ -19,12 +19,12 @@ from autosel.certify import plots, run_sweep, sweep
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.statistics import Interval
 from autosel.certify.sweep import (
-    Cell,
+    CellServing,
     Figures,
-    Request,
-    Served,
-    Serving,
+    Lengths,
+    OpServing,
     Sweep,
+    SweepCell,
     changes_of,
     middles,
     served,
@@ -44,17 +44,17 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
 
 
-def serving(label: str, candidate: str, decision: int | None = 1) -> Serving:
-    return Serving(
+def serving(label: str, candidate: str, decision: int | None = 1) -> OpServing:
+    return OpServing(
         op="linear", label=label, bucket="", calls=1, candidate=candidate, state="promoted", decision_id=decision
     )
 
 
-def point(batch: int, context: int, **by_label: str) -> Served:
-    return Served(batch=batch, context=context, serving=tuple(serving(k, v) for k, v in by_label.items()))
+def point(batch: int, context: int, **by_label: str) -> CellServing:
+    return CellServing(batch=batch, context=context, serving=tuple(serving(k, v) for k, v in by_label.items()))
 
 
-def cell(batch: int, context: int, ms: float, baseline_ms: float = 100.0, *, candidate: str = "cpp:a") -> Cell:
+def cell(batch: int, context: int, ms: float, baseline_ms: float = 100.0, *, candidate: str = "cpp:a") -> SweepCell:
     figures = Figures(
         p50_ms=ms,
         p95_ms=ms * 1.1,
@@ -68,10 +68,10 @@ def cell(batch: int, context: int, ms: float, baseline_ms: float = 100.0, *, can
         chain="",
         serving=(serving("gemv o" if batch == 1 else "gemm o", candidate),),
     )
-    return Cell(batch=batch, context=context, need_bytes=1, figures=figures)
+    return SweepCell(batch=batch, context=context, need_bytes=1, figures=figures)
 
 
-def swept(*cells: Cell, **more: Any) -> Sweep:
+def swept(*cells: SweepCell, **more: Any) -> Sweep:
     where = {"device": "A CPU", "hw_id": "h", "env_id": "e", "git_sha": "", "timestamp": "2026-01-01T00:00:00+00:00"}
     return Sweep(model="m", dtype="bf16", **where, memory_bytes=1 << 30, iters=5, cells=cells, changes=(), **more)
 
@@ -95,7 +95,7 @@ def test_lengths_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     lines, pairs = tmp_path / "l.txt", tmp_path / "l.json"
     lines.write_text("# prompt output\n40 30\n\n100,\t60  # long\n")
     pairs.write_text("[[40, 30], [100, 60]]")
-    expected = (Request(prompt=40, output=30), Request(prompt=100, output=60))
+    expected = (Lengths(prompt=40, output=30), Lengths(prompt=100, output=60))
     assert sweep.read_traffic(lines) == sweep.read_traffic(pairs) == expected
 
 
@@ -144,7 +144,7 @@ def test_a_change_along_the_context_is_found_at_every_batch() -> None:
 
 
 def test_cells_without_a_decision_are_not_called_decided() -> None:
-    points = [Served(batch=1, context=c, serving=(serving("attn", n, None),)) for c, n in ((64, "a"), (128, "b"))]
+    points = [CellServing(batch=1, context=c, serving=(serving("attn", n, None),)) for c, n in ((64, "a"), (128, "b"))]
     assert not changes_of(points)[0].decided
 
 
@@ -172,13 +172,13 @@ def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pyt
         tuned.append(batch)
         return [], None
 
-    def would_serve(batch: int, context: int, *_: Any) -> Served:
+    def would_serve(batch: int, context: int, *_: Any) -> CellServing:
         return point(batch, context, **{"gemm o": "cpp:a" if batch < 6 else "torch:b"})
 
     monkeypatch.setattr(run_sweep, "_decided", decided)
     monkeypatch.setattr(run_sweep, "_would_serve", would_serve)
     cells = [cell(4, 64, 1.0, candidate="cpp:a"), cell(8, 64, 1.0, candidate="torch:b")]
-    asked = run_sweep.Request(model=models.load("llama-1b"), contexts=(64,), batches=(1,), dtype="bf16")
+    asked = run_sweep.Grid(model=models.load("llama-1b"), contexts=(64,), batches=(1,), dtype="bf16")
     changes, trouble = run_sweep._narrowed(asked, cells, (), None, verb.Told())
     assert tuned == [6, 5] and trouble is None
     assert [(c.last, c.first) for c in changes] == [(5, 6)]
@@ -189,7 +189,7 @@ def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pyt
 
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 3000)), min_size=1, max_size=20))
 def test_every_token_after_the_first_is_counted_once(lengths: list[tuple[int, int]]) -> None:
-    requests = [Request(prompt=p, output=o) for p, o in lengths]
+    requests = [Lengths(prompt=p, output=o) for p, o in lengths]
     counts = sweep.contexts_of(requests)
     assert sum(counts.values()) == sum(o - 1 for _, o in lengths)
     assert all(min(p for p, _ in lengths) + 2 <= c <= max(p + o for p, o in lengths) for c in counts)
@@ -202,7 +202,7 @@ def test_step_times_are_interpolated_between_measured_contexts() -> None:
 
 def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None:
     cells = [cell(1, 128, 10.0), cell(1, 256, 10.0), cell(4, 128, 20.0), cell(4, 256, 20.0)]
-    found = weigh([Request(prompt=100, output=101)], cells, "f")
+    found = weigh([Lengths(prompt=100, output=101)], cells, "f")
     assert found.best_batch == 4
     assert [w.tokens_per_s for w in found.by_batch] == pytest.approx([100.0, 200.0])
     assert [w.baseline_tokens_per_s for w in found.by_batch] == pytest.approx([10.0, 40.0])
@@ -210,10 +210,10 @@ def test_traffic_is_weighed_by_its_own_tokens_and_names_the_best_batch() -> None
 
 
 def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
-    found = weigh([Request(prompt=20, output=11), Request(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
+    found = weigh([Lengths(prompt=20, output=11), Lengths(prompt=1000, output=31)], [cell(1, 128, 10.0)], "f")
     assert found.by_batch[0].covered == pytest.approx(10 / 40)
     assert "25% of its tokens are in the measured range" in verb.text(swept(cell(1, 128, 10.0), traffic=found))
-    beyond = weigh([Request(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f")
+    beyond = weigh([Lengths(prompt=1000, output=5)], [cell(1, 128, 10.0)], "f")
     assert (beyond.requests, beyond.by_batch, beyond.best_batch) == (1, (), None)
     said = verb.text(swept(cell(1, 128, 10.0), traffic=beyond))
     assert "your traffic: 1 requests" in said and "0% of its tokens are in the measured range" in said
@@ -223,7 +223,9 @@ def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
 
 
 def test_cells_that_do_not_fit_are_reported() -> None:
-    without = Cell(batch=64, context=8192, need_bytes=1 << 40, figures=None, why="takes 1 TB of memory; 1 GB are free")
+    without = SweepCell(
+        batch=64, context=8192, need_bytes=1 << 40, figures=None, why="takes 1 TB of memory; 1 GB are free"
+    )
     said = verb.text(swept(cell(1, 128, 10.0), without))
     assert "batch 64, context 8192: not measured, takes 1 TB of memory" in said
     assert all(len(line) <= 80 for line in said.splitlines())

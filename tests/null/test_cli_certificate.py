@@ -15,7 +15,7 @@ from autosel.certify import rerun, slo, store, suite
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
-from autosel.certify.issue import Request, chained, issue
+from autosel.certify.issue import IssueRequest, chained, issue
 from autosel.certify.physics import ImpossibleRun
 from autosel.certify.report import page
 from autosel.certify.run import failed
@@ -407,7 +407,7 @@ def test_wrong_results_weigh_more_than_missed_objectives() -> None:
         (certificate(decode_run(max_logit_error=1.0)), "from the reference"),
         (certificate(decode_run(tokens_equal=48, tokens_open=1)), "1 of 50 tokens are not the baseline's"),
         (certificate(decode_run(tokens_checked=0, tokens_equal=0)), "no token was compared"),
-        (issue(decode_run(), {}, Request(repro_cmd="x")), "no proof of parity is known here for "),
+        (issue(decode_run(), {}, IssueRequest(repro_cmd="x")), "no proof of parity is known here for "),
     ],
 )
 def test_an_unverified_run_states_the_reason(made: Certificate, why: str) -> None:

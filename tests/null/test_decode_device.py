@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autosel import models
-from autosel.certify.issue import Request, issue
+from autosel.certify.issue import IssueRequest, issue
 from autosel.decode import arms, measure
 from autosel.decode.device import EventTimer, HostTimer, step_timer
 from autosel.decode.run import Plan
@@ -93,7 +93,7 @@ def test_a_run_on_a_gpu_certifies_both_arms_by_events(
     assert run.optimised_ns == (3 * TICK_NS,) * 4 and run.baseline_ns == (7 * TICK_NS,) * 4
     assert len(run.optimised_host_ns) == len(run.baseline_host_ns) == 4 and min(run.optimised_host_ns) > 0
     assert run.tokens_equal == 4
-    made = issue(run, {}, Request(repro_cmd="autosel run"))
+    made = issue(run, {}, IssueRequest(repro_cmd="autosel run"))
     assert made.speedup == 7 / 3 and made.host_ms is not None
 
 
