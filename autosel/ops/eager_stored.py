@@ -91,15 +91,20 @@ def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
     versions = tuple(0 if t.is_inference() else t._version for t in parts)
     found = _HELD.get(key)
     if found is None or found.versions != versions or any(m.expired() for m in found.memory):
-        if len(_HELD) >= MOST_HELD:
-            _HELD.clear()
-        for dead in [k for k, one in _HELD.items() if any(m.expired() for m in one.memory)]:
-            del _HELD[dead]
+        _sweep()
         memory = tuple(StorageWeakRef(t.untyped_storage()) for t in parts)
-        found = _HELD[key] = _Held(
-            memory, versions, _packed_int4(w) if _packs_int4(w, dtype) else (w.dequantised(dtype),)
-        )
+        made = _packed_int4(w) if _packs_int4(w, dtype) else (w.dequantised(dtype),)
+        found = _HELD[key] = _Held(memory, versions, made)
     return found.made
+
+
+def _sweep() -> None:
+    """Forget weights that are gone. Other threads may do the same at once."""
+    if len(_HELD) >= MOST_HELD:
+        _HELD.clear()
+    for key, one in list(_HELD.items()):
+        if any(m.expired() for m in one.memory):
+            _HELD.pop(key, None)
 
 
 def held_bytes(format: WeightFormat, dtype: str, n: int, k: int) -> int:

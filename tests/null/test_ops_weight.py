@@ -309,3 +309,28 @@ def test_a_weight_of_another_size_is_refused() -> None:
     inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
     with pytest.raises(BadArguments, match="K = 256"):
         op.workload_of({**inputs, "w": quantise(drawn(64, 255), FP8)})
+
+
+def test_a_weight_that_another_thread_forgets_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[Any, Any] = {}
+    monkeypatch.setattr(eager_stored, "_HELD", held)
+
+    class Gone:
+        def expired(self) -> bool:
+            held.clear()  # as another thread may
+            return True
+
+    for name in ("one", "other"):
+        held[name] = eager_stored._Held((Gone(),), (0,), ())  # type: ignore[arg-type]
+    w, x = quantise(drawn(32, 64), "int4-g32"), drawn(1, 64)
+    assert isinstance(w, Weight)
+    near = eager_stored.product(x, w).float()
+    assert torch.allclose(near, x.float() @ w.exact().float().T, atol=0.1, rtol=0.05)
+
+
+def test_the_baseline_follows_a_weight_that_changes_in_place() -> None:
+    w, x = quantise(drawn(32, 64), "q8_0"), drawn(1, 64)
+    assert isinstance(w, Weight)
+    before = eager_stored.product(x, w)
+    w.scales.mul_(2)
+    assert torch.equal(eager_stored.product(x, w), 2 * before)
