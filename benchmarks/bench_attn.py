@@ -31,10 +31,10 @@ import torch
 from autosel import fingerprint
 from autosel.candidates.cpp.attention import KERNELS
 from autosel.candidates.load import load
-from autosel.fingerprint import probe
+from autosel.devices.cpu import probe
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.native.compile import compile_source
 from autosel.ops import OPS, eager
-from autosel.race.idle import wait_until_idle
 from autosel.values import Fingerprint, NativeRecipe, Workload
 from autosel.workers import pages
 

@@ -38,7 +38,7 @@ from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.run import Plan
 from autosel.decode.weights import load_weights
-from autosel.race.idle import wait_until_idle
+from autosel.devices.cpu.idle import wait_until_idle
 
 LIMIT = 1.05
 

@@ -28,10 +28,10 @@ import torch
 from autosel import fingerprint
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load
-from autosel.fingerprint import probe
+from autosel.devices.cpu import probe
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.native.compile import compile_source
 from autosel.ops import OPS, eager
-from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload
 from autosel.workers import pages
 

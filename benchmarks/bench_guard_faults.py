@@ -39,10 +39,9 @@ import bench_guard
 import command_line
 import torch
 
-from autosel import models, ops
-from autosel.decode.device import read_windows
+from autosel import devices, models, ops
+from autosel.devices import this_device
 from autosel.dispatch.board import Board
-from autosel.dispatch.devices import this_device
 from autosel.guard import Policy, spot
 from autosel.models.cost import bytes_per_step
 from autosel.native.compile import compile_source
@@ -77,7 +76,8 @@ def main() -> int:
     ]
     longest = [n for n in named if "L" not in dict(n.workload.dims) or n.workload["L"] == options.context]
     rows = [row(n.label, n.workload, n.calls_per_step) for n in longest]
-    step_us = bytes_per_step(model, model.dtype, 1, options.context) / max(read_windows()) * 1e6
+    read_rate = max(devices.named(devices.HOST).read_windows())
+    step_us = bytes_per_step(model, model.dtype, 1, options.context) / read_rate * 1e6
     asked_us = sum(r["calls a step"] * Policy().spot_rate * r["check_us"] for r in rows)
     spot_rate = Policy().spot_rate * min(1.0, spot.SHARE * step_us / asked_us)
     found = {

@@ -61,8 +61,8 @@ from autosel.decode.sample import Sampler
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import KERNELS, write_team
 from autosel.decode.weights import Weights, load_weights
-from autosel.fingerprint import probe
-from autosel.race.idle import wait_until_idle
+from autosel.devices.cpu import probe
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.values import Accepted
 
 ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")

@@ -219,7 +219,7 @@ def judge(found: dict[str, Any], options: argparse.Namespace, end: float) -> Non
     """Time every candidate in turn with cold operands; store microseconds by round."""
     import torch
 
-    from autosel.race.idle import wait_until_idle
+    from autosel.devices.cpu.idle import wait_until_idle
 
     fp = _device()
     torch.set_num_threads(int(fp.identity["cpus"]))

@@ -43,10 +43,10 @@ from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import set_scene
 from autosel.decode.team import TeamStep
 from autosel.decode.weights import load_weights
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.dispatch.resolve import Resolution
 from autosel.models.cost import bytes_per_step
 from autosel.native.compile import compile_source
-from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
 

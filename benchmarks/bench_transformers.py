@@ -54,9 +54,9 @@ from autosel.certify.statistics import median, speedup_interval
 from autosel.decode.cache import make_cache
 from autosel.decode.run import Plan
 from autosel.decode.weights import Weights, load_weights
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.dispatch.board import this_device
 from autosel.guard.rate import CANARY
-from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Workload
 
 RESULTS = Path(__file__).parent / "results" / "cpu"

@@ -265,7 +265,7 @@ def packages() -> str:
 
 def _layers() -> list[list[str]]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = (c["layers"] for c in contracts if c["type"] == "layers")
+    (layers,) = (c["layers"] for c in contracts if c.get("containers") == ["autosel"])
     return [[name.strip(" ()") for name in layer.split("|")] for layer in layers]
 
 
@@ -338,8 +338,8 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("parity.whole", "JUDGED", "elements of a whole result, furthest from the baseline's, that are judged in float64"),
     ("parity.whole", "MOST_FLOPS", "operations of a baseline up to which the whole result is compared"),
     ("tuning.crossover", "BRACKET", "ratio of lengths to which a crossover is narrowed"),
-    ("fingerprint.drift", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
-    ("fingerprint.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
+    ("devices.device", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
+    ("devices.cpu.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
     ("values", "CONTENDED_CORES", "cores busy with other processes above which a machine is `contended`"),
     ("values", "CONTENDED_STEAL", "share of stolen CPU time above which a machine is `contended`"),
     ("dispatch.board", "LOOK_EVERY_S", "seconds between checks of the snapshot"),
@@ -362,7 +362,7 @@ def constants() -> str:
 
 
 def gpu_rates() -> str:
-    from autosel.fingerprint.gpu_rates import MEASURED
+    from autosel.devices.cuda.rates import MEASURED
 
     return table(("rate", "method"), [(code(name), how) for name, how in MEASURED.items()])
 

@@ -50,14 +50,15 @@ def there(threads: int = 2) -> Iterator[None]:
     """Let this machine have the identity of that device, and as many threads as it ran."""
     import torch
 
-    from autosel.dispatch.devices import _former_id, this_device
-    from autosel.fingerprint import machine
+    from autosel.devices import this_device
+    from autosel.devices.cpu import machine
+    from autosel.devices.cpu.identity import former_id
 
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("identity", "hardware"):
             patch.setattr(machine, name, lambda: dict(device().identity))
-        _former_id.cache_clear()
+        former_id.cache_clear()
         this_device.cache_clear()
         torch.set_num_threads(threads)
         try:
@@ -65,4 +66,4 @@ def there(threads: int = 2) -> Iterator[None]:
         finally:
             torch.set_num_threads(before)
             this_device.cache_clear()
-            _former_id.cache_clear()
+            former_id.cache_clear()

@@ -13,7 +13,7 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER, EAGER_STORED
-from autosel.fingerprint import nvml
+from autosel.devices.cuda import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
 # Modules of the whole step, op by op and as a graph (decode.question).

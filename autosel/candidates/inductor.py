@@ -17,10 +17,10 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.candidates.base import Candidate
 from autosel.candidates.probe import device, fault
-from autosel.fingerprint import nvml
+from autosel.devices.cuda import nvml
 from autosel.native.compile import NO_COMPILER, find_compiler
 from autosel.values import (
     EXACT,
@@ -57,7 +57,7 @@ class Inductor(Candidate):
             return Rejected(reason="the eager composition computes in bf16, fp16 and fp32; the workload is fp8_e4m3")
         if w["M"] > EXACT:
             return Rejected(reason=f"compiled for one M; buckets above M = {EXACT} hold several")
-        if fp.kind == "cpu" and find_compiler() is None:
+        if devices.runs(fp.kind, "C++") and find_compiler() is None:
             return Rejected(reason=NO_COMPILER)
         why = unusable(fp)
         return Rejected(reason=why) if why else Accepted()
@@ -68,8 +68,8 @@ class Inductor(Candidate):
 
 def unusable(fp: Fingerprint) -> str:
     """Return why a small compiled function does not give the right result on this device, or ""."""
-    compiler = find_compiler() if fp.kind == "cpu" else None
-    about = (fp.hw_id, nvml.driver() if fp.kind == "cuda" else compiler.version if compiler else "")
+    compiler = find_compiler() if devices.runs(fp.kind, "C++") else None
+    about = (fp.hw_id, nvml.driver() if devices.runs(fp.kind, "CUDA") else compiler.version if compiler else "")
     why = fault(f"{__name__}:called", fp.kind, str(fp.identity.get("cc", "")), about=about, deadline_s=FIRST_CALL_S)
     return why and f"torch.compile does not work here: {why}"
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosel import settings
+from autosel.devices.cpu import machine
 from autosel.errors import AutoselError, BuildError, ParityError
-from autosel.fingerprint import machine
 from autosel.native.load import load_entry
 from autosel.ops.contract import Op
 from autosel.ops.stored import tensors

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.candidates.convention import (
     checked_operands,
     parameters_of,
@@ -81,7 +82,7 @@ def _where_operands_are(op: Op, function: Callable[..., Any]) -> Callable[..., A
 
     def there(*arguments: Any) -> Any:
         device = arguments[position].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+        if not devices.accelerated(device.type) or device.index == torch.cuda.current_device():
             return function(*arguments)
         with torch.cuda.device(device):
             return function(*arguments)

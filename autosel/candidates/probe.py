@@ -15,7 +15,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from autosel import files, settings
+from autosel import devices, files, settings
 from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import digest
 from autosel.workers import RaisedError, Worker
@@ -66,8 +66,8 @@ def device(kind: str, cc: str) -> str:
     """Return PyTorch's first device of this compute capability, or its CPU. Raises RuntimeError if there is none."""
     import torch
 
-    if kind == "cpu":
-        return "cpu"
+    if devices.on_host(kind):
+        return kind
     for i in range(torch.cuda.device_count()):
         if "{}.{}".format(*torch.cuda.get_device_capability(i)) == cc:
             return f"cuda:{i}"

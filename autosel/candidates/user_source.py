@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from autosel import resources
+from autosel import devices, resources
 from autosel.candidates.base import Candidate
+from autosel.devices.device import Language
 from autosel.errors import UsageError
 from autosel.files import read_named
 from autosel.knobs.cpu.facts import ISA_FLAGS
@@ -40,17 +41,21 @@ class UserSource(Candidate):
     def __init__(self, op: str, file: Path, entry: str) -> None:
         self.op, self.file, self.entry, self.name = op, file, entry, f"user:{file.name}"
 
+    @property
+    def language(self) -> Language:
+        return "CUDA" if self.file.suffix == ".cu" else "C++"
+
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        kind = "cuda" if self.file.suffix == ".cu" else "cpu"
-        if fp.kind != kind:
-            return Rejected(reason=f"a {kind.upper()} source; the device is a {'CPU' if fp.kind == 'cpu' else 'GPU'}")
+        if not devices.runs(fp.kind, self.language):
+            kind = "CUDA" if self.language == "CUDA" else "CPU"
+            return Rejected(reason=f"a {kind} source; the device is a {devices.KINDS[fp.kind].noun}")
         if find_compiler() is None:
             return Rejected(reason=NO_COMPILER)
-        why = cuda.why_not(gpu_facts(fp).cc) if kind == "cuda" else ""
+        why = cuda.why_not(gpu_facts(fp).cc) if self.language == "CUDA" else ""
         return Rejected(reason=why) if why else Accepted()
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        if self.file.suffix == ".cu":
+        if self.language == "CUDA":
             target = (*cuda.target_flags(gpu_facts(fp).cc), "-Xptxas", "-v")
         else:
             target = ISA_FLAGS[cpu_facts(fp).isa]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.decode.run import Plan
 from autosel.formats import PLAIN
 from autosel.models import weights_of
@@ -21,7 +21,7 @@ def command(name: str, plan: Plan) -> str:
     words += ["--prompt", plan.prompt] if plan.prompt != "random" else []
     words += ["--format", plan.model.weight] if plan.model.weight != PLAIN else []
     words += ["--layers", plan.layers] if plan.layers else []
-    words += ["--device", plan.device] if plan.device != "cpu" else []
+    words += ["--device", plan.device] if plan.device != devices.HOST else []
     words += ["--weights", plan.weights] if plan.weights != weights_of(name) else []
     words += ["--paged", plan.page] if plan.cache == "paged" else []
     words += ["--seed", plan.seed] if plan.seed else []
@@ -42,7 +42,7 @@ def translated(words: Sequence[str], ran: str) -> list[str]:
     """
     given = {word for word in words if word in (*EARLIER, "--persistent")}
     found = [word for word in words if word not in EARLIER]
-    if step := _step(given, ran, on_gpu=_device(words) != "cpu"):
+    if step := _step(given, ran, on_gpu=_device(words) != devices.HOST):
         found += ["--step", step]
     return [*found, "--weights-layout", "plain"] if "--no-packed" in given else found
 
@@ -60,4 +60,4 @@ def _step(given: set[str], ran: str, *, on_gpu: bool) -> str:
 
 
 def _device(words: Sequence[str]) -> str:
-    return words[words.index("--device") + 1] if "--device" in words[:-1] else "cpu"
+    return words[words.index("--device") + 1] if "--device" in words[:-1] else devices.HOST

@@ -8,13 +8,14 @@ a figure multiplied by ten.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from autosel import devices
 from autosel.certify.certificate import SINCE, Certificate
+from autosel.devices.device import Ceiling
 from autosel.fingerprint import known
 from autosel.native.isa import best_isa
-from autosel.values import DeviceKind, digest
+from autosel.values import digest
 
 Identity = Mapping[str, Any]
 
@@ -22,33 +23,20 @@ Identity = Mapping[str, Any]
 # clock of the widest unit (AMX bf16 2048, two AVX-512 bf16 dot products 256, two AVX2 FMAs 32) at 8 GHz.
 CPU_READ_BYTES_PER_S = 2e11
 CPU_FLOPS = {"amx": 1.6e13, "avx512bf16": 2e12, "avx512": 2e12, "avx2": 2.6e11, "portable": 2e12}
-# Limits of a whole machine, and of a GPU without a known datasheet (B200: 8 TB/s, 2.25 PFLOP/s, 126 MB).
-MOST_READ_BYTES_PER_S: Mapping[DeviceKind, float] = {"cpu": 4e12, "cuda": 3e13}
-MOST_FLOPS: Mapping[DeviceKind, float] = {"cpu": 5e14, "cuda": 1e16}
-MOST_CACHE_BYTES: Mapping[DeviceKind, int] = {"cpu": 4 << 30, "cuda": 1 << 30}
 # Factors over a datasheet: a probe's error; boost clocks, and twice the rate of GeForce parts that sum in fp16.
 OVER_READ, OVER_FLOPS = 1.1, 2.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """Limits that no device of this class exceeds."""
-
-    read_bytes_per_s: float
-    flops: float
-    cache_bytes: int
-
-
 def instruction_set(identity: Identity) -> str:
     """Return `sm_90` for a GPU, `avx512bf16` for a CPU."""
-    if identity["kind"] == "cpu":
+    if devices.on_host(identity["kind"]):
         return best_isa(identity["isa"])
     return "sm_" + str(identity["cc"]).replace(".", "")
 
 
 def cache_bytes(identity: Identity) -> int:
     """Return the bytes of all last-level caches that the usable cores or SMs reach."""
-    if identity["kind"] == "cpu":
+    if devices.on_host(identity["kind"]):
         return _count(identity, "l3_bytes") * _count(identity, "l3_domains")
     return _count(identity, "l2_bytes")
 
@@ -62,15 +50,16 @@ def _count(identity: Identity, name: str) -> int:
 
 
 def ceiling(made: Certificate) -> Ceiling:
-    kind: DeviceKind = "cuda" if made.sm.startswith("sm_") else "cpu"
-    read, flops = MOST_READ_BYTES_PER_S[kind], MOST_FLOPS[kind]
-    if kind == "cuda":
+    kind = "cuda" if made.sm.startswith("sm_") else devices.HOST
+    most = devices.KINDS[kind].ceiling
+    read, flops = most.read_bytes_per_s, most.flops
+    if devices.accelerated(kind):
         read, flops = _datasheet(made.device) or (read, flops)
     elif made.identity is not None:
         cpus = _count(made.identity, "cpus")
         best = "amx" if any(str(flag).startswith("amx") for flag in made.identity["isa"]) else made.sm
         read, flops = min(read, cpus * CPU_READ_BYTES_PER_S), min(flops, cpus * CPU_FLOPS[best])
-    return Ceiling(read_bytes_per_s=read, flops=flops, cache_bytes=MOST_CACHE_BYTES[kind])
+    return Ceiling(read_bytes_per_s=read, flops=flops, cache_bytes=most.cache_bytes)
 
 
 def _datasheet(name: str) -> tuple[float, float] | None:
@@ -94,10 +83,10 @@ def _other_device(made: Certificate) -> str:
     identity = made.identity
     if identity is None:
         return f"identity: none, in version {made.version}" if made.version >= SINCE["identity"] else ""
-    if identity["kind"] not in MOST_READ_BYTES_PER_S:
+    if identity["kind"] not in devices.KINDS:
         return f"identity: a device of kind {identity['kind']!r:.20}"
     follows = {
-        "device": identity["model" if identity["kind"] == "cpu" else "name"],
+        "device": identity["model" if devices.on_host(identity["kind"]) else "name"],
         "sm": instruction_set(identity),
         "hw_id": digest(identity),
         "env_id": digest({"hw_id": made.hw_id, **made.environment}),

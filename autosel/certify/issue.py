@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosel import resources
+from autosel import devices, resources
 from autosel.certify import certificate as c
 from autosel.certify import device
 from autosel.certify.certificate import Certificate, Measured
@@ -148,14 +148,14 @@ def cache_bytes(fp: Fingerprint) -> int:
 
 def read_rate(fp: Fingerprint) -> float | None:
     """Return the measured read rate of all cores or the GPU in bytes/s; None if it was not measured."""
-    found = fp.rates.get(f"read_bytes_per_s@{fp.cpus}" if fp.kind == "cpu" else "read_bytes_per_s")
+    found = fp.rates.get(f"read_bytes_per_s@{fp.cpus}" if devices.on_host(fp.kind) else "read_bytes_per_s")
     return found.value if found else None
 
 
 def peak_flops(fp: Fingerprint, dtype: str) -> float:
     """Return the measured arithmetic rate of the dtype on all cores; 0 if it was not measured."""
     rates = fp.rates
-    if fp.kind == "cpu":
+    if devices.on_host(fp.kind):
         names = ("bf16_dot_flops@1", "fma_flops@1") if dtype == "bf16" else ("fma_flops@1",)
         return int(fp.identity["cpus"]) * max((rates[n].value for n in names if n in rates), default=0.0)
     names = ("bf16_matrix_flops", "peak_bf16_flops") if dtype in ("bf16", "fp16") else ("fp32_flops",)

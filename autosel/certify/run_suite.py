@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autosel import models
+from autosel import devices, models
 from autosel.certify import issue, suite
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
 from autosel.certify.run import RunListener, Stage, Within, append, failed, foreseen, grounds
 from autosel.certify.suite import Configuration, Level, Run, Suite
-from autosel.decode.device import forget_peak
 from autosel.decode.measure import measure, refuse
 from autosel.decode.run import Chosen, Plan
 from autosel.decode.weights import Weights, load_weights, memory_need, refuse_unloadable
@@ -136,7 +135,7 @@ def _trials(
     for run in runs:
         within = Within(listener, run.title)
         shared.weights = shared.weights or load_weights(run.plan, within)
-        forget_peak(run.plan.device)  # forget an earlier run's peak
+        devices.named(run.plan.device).forget_peak()  # forget an earlier run's peak
         chosen = shared.chosen.get(question)
         found = measure(run.plan, shared.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
         shared.chosen[question] = found.chosen

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from autosel import dispatch, fingerprint, pipeline
+from autosel import devices, dispatch, fingerprint, pipeline
 from autosel.certify import issue, run, sweep
 from autosel.certify.certificate import Layers, model_name
 from autosel.certify.derive import baseline_interval_ms, claimed_interval, headline_roofline
@@ -21,7 +21,7 @@ from autosel.certify.sweep import MOST_CELLS, CellServing, Crossing, Figures, Op
 from autosel.decode.measure import measure, refuse
 from autosel.decode.run import DecodeRun, Plan
 from autosel.decode.safetensors import open_folder
-from autosel.decode.weights import free_memory, load_weights, memory_need
+from autosel.decode.weights import load_weights, memory_need
 from autosel.errors import AutoselError, ParityError, Stopped, UsageError, out_of_memory
 from autosel.ledger.describe import bytes_text
 from autosel.ledger.store import Ledger
@@ -51,7 +51,7 @@ class Grid:
     layers: int = 0
     iters: int = 20
     warmup: int = 2
-    device: str = "cpu"
+    device: str = devices.HOST
     seed: int = 0
     tunes: bool = True
     effort: str = "quick"
@@ -114,7 +114,7 @@ def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener)
     first = plans[0]
     if first.weights != "random":
         open_folder(Path(first.weights).expanduser())  # fails before minutes of tuning if weights cannot be loaded
-    started, memory = datetime.now(UTC).isoformat(timespec="seconds"), free_memory(first.device)
+    started, memory = datetime.now(UTC).isoformat(timespec="seconds"), devices.named(first.device).free_bytes()
     sized = [_sized(plan, memory) for plan in plans]
     decisions, left = _tuned(request, [s.plan for s in sized if not s.why], ledger, listener)
     measured, ended = _measured(request, sized, ledger, listener)

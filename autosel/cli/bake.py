@@ -60,7 +60,7 @@ def bake(folder: Path, ops: Collection[str] = ()) -> Baked:
 
 def here() -> Sequence[Row]:
     """Return what serves on this machine's devices, for every number of threads."""
-    from autosel.dispatch.devices import device_at, ids_of, places_here
+    from autosel.devices import device_at, ids_of, places_here
     from autosel.ledger import snapshot
     from autosel.ledger.store import open_ledger
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli import completion
 from autosel.cli.device import device_option, identity, told
 from autosel.cli.figures import decision_json, decision_table
@@ -84,7 +84,7 @@ def _undecided(op: str, device: str) -> dict[str, Any]:
     unknown = dict.fromkeys(
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
-    where = "this device" if device == "cpu" else device
+    where = "this device" if device == devices.HOST else device
     why = {"reason": decided_elsewhere(op, device) or f"no decision on {where}", "all": []}
     if op == WHOLE_STEP:
         who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
@@ -96,7 +96,7 @@ def _undecided(op: str, device: str) -> dict[str, Any]:
 
 def decided_elsewhere(op: str, device: str) -> str:
     """Return for which other device of the same kind the op is decided, or ""."""
-    from autosel.fingerprint.store import of_hardware
+    from autosel.devices.store import of_hardware
     from autosel.ledger.conditions import other_device
     from autosel.ledger.store import open_ledger
 
@@ -136,7 +136,7 @@ def serving(op: str | None, device: str) -> list[Now]:
     """Return what serves on the device now, in the ledger's order. Raises UsageError."""
     from autosel.candidates.registry import ledger_name
     from autosel.candidates.validity import staleness
-    from autosel.dispatch.devices import ids_of
+    from autosel.devices import ids_of
     from autosel.ledger.store import open_ledger
 
     if op:
@@ -152,7 +152,7 @@ def decided(op: str, device: str) -> list[Now]:
     found = serving(op, device)
     if not found:
         raise LedgerError(
-            f"no decision for {op} on {'this device' if device == 'cpu' else device}",
+            f"no decision for {op} on {'this device' if device == devices.HOST else device}",
             why="; ".join(filter(None, (decided_elsewhere(op, device), "the baseline serves it"))),
             todo=f"{settings.spelling()} {measured_by(op, device)}",
         )
@@ -161,13 +161,13 @@ def decided(op: str, device: str) -> list[Now]:
 
 def _elsewhere(decision: Decision) -> str:
     """Return why the decision does not apply: other threads or numeric flags, or AUTOSEL_DISABLE. Else return ""."""
-    from autosel.dispatch.devices import ids_of, this_device
+    from autosel.devices import ids_of, this_device
     from autosel.ledger.conditions import other_mode
     from autosel.ledger.key import current_mode, matters
 
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
-    kind = "cpu" if decision.hw_id in ids_of(this_device()) else "cuda"
+    kind = devices.HOST if decision.hw_id in ids_of(this_device()) else ""
     then, now = (matters(m, kind, decision.bucket) for m in (decision.mode, mode))
     return "" if then == now else other_mode([then], now)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,6 @@ import click
 
 from autosel import settings
 from autosel.errors import UnknownName, UsageError
-from autosel.native import cuda
 
 if TYPE_CHECKING:
     from autosel.cli.options import Option
@@ -20,36 +17,16 @@ if TYPE_CHECKING:
 
 def default_device() -> str:
     """Return `cuda` if there is a GPU that PyTorch and the fingerprint can use; else `cpu`."""
-    if not _has_cuda_driver():  # importing PyTorch takes a second
-        return "cpu"
-    import torch
+    from autosel import devices
 
-    from autosel import fingerprint
-
-    return "cuda" if torch.cuda.is_available() and len(fingerprint.present()) > 1 else "cpu"
+    return next(kind for kind, device in reversed(devices.KINDS.items()) if device.usable())
 
 
 def unused_gpu() -> str:
     """Return why a GPU of this machine is not the default device, or ""."""
-    if not _has_cuda_driver() or default_device() != "cpu":
-        return ""
-    import torch
+    from autosel import devices
 
-    from autosel.fingerprint import nvml
-
-    try:
-        count = nvml.counted()
-    except UsageError as error:  # a container may have its host's driver library without a GPU
-        return f"{error.what} ({error.why}): {error.todo}" if torch.cuda.is_available() else ""
-    return _why_absent(0) if count else ""
-
-
-def _has_cuda_driver() -> bool:
-    try:
-        ctypes.CDLL(cuda.DRIVER)
-    except OSError:
-        return False
-    return True
+    return next(filter(None, (device.why_unused() for device in devices.KINDS.values())), "")
 
 
 def device_option(help: str = "cpu, cuda or cuda:N  [default: the GPU, if there is one]") -> Option:
@@ -63,10 +40,10 @@ def told(device: str) -> str:
 
 def identity(device: str) -> Fingerprint:
     """Return the identity of a device of this machine without measuring. Raises UsageError, UnknownName."""
-    from autosel.dispatch import devices
+    from autosel import devices
 
     refuse_absent(device)
-    found, unknown = devices.device_at("cuda:0" if device == "cuda" else device)
+    found, unknown = devices.device_at(device)
     if unknown:
         todo = f"{settings.spelling()} fingerprint {device} shows details;  --device cpu always works"
         raise UsageError(f"{device} cannot be used", why=unknown, todo=todo)
@@ -75,7 +52,7 @@ def identity(device: str) -> Fingerprint:
 
 def here() -> Iterator[tuple[str, Fingerprint]]:
     """Yield name and fingerprint of every device of this machine that can be identified; the CPU first."""
-    from autosel.dispatch import devices
+    from autosel import devices
 
     for place in devices.places_here():
         found, unknown = devices.device_at(place)
@@ -85,29 +62,19 @@ def here() -> Iterator[tuple[str, Fingerprint]]:
 
 def refuse_absent(device: str) -> None:
     """Raise UsageError unless the device can be measured: this machine's CPU, or a GPU that is present."""
+    from autosel import devices
     from autosel.fingerprint import known
 
-    if device == "cpu":
+    if device == devices.HOST:
         return
+    kind, colon, number = device.partition(":")
     if device in known.names():
         why = f"a device of this machine is cpu, cuda or cuda:N; {device} is a name in fingerprints/"
-    elif re.fullmatch(r"cuda(:\d+)?", device):
-        why = _why_absent(int(device.partition(":")[2] or 0))
+    elif devices.accelerated(kind) and (number.isdecimal() or not colon):
+        why = devices.named(device).why_absent()
     else:
         raise UnknownName("device", device, ("cpu", "cuda", "cuda:1", *known.names()))
     if why:
         name = device if device in known.names() else "h200"
         todo = f"{settings.spelling()} knobs --fingerprint {name} shows what would run there; or use --device cpu"
         raise UsageError(f"{device} is not here", why=why, todo=todo)
-
-
-def _why_absent(number: int) -> str:
-    """Return why PyTorch does not have this GPU, or ""."""
-    import torch
-
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        return "" if number < count else f"CUDA shows {count} device{'s' if count > 1 else ''} here, from cuda:0"
-    if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) was built without CUDA"
-    return "PyTorch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"

@@ -319,8 +319,8 @@ def _engines(what: str) -> Iterator[Finding]:
 
 
 def _outlook() -> str:
+    from autosel.devices import ids_of, this_device
     from autosel.dispatch import served
-    from autosel.dispatch.devices import ids_of, this_device
     from autosel.ledger import snapshot
     from autosel.ledger.key import current_mode
 

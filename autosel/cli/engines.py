@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
             d = served.decision
             if d.hw_id not in found:
                 fp = ledger.evidence(d.id).fingerprint
-                if fp is None or fp.kind != "cuda":
+                if fp is None or not devices.runs(fp.kind, "CUDA"):
                     continue
                 found[d.hw_id] = fp, []
             found[d.hw_id][1].append(d)

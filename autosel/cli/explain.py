@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli import completion
 from autosel.cli.best import decided
 from autosel.cli.dataset import elsewhere, elsewhere_lines
@@ -230,7 +230,7 @@ def _what_would_change_it(evidence: Evidence) -> str:
     kernel = "an edited kernel, " if d.arm.build else ""
     if d.op == WHOLE_STEP:
         kernel += "another decision about one of its ops, "
-    return f"{lengths}{kernel}another torch, another {'GPU' if fp is not None and fp.kind == 'cuda' else 'CPU'}"
+    return f"{lengths}{kernel}another torch, another {devices.KINDS[fp.kind if fp is not None else devices.HOST].noun}"
 
 
 def _how_to_reproduce(evidence: Evidence) -> str:
@@ -239,7 +239,7 @@ def _how_to_reproduce(evidence: Evidence) -> str:
     d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
         return f"{settings.spelling()} decide {d.id} --demote, then run that model again: whole steps race again"
-    if d.arm.recipe.layout is not None or (fp is not None and fp.kind == "cuda"):
+    if d.arm.recipe.layout is not None or (fp is not None and not devices.on_host(fp.kind)):
         return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"
 

@@ -35,7 +35,7 @@ def held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
 def show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
     """Print everything that failed or may not race on the device, newest first."""
     from autosel.candidates.registry import ledger_name
-    from autosel.dispatch.devices import ids_of
+    from autosel.devices import ids_of
 
     name, ids = ledger_name(op) if op else None, ids_of(identity(device))
     decisions = [d for d in ledger.history(name) if d.hw_id in ids]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from autosel import devices
 from autosel.cli import completion
 from autosel.cli.device import default_device
 from autosel.cli.figures import shape
@@ -80,7 +81,7 @@ def knobs_command(
 
 def settings_of(w: Workload, fp: Fingerprint) -> Iterator[tuple[str, Knobs]]:
     """Yield name and knobs of every kernel with knobs that accepts the workload."""
-    if fp.kind == "cuda":
+    if devices.runs(fp.kind, "CUDA"):
         from autosel.knobs import gpu
 
         yield from gpu.derive(w, gpu.facts(fp)).items()

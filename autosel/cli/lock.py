@@ -127,7 +127,7 @@ def _pinned_here(path: Path) -> tuple[Row, ...]:
 
 def _devices() -> dict[str, str]:
     """Return the identities of this machine's devices, with the kind of each. Equal devices have one identity."""
-    from autosel.dispatch.devices import device_at, ids_of, places_here
+    from autosel.devices import device_at, ids_of, places_here
 
     return {hw_id: fp.kind for fp, unknown in map(device_at, places_here()) if not unknown for hw_id in ids_of(fp)}
 

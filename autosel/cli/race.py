@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.core import ParameterSource
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli import completion
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.figures import MARK, shape
@@ -47,6 +47,7 @@ from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecip
 
 if TYPE_CHECKING:
     from autosel.candidates.base import Candidate
+    from autosel.devices.device import Language
     from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
@@ -137,11 +138,12 @@ def race_command(
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
     first = registry.named(op, target)
     refuse_baseline(first)
-    if _defaulted("device") and source_kind(first) == "cpu":
-        device = "cpu"
+    language = source_language(first)
+    if _defaulted("device") and language == "C++":
+        device = devices.HOST
     refuse_absent(device)
     fp = fingerprint.take(device)
-    compiled_for = known.load(target_device) if source_kind(first) == "cuda" and fp.kind == "cpu" else None
+    compiled_for = known.load(target_device) if language == "CUDA" and not devices.runs(fp.kind, language) else None
     if compiled_for is None and not _defaulted("target_device"):
         raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="remove --fingerprint")
     again = again_command(click.get_current_context())
@@ -289,13 +291,11 @@ def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
 # --- CUDA sources on a machine without a GPU --------------------------------------------------------------------------
 
 
-def source_kind(candidate: Candidate) -> str:
-    """Return `cpu` or `cuda` for a C++ or CUDA file, else "": other candidates declare their devices."""
+def source_language(candidate: Candidate) -> Language | None:
+    """Return the language of a C++ or CUDA file, else None: other candidates declare their devices."""
     from autosel.candidates.user_source import UserSource
 
-    if not isinstance(candidate, UserSource):
-        return ""
-    return "cuda" if candidate.file.suffix == ".cu" else "cpu"
+    return candidate.language if isinstance(candidate, UserSource) else None
 
 
 def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint, as_json: bool) -> AutoselError:
@@ -391,7 +391,7 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
 
 
 def reproduce_case(
-    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str, device: str = "cpu"
+    candidate: Candidate, named: Sequence[Named], fp: Fingerprint, case: str, inputs: str, device: str = devices.HOST
 ) -> str:
     """Run one case of parity at the first workload that has it. Raises ParityError with the values, UnknownName."""
     from autosel.parity.reproduce import reproduce

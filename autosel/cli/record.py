@@ -129,11 +129,12 @@ def named_workloads(path: Path) -> tuple[Named, ...]:
 
 def place_of(path: Path) -> str:
     """Return the recording's device in the terms of `tune --device`; "" if this machine does not have it."""
-    from autosel.dispatch import devices, recorded
+    from autosel import devices
+    from autosel.dispatch import recorded
 
     wanted = recorded.read(path).device
     if wanted in devices.ids_of(devices.this_device()):
-        return devices.CPU
+        return devices.HOST
     return next((p for p in devices.places_here() if devices.device_at(p)[0].hw_id == wanted), "")
 
 
@@ -142,7 +143,8 @@ def tuned_on(path: Path, otherwise: str) -> str:
 
     Raises UsageError if the recording's device could not be identified: the user must name one.
     """
-    from autosel.dispatch import devices, recorded
+    from autosel import devices
+    from autosel.dispatch import recorded
 
     place = place_of(path)
     if place:
@@ -156,10 +158,11 @@ def tuned_on(path: Path, otherwise: str) -> str:
 
 def mode_note(path: Path) -> str:
     """Return why decisions made now would not serve the recorded program; "" if they would."""
+    from autosel import devices
     from autosel.dispatch import recorded
     from autosel.ledger.key import current_mode, matters
 
-    found, now, kind = recorded.read(path).mode, current_mode(), place_of(path).partition(":")[0] or "cpu"
+    found, now, kind = recorded.read(path).mode, current_mode(), place_of(path).partition(":")[0] or devices.HOST
     if matters(found, kind) == matters(now, kind):
         return ""
     threads = found.partition(".t")[2].partition(".")[0]

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from autosel import resources, settings
+from autosel import devices, resources, settings
 from autosel.errors import UsageError
 from autosel.ledger.describe import contended
 from autosel.ledger.store import Evidence
@@ -42,7 +42,7 @@ def script(evidence: Evidence) -> str:
             why="a model's weights do not go into one file",
             todo=f"{settings.spelling()} decide {d.id} --demote, then run that model again: it races again",
         )
-    if evidence.fingerprint is not None and evidence.fingerprint.kind != "cpu":
+    if evidence.fingerprint is not None and not devices.on_host(evidence.fingerprint.kind):
         raise UsageError(
             f"decision {d.id} was made on a GPU", why="the script's clock is a CPU's", todo=f"race it again: {again(d)}"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli import completion
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option, refuse_absent
@@ -189,7 +189,8 @@ class Asked:
         name = str(parameter.name)
         value = self.ctx.params.get(name)
         default = parameter.get_default(self.ctx)
-        if name not in MEASURED or value is None or (value == default and (name != "device" or default == "cpu")):
+        implied = value == default and (name != "device" or default == devices.HOST)
+        if name not in MEASURED or value is None or implied:
             return []
         return [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
 
@@ -449,7 +450,7 @@ def show_plan(asked: Asked, as_json: bool) -> None:
     from autosel.certify.certificate import Layers, model_name
     from autosel.certify.issue import peak_flops, read_rate
     from autosel.decode.packed import supports
-    from autosel.decode.weights import free_memory, memory_need
+    from autosel.decode.weights import memory_need
     from autosel.models.cost import flops_per_step
 
     plan = asked.plan()
@@ -460,7 +461,7 @@ def show_plan(asked: Asked, as_json: bool) -> None:
         lambda p: flops_per_step(p.shape, p.batch, p.seq),
         name=model_name(plan.model.name, Layers(run=plan.layers_run, of=plan.full_layers)),
         device=fp.name,
-        memory_bytes=free_memory(plan.device),
+        memory_bytes=devices.named(plan.device).free_bytes(),
         read_bytes_per_s=read_rate(fp),
         peak_flops=peak_flops(fp, plan.dtype),
         packs=isinstance(supports(plan.dtype, fp, plan.shape.weight), Accepted),

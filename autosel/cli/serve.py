@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel import extras, settings
+from autosel import devices, extras, settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
 from autosel.errors import AutoselError
@@ -102,7 +102,7 @@ def _show(about: dict[str, Any], ask: Client) -> None:
         ["tuning", _tuning(about)],
         *(["command", _progress(c)] for c in about.get("commands", ())),
         ["device", f"{about['others_busy_cores']:.1f} cores busy with other work"],
-        *([d["device"], d["held"] or "idle"] for d in about.get("devices", ()) if d["device"] != "cpu"),
+        *([d["device"], d["held"] or "idle"] for d in about.get("devices", ()) if d["device"] != devices.HOST),
     ]
     rows += [["fleet", _fleet(ask.get("/v1/fleet"))]]
     served = ask.get("/v1/uses")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli.device import device_option, refuse_absent, unused_gpu
 from autosel.cli.figures import decision_json, decision_table
 from autosel.cli.options import (
@@ -327,7 +327,7 @@ def show_remarks(found: Report) -> None:
         low, high = bandwidth(min(rates)), bandwidth(max(rates))
         told_rate = low if low == high else f"{low} .. {high}"
         click.echo(f"roof: fraction of {told_rate}, measured during these races")
-    if found.fingerprint.contended and found.measured and found.fingerprint.kind == "cpu":
+    if found.fingerprint.contended and found.measured and devices.on_host(found.fingerprint.kind):
         noisy = f"contended: other work ran while the rates were measured ({'; '.join(found.fingerprint.notes)})"
         click.echo(paragraph(noisy, hang="  "))
     for line in note_lines(remarks(found.fingerprint)):
@@ -340,9 +340,9 @@ def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
     """Return the numbers of `1,2` or `1-4`, ascending. Raise UsageError for more threads than cores."""
     import torch
 
-    from autosel.dispatch.devices import this_device
+    from autosel.devices import this_device
 
-    if device != "cpu" or ray:
+    if ray or not devices.on_host(devices.kind_of(device)):
         raise UsageError(
             f"--threads and --{'ray' if ray else f'device {device}'} are mutually exclusive",
             why="a GPU's decisions do not depend on the host's threads" if not ray else "each worker has its own cores",

@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from autosel import devices
 from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
@@ -239,7 +240,4 @@ def _serving(ledger: Ledger) -> tuple[tuple[Served, ...], list[Decision], list[D
 
 def this_device() -> str:
     """Return this machine's hw_id, without measuring."""
-    from autosel.fingerprint import machine
-    from autosel.values import digest
-
-    return digest({"kind": "cpu", **machine.hardware()})
+    return devices.this_device().hw_id

@@ -17,8 +17,8 @@ from autosel import resources
 from autosel.candidates import registry
 from autosel.daemon.hub import Facts, Hub
 from autosel.daemon.jobs import Full
+from autosel.devices.cuda import nvml
 from autosel.errors import AutoselError
-from autosel.fingerprint import nvml
 from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import at_threads, threads_of

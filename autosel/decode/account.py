@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autosel import dispatch, ops
+from autosel import devices, dispatch, ops
 from autosel.candidates import registry
-from autosel.decode.device import time_calls
 from autosel.decode.graph import GraphStep
 from autosel.decode.persistent import AnyStep
 from autosel.decode.run import Choice, OpTime, Plan
@@ -172,8 +171,9 @@ def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTim
         return _time_tasks(step, plan)
     samples: list[list[int]] = [[] for _ in step.calls]
     for _ in range(OP_ROUNDS):
-        for took, ns in zip(samples, time_calls(step, clock), strict=True):
-            took.append(ns)
+        spans = devices.of(step.logits).call_spans(step.calls, clock)
+        for took, (begin, end) in zip(samples, spans, strict=True):
+            took.append(end - begin)
     by_key: dict[str, list[int]] = {}
     for took, call in zip(samples, step.calls, strict=True):
         by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.decode.pages import Arena, padded
 from autosel.decode.run import Plan
 from autosel.errors import UsageError
@@ -86,7 +87,7 @@ def make_cache(
     each = math.prod(size) * DTYPE_BYTES[dtype]
     arena = Arena(2 * shape.layers * padded(each), torch.device(device))
     pairs = [(arena.tensor(size, dtype), arena.tensor(size, dtype)) for _ in range(shape.layers)]
-    if torch.device(device).type != "cpu":  # values beyond a row's length must be finite
+    if not devices.on_host(torch.device(device).type):  # values beyond a row's length must be finite
         arena.memory.zero_()
     cache = Cache(rows=rows, room=room, page=page, k=[k for k, _ in pairs], v=[v for _, v in pairs])
     if page:

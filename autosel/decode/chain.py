@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autosel.decode.device import step_timer
+from autosel import devices
 from autosel.decode.run import FORMS, HALVES, Chain, Form, Half, Way
 from autosel.decode.scene import Scene
 from autosel.decode.step import Runnable, write_step
-from autosel.race.idle import wait_until_idle
+from autosel.devices.cpu.idle import wait_until_idle
 
 ROUNDS = 9
 # In nine rounds, the medians of equal steps differ by about one per cent; a smaller gain does not count.
@@ -55,7 +55,7 @@ def step_medians(scene: Scene, steps: Sequence[Runnable]) -> list[float]:
     """Return the median ns of each step, by the clock that certifies steps; each round runs all steps in a new random
     order.
     """
-    timer = step_timer(scene.plan.device, scene.clock)
+    timer = devices.named(scene.plan.device).timer(scene.clock)
     times: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step.run()

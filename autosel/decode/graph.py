@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autosel import dispatch
+from autosel import devices, dispatch
 from autosel.decode.run import Plan
 from autosel.decode.step import Rewritten, Step
+from autosel.devices.device import UncapturableError
 from autosel.errors import UsageError
-from autosel.race import capture
 from autosel.values import Accepted, Rejected, Support
 
 Run = Callable[[], None]
@@ -22,7 +22,7 @@ Run = Callable[[], None]
 
 def supports(plan: Plan) -> Support:
     """Return whether the plan's steps can be replayed. Call it before weights are loaded."""
-    if plan.device == "cpu":
+    if not devices.named(plan.device).captures:
         return Rejected(reason="graphs are captured on a GPU")
     if plan.advance:
         return Rejected(reason="--advance: a graph holds one context length, which grows with every step of the stream")
@@ -67,7 +67,8 @@ def captured(ops: Step) -> Run:
             ops.run_chained()
 
     try:
-        return capture.captured(run, 1, ops.logits.device).replay
-    except capture.UncapturableError as error:
+        replay: Run = devices.of(ops.logits).captured(run, 1).replay
+        return replay
+    except UncapturableError as error:
         todo = "use --step ops: the step then runs call by call"
         raise UsageError("the step cannot be captured as a graph", why=str(error)[:300], todo=todo) from error

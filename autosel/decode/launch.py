@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autosel import ops
+from autosel import devices, ops
 from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Bound, Entries, StepBuild
@@ -159,9 +159,8 @@ class LaunchStep(Rewritten):
 
 
 def _wait_for(said: Tensor, like: Tensor) -> None:
-    if like.device.type == "cuda":
-        torch.cuda.current_stream(like.device).synchronize()
-    assert said.device.type == "cpu"
+    devices.of(like).settle()
+    assert devices.of(said).on_host
 
 
 class OneLaunch:
@@ -246,7 +245,7 @@ def write_launch(step: Step, fp: Fingerprint) -> LaunchStep:
         bound=tasks.bound(entries.step, entries.check, step.logits),
         reach=reach,
         ctas=ctas,
-        said=torch.zeros(1, dtype=torch.int32, pin_memory=step.logits.device.type == "cuda"),
+        said=torch.zeros(1, dtype=torch.int32, pin_memory=not devices.of(step.logits).on_host),
     )
 
 

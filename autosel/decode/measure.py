@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autosel import dispatch, fingerprint
+from autosel import devices, dispatch, fingerprint
 from autosel.candidates.layouts import STORE
 from autosel.decode import graph
 from autosel.decode.account import (
@@ -29,11 +29,9 @@ from autosel.decode.account import (
 )
 from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm, step
 from autosel.decode.choose import again, choose
-from autosel.decode.device import StepTimer, Took, current, peak_memory, step_timer
 from autosel.decode.hold import holding
 from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
-from autosel.decode.power import Meter, meter
 from autosel.decode.quality import clipped, quality
 from autosel.decode.rope import frequencies
 from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
@@ -41,11 +39,13 @@ from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.timeline import timeline
 from autosel.decode.verdict import Verdict, verdict
 from autosel.decode.weights import Weights
+from autosel.devices.cpu.idle import wait_until_idle
+from autosel.devices.device import StepTimer, Took
+from autosel.devices.energy import Meter
 from autosel.errors import ParityError, UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step, flops_per_step
-from autosel.race.idle import wait_until_idle
 from autosel.values import Accepted, Rejected
 
 
@@ -71,9 +71,10 @@ def measure(
     refuse(plan)
     assert weights.shape == plan.shape and weights.dtype == plan.dtype, "the weights were loaded for another plan"
     listener, fp = listener or Silent(), fingerprint.take(plan.device)
+    device = devices.named(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     plain = plan.layout == "plain" or not plan.listed  # it is not known beforehand what other steps read
-    with torch.inference_mode(), current(plan.device), STORE.paused(plain), dispatch.measuring():
+    with torch.inference_mode(), device.current(), STORE.paused(plain), dispatch.measuring():
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
         earlier = chosen is not None
@@ -83,7 +84,7 @@ def measure(
         ours, theirs = our_arm(scene, chosen), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs)
-            uses, power, timer = Uses(), meter(plan.device), step_timer(plan.device, clock)
+            uses, power, timer = Uses(), device.meter(), device.timer(clock)
             pairs = list(_pairs(scene, ours, theirs, timer, power))
             refuse_wrong(getattr(ours, "list", None))
             served = uses.served()
@@ -118,7 +119,7 @@ def measure(
         flops_per_step=flops_per_step(plan.shape, plan.batch, context),
         weights_bytes=weights.bytes,
         kv_cache_bytes=scene.cache.bytes,
-        peak_memory_bytes=peak_memory(plan.device),
+        peak_memory_bytes=device.peak_bytes(),
         read_bytes_per_s=scene.ceiling,
         read_probes=tuple(scene.probes),
         choices=proven(choices, served),
@@ -146,7 +147,7 @@ def refuse(plan: Plan) -> None:
 
     Call it before weights are loaded, which takes minutes.
     """
-    frequencies(plan.shape, torch.device("cpu"))
+    frequencies(plan.shape, torch.device(devices.HOST))
     support = graph.supports(plan) if plan.step == "graph" else Accepted()
     if isinstance(support, Rejected):
         todo = "use --step ops: the step then runs call by call"

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autosel import devices
 from autosel.candidates import registry
 from autosel.candidates.layouts import RESERVE_BYTES, STORE, Packed, Prepare, total
 from autosel.decode.pages import Arena, padded
 from autosel.decode.run import Offer, Plan
-from autosel.decode.weights import Weights, arena_bytes, free_memory, memory_need, reference_bytes
+from autosel.decode.weights import Weights, arena_bytes, memory_need, reference_bytes
+from autosel.devices.cpu.machine import free_memory
 from autosel.errors import UsageError
 from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import facts
@@ -82,7 +84,7 @@ def layout_format() -> str:
 
 def supports(dtype: DTypeName, fp: Fingerprint, weight: str = PLAIN) -> Support:
     """Return whether the device's team has a kernel for packed weights, without a look at the weights."""
-    if fp.kind != "cpu":
+    if not devices.runs(fp.kind, "C++"):
         return Rejected(reason="packed weights are a thread team's, on a CPU")
     if weight != PLAIN:
         return Rejected(reason=f"only plain weights are packed, and these are {weight}")
@@ -112,7 +114,7 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
         return Offer()
     STORE.sweep()
     need = sum(w.nbytes // 4 * 3 for _, w in weights.matrices())
-    free = free_memory("cpu") - RESERVE_BYTES - reference_bytes(plan)
+    free = free_memory() - RESERVE_BYTES - reference_bytes(plan)
     fits = _key(weights) in _KEPT or need <= free
     return Offer(forms=("packed",), refused={} if fits else {"packed": _no_room(need, free)})
 
@@ -120,7 +122,7 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
 def make_room(weights: Weights, plan: Plan) -> None:
     """Free packed copies of an earlier run, of the team and of single ops, if this run needs the memory."""
     STORE.sweep()
-    if weights.device.type == "cpu" and free_memory("cpu") < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
+    if devices.on_host(weights.device.type) and free_memory() < memory_need(plan) - arena_bytes(plan.shape, plan.dtype):
         STORE.forget([w for _, w in weights.matrices()])
         _KEPT.pop(_key(weights), None)
 
@@ -159,10 +161,10 @@ def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> PackedWeight
     if not sizes:
         raise UsageError("packed weights", why="no matrix would be smaller by a tenth")
     new = [name for name in sizes if STORE.peek(prepare, weights[name]) is None]
-    need, free = sum(padded(sizes[name]) for name in new), free_memory("cpu") - reserve_bytes
+    need, free = sum(padded(sizes[name]) for name in new), free_memory() - reserve_bytes
     if need > free:
         raise UsageError("packed weights", why=_no_room(need, free))
-    arena = Arena(need, torch.device("cpu"))
+    arena = Arena(need, torch.device(devices.HOST))
     made = {
         name: STORE.prepare(prepare, weights[name], size=size, allocate=arena.bytes) for name, size in sizes.items()
     }

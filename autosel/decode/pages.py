@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.errors import UsageError
 from autosel.ops.contract import DTYPE
 from autosel.values import DTYPE_BYTES, DTypeName
-from autosel.workers import pages
 
 ALIGN = 4096  # alignment of each tensor: whole pages, so that threads share none
 
@@ -22,10 +22,7 @@ class Arena:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.used = 0
         try:
-            if device.type == "cpu":
-                self.memory = pages.empty((max(size_bytes, 1),), torch.uint8)
-            else:
-                self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            self.memory = devices.of_torch(device).memory(size_bytes)
         except (OSError, ValueError, torch.OutOfMemoryError) as error:
             raise UsageError(
                 f"cannot allocate {size_bytes / 2**30:.1f} GiB of memory",

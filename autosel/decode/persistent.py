@@ -1,4 +1,4 @@
-"""The step run whole by the device itself. This is the only module of decode that selects by kind of device.
+"""The step run whole by the device itself. It is selected by the backend of the device's native kernels.
 
     kind = kind_of(plan.device)          # a thread team on a CPU (team.py), one launch on a GPU (launch.py)
     kind.supports(plan)                  # Accepted, or Rejected(reason): before weights are loaded
@@ -12,9 +12,10 @@ runs this way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from autosel import dispatch, fingerprint
+from autosel import devices, dispatch, fingerprint
 from autosel.decode import launch, team
 from autosel.decode.cache import Cache
 from autosel.decode.graph import GraphStep
@@ -28,7 +29,7 @@ from autosel.decode.watch import SHARE, StepWatch
 from autosel.decode.weights import Weights
 from autosel.errors import UsageError
 from autosel.guard import Allowance
-from autosel.values import Decision, Fingerprint, Rejected, Support
+from autosel.values import Backend, Decision, Fingerprint, Rejected, Support
 
 AnyStep = Step | TorchStep | GraphStep | WholeStep
 
@@ -60,7 +61,7 @@ class Kind(Protocol):
 
 
 def kind_of(device: str) -> Kind:
-    return KINDS["cpu" if device == "cpu" else "cuda"]
+    return KINDS[devices.named(device).native]
 
 
 def supports(plan: Plan) -> Support:
@@ -93,7 +94,8 @@ def write(
     """
     if form in WHOLE:
         found = fp or fingerprint.take(str(decoder.weights.device))
-        return KINDS[found.kind].write(write_step(decoder, cache, place, FUSED, sampler), found, form)
+        kind = KINDS[devices.KINDS[found.kind].native]
+        return kind.write(write_step(decoder, cache, place, FUSED, sampler), found, form)
     if form == "torch":
         return TorchStep.of(write_step(decoder, cache, place, AS_PYTORCH, sampler))
     step = write_step(decoder, cache, place, chain, sampler)
@@ -117,4 +119,4 @@ def serve(step: AnyStep, fp: Fingerprint | None = None, decision: Decision | Non
     return step.guarded(watch, fp or fingerprint.take("cpu"))
 
 
-KINDS: dict[str, Kind] = {"cpu": team.ThreadTeam(), "cuda": launch.OneLaunch()}
+KINDS: Mapping[Backend, Kind] = {"CPP": team.ThreadTeam(), "CUDA_EXT": launch.OneLaunch()}

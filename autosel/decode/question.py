@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from autosel import devices
 from autosel.candidates.arms import python_digest
 from autosel.decode import graph
 from autosel.decode.run import FORMS, Chain, Form, Offer, StepForm
@@ -78,7 +79,7 @@ def ask(scene: Scene, ledger: Ledger | None) -> Question:
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())
-    graphs = scene.fp.kind != "cpu" and plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
+    graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
     offer = _offered(scene, chains.get("fused") if ledger is not None else None)
     able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able
@@ -163,7 +164,7 @@ def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) 
     `steps` are its chains.
     """
     served = _served(list(steps.values()))
-    backend: Backend = "CPP" if scene.fp.kind == "cpu" else "CUDA_EXT"
+    backend = devices.KINDS[scene.fp.kind].native
     found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
     if "torch" in able:
         found["torch"] = _python_arm(TORCH, "TORCH", EAGER, "")

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from autosel import devices
 from autosel.decode.account import saved_bytes
-from autosel.decode.device import read_windows, step_timer
 from autosel.decode.hold import blame, control_fault
 from autosel.decode.persistent import AnyStep, write
 from autosel.decode.question import OPS, Question, form_of
 from autosel.decode.run import Chain
 from autosel.decode.scene import Scene
 from autosel.decode.step import Step
+from autosel.devices.cpu.idle import wait_until_idle
 from autosel.errors import DeviceFault
 from autosel.ledger.commands import Spend
 from autosel.ledger.key import budget_key
@@ -30,7 +31,6 @@ from autosel.models.cost import bytes_per_step
 from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
 from autosel.race.contest import Contest, Entrant
-from autosel.race.idle import wait_until_idle
 from autosel.race.plan import Margin, Plan, plan
 from autosel.race.run import Disqualified, Terms, Tick, run
 from autosel.race.session import BUSY
@@ -131,11 +131,12 @@ class StepSeat:
 
     def __init__(self, steps: Steps, arms: Sequence[str], plan: Plan | None) -> None:
         self.steps, self.arms, self.plan = steps, list(arms), plan
-        self.timer = step_timer(steps.scene.plan.device, steps.scene.clock)
+        device = devices.named(steps.scene.plan.device)
+        self.timer = device.timer(steps.scene.clock)
         self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
         self.written: dict[str, AnyStep] = {}
         self.runs = OPS  # the current arm
-        self.watch: Watch | None = watch() if steps.scene.plan.device == "cpu" else None
+        self.watch: Watch | None = watch() if device.on_host else None
 
     def sit(self) -> None:
         """Write each step and run it once; make the plan from the time of the step op by op."""
@@ -199,7 +200,7 @@ class StepSeat:
 
     def probe(self) -> float:
         self.runs = OPS
-        return max(read_windows(self.steps.scene.plan.device))
+        return max(devices.named(self.steps.scene.plan.device).read_windows())
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
         """Return no situations: a step is the whole program."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 
+from autosel import devices
 from autosel.errors import UsageError
 from autosel.models.shape import ModelShape
 from autosel.values import Arm, Backend, Decision, DTypeName, Fingerprint, State
@@ -103,7 +104,7 @@ class Plan:
     small_batch: bool = False  # the batch is one stream's tokens in flight: time per token = step / batch
     sampling: Sampling = GREEDY
     speculate: int = 0  # n-gram speculation: tokens drafted per step; 0: none
-    device: str = "cpu"
+    device: str = devices.HOST
     seed: int = 0  # of random weights, random prompt and the coin flips that order the steps
 
     def __post_init__(self) -> None:
@@ -376,7 +377,7 @@ class DecodeRun:
     quality: Quality | None = None  # if a text was given
     saved_bytes: int = 0  # bytes that the optimised step reads less than the baseline, because weights are packed
     timeline: tuple[Span, ...] = ()  # of one optimised step, if it was asked for
-    energy_joules: float | None = None  # of the optimised steps, if the machine measures it (decode.power)
+    energy_joules: float | None = None  # of the optimised steps, if the machine measures it (devices.energy)
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 from torch import Tensor
 
-from autosel import files
+from autosel import devices, files
 from autosel.errors import BadConfig
 from autosel.values import parse_json
 
@@ -202,7 +202,7 @@ def _check_extent(path: Path, entries: Mapping[str, Entry], base: int, size: int
 
 def _fill(file: BinaryIO, entry: Entry, out: Tensor) -> None:
     dtype = DTYPES[entry.dtype]
-    if out.dtype == dtype and out.device.type == "cpu":
+    if out.dtype == dtype and devices.on_host(out.device.type):
         _read(file, entry, out)
         return
     each = CHUNK // dtype.itemsize

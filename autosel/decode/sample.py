@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel import dispatch
+from autosel import devices, dispatch
 from autosel.candidates import registry
 from autosel.decode.run import Sampling
 from autosel.ops import eager
@@ -30,7 +30,7 @@ def largest(logits: Tensor, out: Tensor) -> Tensor:
     positive floats, read as integers, have the same order as the floats, and the largest logit of a language model is
     practically always positive. If it is not positive or is NaN, torch.argmax runs.
     """
-    if logits.device.type != "cpu" or logits.dtype not in BITS:
+    if not devices.on_host(logits.device.type) or logits.dtype not in BITS:
         return torch.argmax(logits, -1, out=out)
     bits = logits.view(BITS[logits.dtype]).numpy()
     found = bits.argmax(-1)

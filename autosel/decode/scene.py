@@ -11,8 +11,8 @@ from random import Random
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.decode.cache import Cache, make_cache
-from autosel.decode.device import read_windows
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
@@ -92,7 +92,7 @@ class Scene:
 
     def probe(self) -> None:
         """Measure the current read rate of memory: about twenty windows of a millisecond."""
-        windows = read_windows(self.plan.device)
+        windows = devices.named(self.plan.device).read_windows()
         self.probes.append(statistics.median(windows))
         self.ceiling = max(self.ceiling, *windows)
 

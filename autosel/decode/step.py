@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autosel import dispatch, ops
+from autosel import devices, dispatch, ops
 from autosel.decode.cache import Cache
 from autosel.decode.model import Batch, Decoder
 from autosel.decode.run import FUSED, Chain
@@ -152,8 +152,7 @@ class Step:
 
     def settle(self) -> None:
         """Wait until the enqueued work has ended: on a GPU, `run` only starts a step."""
-        if self.logits.device.type == "cuda":
-            torch.cuda.current_stream(self.logits.device).synchronize()
+        devices.of(self.logits).settle()
 
     def _set_length(self, length: int) -> None:
         """Bind attention again if the length is in another bucket or passes a window, which is another workload."""

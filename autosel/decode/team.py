@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.candidates import registry
 from autosel.candidates.cpp.linear import code_flags
 from autosel.decode import packed as packing
@@ -83,7 +84,7 @@ def is_of(call: Call, candidate: str) -> bool:
 
 def supports(plan: Plan) -> Support:
     """Return whether a team can run the plan's step. Call it before weights are loaded."""
-    if plan.device != "cpu":
+    if "C++" not in devices.named(plan.device).languages:
         return Rejected(reason="a thread team runs on a CPU")
     if plan.not_whole:
         return Rejected(reason=plan.not_whole)

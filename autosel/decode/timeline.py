@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autosel import ops
+from autosel import devices, ops
 from autosel.decode.account import names
-from autosel.decode.device import call_spans
 from autosel.decode.graph import GraphStep
 from autosel.decode.persistent import AnyStep
 from autosel.decode.run import Plan, Span
@@ -42,8 +41,8 @@ def timeline(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[Span,
 def _lanes(step: Step | WholeStep, clock: Callable[[], int]) -> Lanes:
     if not isinstance(step, Step):
         return step.shares_ns()
-    lane = "stream" if step.logits.device.type == "cuda" else "calling thread"
-    return {lane: call_spans(step, clock)}
+    device = devices.of(step.logits)
+    return {"calling thread" if device.on_host else "stream": device.call_spans(step.calls, clock)}
 
 
 def _length(lanes: Lanes) -> int:

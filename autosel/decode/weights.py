@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.decode.cache import cache_bytes
 from autosel.decode.compressed import PACKED, open_compressed
 from autosel.decode.gguf import ReadCodes, open_gguf
@@ -22,7 +23,6 @@ from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import open_folder
 from autosel.errors import BadConfig, UsageError
-from autosel.fingerprint import machine
 from autosel.formats import WeightFormat, find_weight_format
 from autosel.models import is_gguf, load
 from autosel.models.shape import ModelShape
@@ -197,7 +197,7 @@ def memory_need(plan: Plan) -> int:
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
     held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan) + baseline_bytes(plan)
-    probe = PROBE_BYTES if plan.device != "cpu" else 0
+    probe = 0 if devices.named(plan.device).on_host else PROBE_BYTES
     return held + logits + max(activation_bytes(plan), reference_bytes(plan)) + probe + OTHERS_BYTES
 
 
@@ -218,20 +218,13 @@ def reference_bytes(plan: Plan) -> int:
     values for every query head, and makes a scaled copy of the keys.
     """
     s, wide = plan.shape, 2 * DTYPE_BYTES["fp32"] if plan.dtype == "fp32" else DTYPE_BYTES["fp32"]
-    heads = 4 * s.Hkv if plan.device == "cpu" else max(4 * s.Hkv, 2 * s.Hkv + 3 * s.Hq)
+    heads = 4 * s.Hkv if devices.named(plan.device).on_host else max(4 * s.Hkv, 2 * s.Hkv + 3 * s.Hq)
     return wide * max(s.V * s.d, heads * plan.batch * plan.longest * s.D)
-
-
-def free_memory(device: str) -> int:
-    """Return the bytes that are free without evicting other processes."""
-    if device != "cpu":
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    return machine.free_memory()
 
 
 def refuse_without_memory(plan: Plan) -> None:
     """Raise UsageError, with the sums, if the plan needs more memory than is free."""
-    need, free = memory_need(plan), free_memory(plan.device)
+    need, free = memory_need(plan), devices.named(plan.device).free_bytes()
     if need <= free:
         return
     weights, cache = arena_bytes(plan.shape, plan.dtype), cache_bytes(plan)

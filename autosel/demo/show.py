@@ -13,11 +13,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from autosel import dispatch, fingerprint, models, pipeline, settings
+from autosel import devices, dispatch, fingerprint, models, pipeline, settings
 from autosel.certify import issue, run
 from autosel.certify.certificate import Certificate
 from autosel.certify.command import command
-from autosel.decode.device import current
 from autosel.decode.measure import measure
 from autosel.decode.prompt import prompts
 from autosel.decode.run import Chosen, Plan
@@ -177,7 +176,7 @@ class _Answers:
 
     def pytorch(self) -> Answer:
         self._begin("pytorch")
-        with current(self.plan.device):
+        with devices.named(self.plan.device).current():
             found = by_pytorch(self.weights, self._prompt, self.plan.iters, stop=self.chat.stop, heard=self._hear)
         self.screen.answered()
         return found
@@ -185,7 +184,7 @@ class _Answers:
     def autosel(self, chosen: Chosen) -> Answer:
         self._begin("autosel")
         fp = fingerprint.take(self.plan.device)
-        with current(self.plan.device):
+        with devices.named(self.plan.device).current():
             found = by_autosel(
                 *(self.weights, self._prompt, self.plan.iters),
                 stop=self.chat.stop,
@@ -198,7 +197,7 @@ class _Answers:
 
     def exact(self, tokens: list[int]) -> Tensor:
         """Return the logits in fp32 after the prompt and these tokens."""
-        with current(self.plan.device):
+        with devices.named(self.plan.device).current():
             return reference(self.weights, [*self._prompt, *tokens])
 
     @property

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from autosel import settings
+from autosel.devices import HOST, current, device_at
 from autosel.dispatch.board import Board
-from autosel.dispatch.devices import CPU, device_at
 from autosel.errors import AutoselError, UsageError
 from autosel.ledger.key import current_mode, matters
 from autosel.values import canonical_json, from_json
@@ -73,8 +73,7 @@ def agree(board: Board, group: Any = None) -> Agreement:
 
 def standing(board: Board) -> Standing:
     """Return what this rank would serve: on its current GPU if PyTorch can use one, else on its CPU."""
-    place = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else CPU
-    device, _ = device_at(place)
+    device, _ = device_at(current())
     switches = f"{settings.get('mode')}{', disabled' if settings.get('disable') else ''}"
     return Standing(
         host=platform.node()[:200],
@@ -99,7 +98,7 @@ def gathered(mine: Standing, group: Any = None) -> tuple[Standing, ...]:
     text = canonical_json(mine)
     if len(text) > MOST_BYTES:
         raise UsageError(f"this rank's standing takes {len(text)} bytes", why=f"at most {MOST_BYTES} are exchanged")
-    place = "cpu" if "gloo" in distributed.get_backend(group) else f"cuda:{torch.cuda.current_device()}"
+    place = HOST if "gloo" in distributed.get_backend(group) else current()
     sent = torch.zeros(MOST_BYTES, dtype=torch.uint8)
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     sent = sent.to(place)

@@ -20,9 +20,9 @@ from typing import Any
 
 from autosel import settings
 from autosel.candidates.layouts import STORE
+from autosel.devices import HOST, accelerated, device_at, ids_of, kind_of, places_here, this_device, unused
 from autosel.dispatch import lock, recorded, served
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
-from autosel.dispatch.devices import CPU, device_at, gpus_unasked, ids_of, kind_of, places_here, this_device
 from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.left import MOST_LEFT, Left
 from autosel.dispatch.resolve import Resolution, Serving, index, resolve
@@ -124,8 +124,8 @@ class Board:
         """Raise ForeignDecision unless everything pinned for this host's devices serves here as pinned. Unused GPUs are
         checked when their first tensors arrive: checking them now would start CUDA, and then no forked child could use
         it."""
-        self._unasked = gpus_unasked()
-        error = self._unkept((CPU,) if self._unasked else places_here())
+        self._unasked = unused()
+        error = self._unkept((HOST,) if self._unasked else places_here())
         if error is not None and not self._rows and self._trouble and self.path.is_file():
             error = ForeignDecision(f"{self.path} is not a lock file that can serve", why=self._trouble, todo=REFETCH)
         if error is not None:
@@ -138,7 +138,7 @@ class Board:
         mine = {place: lock.pinned_here(self._rows, hw_id, mode, kind_of(place)) for hw_id, place in here.items()}
         problems = [p for place, rows in mine.items() for p in lock.unkept(rows, self._indexed(place).held)]
         pinned = sum(map(len, mine.values()))
-        if self._rows and not pinned and self._unasked and tuple(places) == (CPU,):
+        if self._rows and not pinned and self._unasked and tuple(places) == (HOST,):
             return None  # it may be pinned for a GPU, which is checked at its first tensor
         return lock.refusal(self.path, pinned, problems, mode)
 
@@ -204,14 +204,14 @@ class Board:
     def leave(self, op: Op, reason: str, values: Sequence[Any] | None = None) -> Left:
         """Return the counter of calls that an engine runs itself for this reason; `values`: the call's arguments."""
         what: Workload | str = op.name
-        place = CPU
+        place = HOST
         with suppress(AutoselError):
             inputs = inputs_of(op, values or ())
             what, place = op.workload_of(inputs), place_of(op, inputs)
         with self._lock:
             return self._left_to(op, what, reason, place)
 
-    def miss(self, op: Op, w: Workload, place: str = CPU) -> Left:
+    def miss(self, op: Op, w: Workload, place: str = HOST) -> Left:
         """Return the counter of calls of a workload that an engine runs itself, because nothing is decided for it."""
         with self._lock:
             return self._left_to(op, w, self._resolve(op, w, place).reason, place)
@@ -222,7 +222,7 @@ class Board:
             self._left[key] = Left(what=key[0], reason=key[1], hw_id=device_at(place)[0].hw_id)
         return self._left[key]
 
-    def resolution(self, op: Op, w: Workload, place: str = CPU) -> Resolution:
+    def resolution(self, op: Op, w: Workload, place: str = HOST) -> Resolution:
         """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""
         with self._lock:
             return self._resolve(op, w, place)
@@ -239,8 +239,8 @@ class Board:
     def _serving_at(self, place: str) -> Serving:
         """Return the decisions for tensors at a place, which is examined when its first tensor arrives."""
         if place not in self._serving:
-            if self._unasked and place not in self._met and kind_of(place) == "cuda":
-                error = self._unkept((CPU, place))
+            if self._unasked and place not in self._met and accelerated(kind_of(place)):
+                error = self._unkept((HOST, place))
                 if error is not None:
                     raise error
                 self._met.add(place)
@@ -249,7 +249,7 @@ class Board:
 
     def _indexed(self, place: str) -> Serving:
         device, unknown = device_at(place)
-        if unknown and device.kind == "cuda" and place not in self._told:
+        if unknown and accelerated(device.kind) and place not in self._told:
             self._told.add(place)
             log.warning("%s. No decision can serve there: PyTorch's own kernels do", unknown)
         return index(self._rows, device, self._held(device), trouble=unknown or self._trouble)
@@ -369,7 +369,7 @@ class Board:
     def _read(self) -> None:
         if not self._held_still:
             self._read_rows()
-        places, self._serving = {CPU, *self._serving}, {}
+        places, self._serving = {HOST, *self._serving}, {}
         for place in sorted(places):
             self._serving_at(place)
 

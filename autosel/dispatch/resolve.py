@@ -13,10 +13,10 @@ from autosel import settings
 from autosel.candidates import registry
 from autosel.candidates.load import load, reader_of
 from autosel.candidates.validity import staleness
-from autosel.dispatch.devices import ids_of
+from autosel.devices import ids_of
+from autosel.devices.store import of_hardware
 from autosel.dispatch.signature import generate, signature
 from autosel.errors import AutoselError
-from autosel.fingerprint.store import of_hardware
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
 from autosel.ledger.describe import measured, shape

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autosel import ops
+from autosel import devices, ops
+from autosel.devices.store import of_hardware
 from autosel.errors import AutoselError
-from autosel.fingerprint.store import of_hardware
 from autosel.ledger.key import matters, threads_of
 from autosel.ledger.snapshot import Row
 from autosel.values import ELSEWHERE, SERVING, Decision, Origin, ServedCalls, Workload, to_json
@@ -122,7 +122,7 @@ def _derived(w: Workload, hw_id: str, mode: str) -> tuple[float | None, Origin]:
     if fp is None:
         return None, "unknown"
     threads = min(threads_of(mode), fp.cpus)
-    rate = fp.rates.get(f"read_bytes_per_s@{threads}" if fp.kind == "cpu" else "read_bytes_per_s")
+    rate = fp.rates.get(f"read_bytes_per_s@{threads}" if devices.on_host(fp.kind) else "read_bytes_per_s")
     return (1e6 * ops.find(w.op).bytes_moved(w) / rate.value, "derived") if rate else (None, "unknown")
 
 

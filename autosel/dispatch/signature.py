@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from autosel.dispatch import devices
+from autosel import devices
 from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
@@ -96,7 +96,7 @@ def _first_tensor(op: Op) -> str:
 
 
 def place_of(op: Op, inputs: Mapping[str, Any]) -> str:
-    """Return the place of the first tensor (autosel/dispatch/devices.py); its op has checked that all are on one
+    """Return the place of the first tensor (autosel/devices); its op has checked that all are on one
     device."""
     return devices.place_of(inputs[_first_tensor(op)])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autosel import devices
 from autosel.native.isa import best_isa
 from autosel.values import Fingerprint, Rate
 
@@ -44,7 +45,7 @@ def describe(fp: Fingerprint) -> list[Row]:
 
 def headline(fp: Fingerprint) -> str:
     """Return `AMD EPYC 9R45 2 cores AVX-512-BF16 read 46.1 GB/s L3 32 MiB`."""
-    if fp.kind != "cpu":
+    if not devices.on_host(fp.kind):
         read = next((r for n, r in fp.rates.items() if n.startswith(("read_bytes_per_s", "bw_read"))), None)
         return fp.name + (f"   read {quantity(read)}" if read else "")
     cpus = int(fp.identity["cpus"])
@@ -60,7 +61,7 @@ def headline(fp: Fingerprint) -> str:
 def remarks(fp: Fingerprint) -> tuple[str, ...]:
     """Return notes from the measurement of a GPU's rates about throttling, for readers of knobs, decisions or figures
     that follow from the rates. A CPU has none; `contended` describes it."""
-    return fp.notes if fp.kind == "cuda" else ()
+    return () if devices.on_host(fp.kind) else fp.notes
 
 
 def isa_word(fp: Fingerprint) -> str:
@@ -100,11 +101,11 @@ def binary(size: int) -> str:
 
 
 def _fields(fp: Fingerprint) -> tuple[tuple[str, str], ...]:
-    return CPU_FIELDS if fp.kind == "cpu" else tuple((key.replace("_", " "), key) for key in fp.identity)
+    return CPU_FIELDS if devices.on_host(fp.kind) else tuple((key.replace("_", " "), key) for key in fp.identity)
 
 
 def _origin(fp: Fingerprint) -> str:
-    return "/proc, /sys" if fp.source == "measured" and fp.kind == "cpu" else fp.source
+    return "/proc, /sys" if fp.source == "measured" and devices.on_host(fp.kind) else fp.source
 
 
 def _fact(label: str, key: str, value: Any, origin: str) -> Row:

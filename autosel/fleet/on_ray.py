@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from autosel import extras, settings
+from autosel import devices, extras, settings
 from autosel.errors import AutoselError, UsageError
 from autosel.fleet.spread import Lost, Outcome, Spread, error_of
 from autosel.ledger import containment
@@ -56,7 +56,7 @@ class Seat:
     def about(self, device: str) -> str:
         """Return the host, the device, and the ledger that the actor would write to."""
         ledger, kind = ledger_name(), hw_id_of(device)
-        unit = (settings.visible_gpus() or "") if device != "cpu" else ""
+        unit = (settings.visible_gpus() or "") if not devices.on_host(device) else ""
         found = {"version": __version__, "schema": HEAD, "ledger": ledger, "host": here(settings.home()).id}
         place = {"name": platform.node(), "device": f"{containment.machine()} {device} {unit}".strip(), "kind": kind}
         return json.dumps({**found, **place, "pid": os.getpid()})
@@ -104,12 +104,7 @@ def ledger_name() -> str:
 
 def hw_id_of(device: str) -> str:
     """Return the hardware id of a device, without measuring."""
-    from autosel.fingerprint import machine, nvml
-    from autosel.values import digest
-
-    if device == "cpu":
-        return digest({"kind": "cpu", **machine.hardware()})
-    return digest({"kind": "cuda", **nvml.identity_of(nvml.read(0))})
+    return devices.named(device).identified().hw_id
 
 
 # --- on ours -----------------------------------------------------------------------------------------------------
@@ -156,7 +151,7 @@ def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> 
 
     Raises AutoselError if Ray is missing, if no worker may write this ledger, or if nothing was decided.
     """
-    if request.device not in ("cpu", "cuda"):
+    if request.device not in devices.KINDS:
         raise UsageError(
             f"--ray and --device {request.device}", why="Ray gives each worker a GPU", todo="--device cuda"
         )
@@ -268,14 +263,14 @@ class _Seats:
         return found
 
     def _on(self, node: Mapping[str, Any]) -> int:
-        if self.device == "cuda":
+        if devices.accelerated(self.device):
             return int(node["Resources"].get("GPU", 0))
         return self.count or 1
 
     def _actor(self, node: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        own = {"num_gpus": 1} if self.device == "cuda" else {}
+        own = {"num_gpus": 1} if devices.accelerated(self.device) else {}
         place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         kind = self.ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=place, **own)(Seat)
         return kind.remote()

@@ -17,25 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel import devices
+from autosel.devices.device import Device
 from autosel.ops.contract import Mismatch, Op, Rows, Written
 from autosel.values import Workload
 
 Arm = Callable[..., Any]
 Clock = Callable[[], int]
-HELD_CYCLES = 200_000  # about 0.1 ms: longer than the host needs to enqueue an arm between two events
 KEPT_BYTES = 16 << 20  # operands are copied if they are smaller than this together; weights and caches are not copied
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """Events around the work enqueued between them, on a stream that is held meanwhile."""
-
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    stream: torch.cuda.Stream
-
-    def ns(self) -> int:
-        return round(float(self.begin.elapsed_time(self.end)) * 1e6)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +85,7 @@ class Call:
         self.last = result
         return result
 
-    def _time(self, result: Result, outs: Sequence[Any], marks: Marks | None) -> None:
+    def _time(self, result: Result, outs: Sequence[Any], marks: Any) -> None:
         start = self.clock()
         returned = None
         try:
@@ -106,7 +95,7 @@ class Call:
         launched_ns = self.clock() - start
         try:
             if marks is not None:
-                marks.end.record(marks.stream)
+                marks.end()
             _settle(self.args)
         except Exception as error:
             result.error, result.own, result.broke = result.error or error, True, True
@@ -215,34 +204,23 @@ def _told(value: Any) -> str:
 
 def _settle(values: Sequence[Any]) -> None:
     """Wait until the device has finished, so that times are of work, not of launches."""
-    device = _gpu(values)
+    device = _elsewhere(values)
     if device is not None:
-        torch.cuda.synchronize(device)
+        device.drain()
 
 
-def _held(values: Sequence[Any]) -> Marks | None:
-    """Record the first event on a held stream, as a race on a GPU does (race/device.py), so that host delays do not
-    count.
-    """
-    device = _gpu(values)
-    if device is None:
-        return None
-    with torch.cuda.device(device):
-        marks = Marks(
-            begin=torch.cuda.Event(enable_timing=True),
-            end=torch.cuda.Event(enable_timing=True),
-            stream=torch.cuda.current_stream(device),
-        )
-        torch.cuda._sleep(HELD_CYCLES)
-        marks.begin.record(marks.stream)
-    return marks
+def _held(values: Sequence[Any]) -> Any:
+    device = _elsewhere(values)
+    return device.held() if device is not None else None
 
 
-def _gpu(values: Sequence[Any]) -> torch.device | None:
-    return next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
+def _elsewhere(values: Sequence[Any]) -> Device | None:
+    """Return the device of the first tensor that is not on the host."""
+    found = (v for v in values if isinstance(v, Tensor) and devices.accelerated(v.device.type))
+    return next(map(devices.of, found), None)
 
 
 def captured(values: Sequence[Any]) -> bool:
-    """Return True during a CUDA graph capture, in which nothing can be awaited or compared."""
-    on_gpu = any(isinstance(v, Tensor) and v.is_cuda for v in values)
-    return on_gpu and torch.cuda.is_current_stream_capturing()
+    """Return True during a capture in a graph, in which nothing can be awaited or compared."""
+    device = _elsewhere(values)
+    return device is not None and device.capturing()

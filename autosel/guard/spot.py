@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autosel import devices
 from autosel.errors import BuildError
 from autosel.native.compile import find_artefact, find_compiler, source_digest
 from autosel.native.isa import ISA_FLAGS, Isa, best_isa
@@ -34,7 +35,7 @@ Spot = Callable[[Sequence[Any], Sequence[Any], int], float]
 
 def builds(workloads: Iterable[Workload], fp: Fingerprint) -> tuple[NativeRecipe, ...]:
     """Return what to compile for spot checks of these workloads on this device: nothing on a GPU."""
-    if fp.kind != "cpu" or find_compiler() is None:
+    if not devices.runs(fp.kind, "C++") or find_compiler() is None:
         return ()
     isa = best_isa(tuple(fp.identity["isa"]))
     return tuple(recipe(dtype, isa) for dtype in sorted({w.dtype for w in workloads if _covers(w)}))

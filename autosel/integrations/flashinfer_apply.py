@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosel import settings
-from autosel.dispatch.devices import device_at, ids_of, kind_of, places_here
+from autosel.devices import accelerated, device_at, ids_of, kind_of, places_here
 from autosel.errors import UsageError
 from autosel.integrations import engine_ops
 from autosel.ledger import snapshot
@@ -156,7 +156,9 @@ def _gated(own: Function, op: str, *more: int) -> Callable[..., Any]:
         made = engine_ops.gated(op, input, *more)
         if made is not None:
             return made
-        return own(input) if own and input.is_cuda else _eager(op, *input.chunk(2, dim=-1), *more)
+        if own and accelerated(input.device.type):
+            return own(input)
+        return _eager(op, *input.chunk(2, dim=-1), *more)
 
     return run
 
@@ -166,7 +168,7 @@ def _norm(own: Function, offset: float = 0.0) -> Callable[..., Any]:
         made = engine_ops.norm(hidden_states, weight, EPSILON, offset)
         if made is not None:
             return made
-        if own and hidden_states.is_cuda:
+        if own and accelerated(hidden_states.device.type):
             return own(hidden_states, weight, eps=EPSILON)
         return _eager("rmsnorm", hidden_states, weight, EPSILON, offset)
 
@@ -182,7 +184,7 @@ def _add_norm(own: Function) -> Callable[..., Any]:
         made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
         if made is not None:
             return made
-        if own and hidden_states.is_cuda:
+        if own and accelerated(hidden_states.device.type):
             own(hidden_states, residual, weight, eps=EPSILON)  # in place, where FlashInfer stores the returned tensor
             return hidden_states, residual
         return _eager("add_rmsnorm", hidden_states, residual, weight, EPSILON, 0.0, 0)

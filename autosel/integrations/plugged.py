@@ -20,8 +20,8 @@ def announce(engine: str, logger: str) -> None:
     `logger`: one that the engine shows. Threads are the process's now; an engine that binds its threads later may have
     fewer, so the line names decisions for other numbers too.
     """
+    from autosel.devices import ids_of, this_device
     from autosel.dispatch import served
-    from autosel.dispatch.devices import ids_of, this_device
     from autosel.ledger import snapshot
     from autosel.ledger.key import current_mode
 

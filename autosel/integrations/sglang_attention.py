@@ -17,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
+from autosel import devices
 from autosel.integrations import engine_ops
 
 STEPS, LAYERS, CACHES = (engine_ops.Fits("SGLang") for _ in range(3))
@@ -34,7 +35,7 @@ def create(runner: Any) -> Any:
     do."""
     if runner.use_mla_backend:
         raise ValueError("autosel's attention serves no latent attention (MLA): --attention-backend triton")
-    if torch.device(runner.device).type == "cpu":
+    if devices.on_host(torch.device(runner.device).type):
         from sglang.srt.layers.attention import torch_native_backend
 
         own = torch_native_backend.TorchNativeAttnBackend

@@ -24,7 +24,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils
 
-from autosel import dispatch, settings
+from autosel import devices, dispatch, settings
 from autosel.integrations import engine_ops
 from autosel.ops.contract import DTYPE_NAME
 from autosel.version import __version__
@@ -60,7 +60,7 @@ def described(weight: Any) -> bool:
     """Return True if a workload describes products by this weight, and vLLM lets them round by batch."""
     if envs.VLLM_BATCH_INVARIANT:  # a kernel decided for one batch may round differently from another's
         return False
-    plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.device.type == "cpu"
+    plain = isinstance(weight, Tensor) and weight.dim() == 2 and devices.on_host(weight.device.type)
     return plain and weight.dtype in DTYPE_NAME
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from autosel import devices
 from autosel.values import Workload
 
 LengthRange = tuple[int, int] | None
@@ -43,7 +44,7 @@ def matters(mode: str, kind: str, bucket: str = "") -> str:
     """Return the part of a mode that matters for tensors of this bucket on a device of this kind. A GPU does not depend
     on the host's threads, which engines set to one in their workers while `tune` does not. The precision of fp32
     products does not affect shorter formats."""
-    if kind == "cpu":
+    if devices.on_host(kind):
         return mode
     exact = _dtype_of(bucket) in ("bf16", "fp16", "fp8_e4m3")
     return ".".join(p for p in mode.split(".") if not (_THREADS.fullmatch(p) or (exact and _PRECISION.fullmatch(p))))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.ops.contract import Case, Inputs
 from autosel.parity.session import RefusedError
 from autosel.parity.stage import Placed, place
@@ -34,7 +35,6 @@ WAYS = (HERE, OTHER, OTHER, HERE, NEW, HERE)
 COUNTED, MOST_THREADS = (2, 1, 3), 24  # then one random number from 4 to 24, a large server's core complex
 QUEUE, PASSES = 2, 500  # sets of operands for each of two threads; most passes over them
 AT_ONCE_S, AT_ONCE_BYTES = 0.05, 64 << 20  # limits for the time of these calls and for the memory of their outputs
-INTERPRETED = ("TRITON", "LIGER")  # on a CPU: Triton's interpreter, which is not safe in two threads at once
 
 
 class Calls:
@@ -48,7 +48,7 @@ class Calls:
         found: dict[str, Callable[[Tally], None]] = {THREADS: self._threads, STORAGE: self._storage}
         if not self.candidate.static_shapes:  # these candidates would compile again for each number of threads
             found[COUNTS] = self._counts
-        if self.session.device != "cpu" or self.candidate.backend not in INTERPRETED:
+        if self.candidate.backend not in devices.named(self.session.device).interpreted:
             found[AT_ONCE] = self._at_once
         if not self.candidate.writes_out:
             found[OWNED] = self._owned

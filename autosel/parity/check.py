@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from autosel import devices
 from autosel.candidates.base import support_of
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import WorkerError
@@ -25,7 +26,6 @@ from autosel.ops.array import Array
 from autosel.ops.contract import Case, Op
 from autosel.ops.one_thread import one_thread
 from autosel.parity.battery import HABITS, STATE, Battery, Tally
-from autosel.parity.calls import INTERPRETED
 from autosel.parity.control import require_control, unanswered
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
@@ -54,7 +54,7 @@ class Terms:
     calls: int = 1
     call_deadline_s: float = CALL_S
     proof_deadline_s: float = PROOF_S
-    device: str = "cpu"
+    device: str = devices.HOST
 
     @property
     def seed(self) -> Callable[[str], int]:
@@ -68,7 +68,7 @@ def check(
     fp: Fingerprint | None = None,
     inputs: str = INPUTS,
     call_deadline_s: float = CALL_S,
-    device: str = "cpu",
+    device: str = devices.HOST,
 ) -> Parity:
     """Prove one candidate at one workload."""
     return check_all([proof], fp=fp, terms=Terms(inputs=inputs, call_deadline_s=call_deadline_s, device=device))[0]
@@ -195,7 +195,7 @@ class Prover:
         left = Step(name=STATE, covers=HABITS[STATE], workload=w, run=lambda battery, _: battery.state())
         steps = [_hostile(c) for c in cases]
         if cases:
-            interpreted = self.terms.device == "cpu" and proof.candidate.backend in INTERPRETED
+            interpreted = proof.candidate.backend in devices.named(self.terms.device).interpreted
             steps += [left, *_habits(proof, cases, interpreted=interpreted)]
         full = FullSize(op, w, self.terms.seed)
         covers = "the workload at full size: sampled rows, fresh inputs, a needle"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.candidates.load import load, reader_of
 from autosel.native import threads
 from autosel.ops import OPS
@@ -47,8 +48,8 @@ def serve(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _load(request: dict[str, Any], _: Arenas) -> dict[str, Any]:
-    """Load a candidate. The first request sets the device; devices other than `cpu` get a mirror of the operands."""
-    if request["device"] != "cpu" and not _MIRRORS:
+    """Load a candidate. The first request sets the device; one with its own memory gets a mirror of the operands."""
+    if not _MIRRORS and not devices.named(request["device"]).shared:
         _MIRRORS[""] = Mirror(request["device"])
     if not _FUNCTIONS:
         ways.fill_new_memory()

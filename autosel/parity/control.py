@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from autosel import fingerprint
+from autosel import devices, fingerprint
 from autosel.candidates import registry
 from autosel.candidates.base import Accepted, Candidate, support_of
 from autosel.candidates.control import empties
@@ -47,7 +47,7 @@ def require_workers(fp: Fingerprint, *, native: bool) -> None:
     Raises EnvironmentFault if one of them gives no answer.
     """
     like = NativeRecipe(source=EMPTY_CPP, entry="") if native else PythonRecipe(target="")
-    with _session(1, "cpu") as session:
+    with _session(1, devices.HOST) as session:
         _require(session, OPS["rmsnorm"].workload("fp32", {"M": 1, "d": 64}), [like], fp)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.ops.stored import received, references
 from autosel.parity.stage import FAR, FAR_GUARD_BYTES, GUARD_BYTES
 from autosel.values import from_json
@@ -23,11 +24,9 @@ class Mirror:
     """A buffer on `device` for each arena, of the same size."""
 
     def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
+        self.device = devices.named(device)
+        self.torch_device = self.device.use()
         self._buffers: dict[str, torch.Tensor] = {}
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", self.device.index or 0)  # PyTorch needs the number to make it current
-            torch.cuda.set_device(self.device)
 
     def push(self, values: Sequence[Any], arenas: Arenas) -> list[Any]:
         """Copy operands and the bytes around them to the device; return the values with tensors for references."""
@@ -38,8 +37,7 @@ class Mirror:
 
     def pull(self, values: Sequence[Any], arenas: Arenas) -> None:
         """Wait for the device, then copy its memory back. Raises the device's error."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.device.drain()
         for arena, start, end in _extents(values, arenas):
             arena.bytes(start, end).copy_(self._buffer(arena)[start:end])
 
@@ -47,17 +45,17 @@ class Mirror:
         ref: Ref = from_json(Ref, value)
         dtype = getattr(torch, ref.dtype)
         if ref.span == 0:
-            return torch.empty(ref.shape, dtype=dtype, device=self.device)
+            return torch.empty(ref.shape, dtype=dtype, device=self.torch_device)
         flat = self._buffer(arenas[ref.arena])[ref.offset : ref.offset + ref.span * dtype.itemsize]
         return flat.view(dtype).as_strided(ref.shape, ref.strides)
 
     def _buffer(self, arena: Arena) -> torch.Tensor:
-        """Return the arena's buffer, some gigabytes for rows far apart. Raises CUDA's error without enough memory."""
+        """Return the arena's buffer, some gigabytes for rows far apart. Raises the device's error without memory."""
         if arena.name not in self._buffers:
-            if self.device.type == "cpu":  # only touched pages exist, as in the arena
+            if self.device.on_host:  # only touched pages exist, as in the arena
                 made = Arena(arena.size_bytes).bytes(0, arena.size_bytes)
             else:
-                made = torch.empty(arena.size_bytes, dtype=torch.uint8, device=self.device)
+                made = self.device.memory(arena.size_bytes)
             self._buffers[arena.name] = made
         return self._buffers[arena.name]
 

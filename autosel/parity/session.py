@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.native.compile import compile_source
 from autosel.ops import OPS
@@ -89,9 +90,9 @@ class RefusedError(Exception):
 class Session:
     """A worker and the requests to it. The worker starts at once, so that it imports while the parent draws inputs."""
 
-    def __init__(self, call_deadline_s: float, threads: int = 0, device: str = "cpu") -> None:
+    def __init__(self, call_deadline_s: float, threads: int = 0, device: str = devices.HOST) -> None:
         """Start the worker. `threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
-        self.call_deadline_s, self.device = call_deadline_s, device
+        self.call_deadline_s, self.device, self.on_host = call_deadline_s, device, devices.named(device).on_host
         self.until = math.inf  # deadline of the current proof, on the monotonic clock
         self.worker = Worker("autosel.parity.child:serve", threads=threads, start_deadline_s=START_S)
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
@@ -163,7 +164,7 @@ class Session:
 
     def _threads(self) -> Mapping[str, str]:
         """Return the modes that threads of a CPU's worker have set; {} for a GPU, whose driver starts other threads."""
-        return threads_of(self.worker.pid) if self.device == "cpu" else {}
+        return threads_of(self.worker.pid) if self.on_host else {}
 
     def attach(self, arena: Arena) -> None:
         if arena.name not in self._attached:

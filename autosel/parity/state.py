@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.ops.precision import matmul_precision
 
 # Getters of torch._C without arguments. Functions of torch.backends, torch.autograd and torch.overrides set the values.
@@ -130,13 +131,12 @@ def _get(name: str, *arguments: Any) -> str:
 
 def _modes() -> dict[str, str]:
     """Return the modes of the thread that calls candidates."""
-    kinds = ("cpu", "cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
         "grad mode": str(torch.is_grad_enabled()),
         "inference mode": str(torch.is_inference_mode_enabled()),
-        "autocast": str([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]),
+        "autocast": str([(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in devices.KINDS]),
         "autocast cache": str(torch.is_autocast_cache_enabled()),
         "rounding mode": str(ctypes.CDLL(None).fegetround()),
         "subnormals": _subnormals(),

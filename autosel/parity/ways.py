@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.native import threads
 from autosel.ops.compare import bits
 from autosel.values import from_json
@@ -151,13 +152,12 @@ def listed(returned: Any) -> list[Any]:
 def _taking_along() -> Callable[[], None]:
     """Return a function that gives a new thread the modes of this thread."""
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    take_devices = devices.taking_along()
 
     def take() -> None:
         torch.set_grad_enabled(grad)
         assert torch.get_default_dtype() == dtype
-        if device is not None:
-            torch.cuda.set_device(device)
+        take_devices()
 
     return take
 

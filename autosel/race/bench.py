@@ -21,14 +21,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from autosel import devices
 from autosel.candidates.load import load, reader_of
+from autosel.devices.cpu.idle import wait_until_idle
+from autosel.devices.device import Device, Timed
 from autosel.native import threads
 from autosel.ops import find
 from autosel.ops.contract import Op
 from autosel.ops.stored import mapped
 from autosel.race.contest import Entrant
 from autosel.race.deployed import SITUATIONS
-from autosel.race.device import Place, Timed, place
 from autosel.race.drawn import draw
 from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
@@ -81,14 +83,15 @@ class Look(Protocol):
 class Bench:
     """All arms loaded in this process, and the seats of the current workload."""
 
-    def __init__(self, device: str = "cpu", *, owner: int = 0, realtime: bool = False) -> None:
+    def __init__(self, device: str = devices.HOST, *, owner: int = 0, realtime: bool = False) -> None:
         """Create the bench. `owner` is the process that asks: its work does not make the machine busy.
 
         With `realtime`, samples are repeated at real-time priority.
         """
-        self.place = place(device)
-        # A GPU is timed by its own clock.
-        self.watch: Watch | None = watch(owner, realtime=realtime) if device == "cpu" else None
+        self.device = devices.named(device)
+        self.device.use()
+        # Another device is timed by its own clock.
+        self.watch: Watch | None = watch(owner, realtime=realtime) if self.device.on_host else None
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, Seat] = {}
         self.op: Op | None = None
@@ -115,15 +118,15 @@ class Bench:
         """
         self.release()
         self.op = op = find(w.op)
-        shared = _Operands(op, inputs, copies, self.place)
+        shared = _Operands(op, inputs, copies, self.device)
         for name, loaded in arms.items():
-            own = _Operands(op, inputs, copies, self.place) if name == CLONE else shared
+            own = _Operands(op, inputs, copies, self.device) if name == CLONE else shared
             self.seats[name] = self._seat(op, w, self.arms[loaded], own, slots)
 
     def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands, slots: int) -> Seat:
         outputs = tuple(
-            tuple(self.place.output(t) for t in op.allocate(w, fill=0.0) if t is not None)
-            for _ in range(slots if self.place.draws else 1)
+            tuple(t.to(self.device.torch_device) for t in op.allocate(w, fill=0.0) if t is not None)
+            for _ in range(slots if self.device.on_host else 1)
         )
         passed = outputs if arm.writes_out else tuple((None,) * len(one) for one in outputs)
         calls = [op.arguments(operands) for operands in private.copies]
@@ -131,7 +134,7 @@ class Bench:
         took = [reader.prepare(call) for call in calls] if reader is not None else []
         return Seat(
             arm=arm,
-            timed=self.place.timed(arm.call, calls, passed),
+            timed=self.device.timed(arm.call, calls, passed),
             outputs=outputs,
             resident=private.resident,
             prepared=took[0] if took else None,
@@ -270,13 +273,13 @@ class Bench:
 
     def _hush(self, arm: LoadedArm) -> None:
         """Let the threads of another runtime go to sleep before this arm is called."""
-        if self.runtime not in ("", arm.runtime):
-            self.place.hush()
+        if self.device.on_host and self.runtime not in ("", arm.runtime):
+            wait_until_idle()
         self.runtime = arm.runtime
 
     def read_bytes_per_s(self) -> float:
         """Return the memory's read rate right now."""
-        return self.place.read_bytes_per_s()
+        return max(self.device.read_windows())
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
         """Return the result of the arm's last call."""
@@ -287,16 +290,16 @@ class Bench:
 class _Operands:
     """Return private operands for one seat: resident ones once, streamed and inout ones in `copies` copies."""
 
-    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, place: Place) -> None:
+    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, device: Device) -> None:
         roles = {a.name: a.role for a in op.args}
         warm = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"}
-        self.resident = {n: place.resident(v) for n, v in warm.items()}
+        self.resident = {n: device.resident(v) for n, v in warm.items()}
         self.copies: list[dict[str, Any]] = []
         for _ in range(copies):
             operands = {**inputs, **self.resident}
             for name, value in inputs.items():
                 if roles[name] != "resident":
-                    operands[name] = mapped(value, place.streamed)
+                    operands[name] = mapped(value, device.streamed)
             self.copies.append(operands)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autosel import devices
 from autosel.ops.stored import received
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
@@ -51,7 +52,7 @@ def _bench(request: Mapping[str, Any]) -> Bench:
     """Return the instrument: made for the device of the first request, which names it and the process that asks."""
     if not _BENCHES:
         owner, realtime = int(request.get("owner", 0)), bool(request.get("realtime"))
-        _BENCHES[""] = Bench(request.get("device") or "cpu", owner=owner, realtime=realtime)
+        _BENCHES[""] = Bench(request.get("device") or devices.HOST, owner=owner, realtime=realtime)
     return _BENCHES[""]
 
 

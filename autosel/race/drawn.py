@@ -6,25 +6,15 @@ call cannot tell from its arguments that it will be checked. Drawing, poisoning 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
+
+from autosel.devices.device import Drawn
 
 SLOTS = 4  # sets of outputs: one more than kept calls, so that there is always a choice
 KEPT = 3  # kept calls of a sample, including its last
 ALONE = 0.5  # chance that no other call of the sample writes the outputs of a kept call
 ROOM_BYTES = 4 << 20  # larger outputs have one set, and only a sample's last call is kept
 FAULT_FREE = 3.0  # -ln 0.05: upper 95 % limit of the fault rate over calls without a fault
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """`slots`: the outputs of each call, by number; `kept`: those with the kept calls' results, the last call's at the
-    end.
-    """
-
-    slots: Sequence[int]
-    kept: Sequence[int]
 
 
 def slots_for(output_bytes: int) -> int:

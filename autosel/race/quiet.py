@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autosel.fingerprint import neighbours
-from autosel.fingerprint.neighbours import Reading
+from autosel.devices.cpu import neighbours
+from autosel.devices.cpu.neighbours import Reading
 from autosel.values import CONTENDED_CORES
 
 LOOK_S = 1.0  # a look at the machine; one quiet look ends the wait

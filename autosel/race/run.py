@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
 
-from autosel.fingerprint import neighbours
-from autosel.fingerprint.neighbours import Reading
+from autosel.devices.cpu import neighbours
+from autosel.devices.cpu.neighbours import Reading
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest
 from autosel.race.evidence import median

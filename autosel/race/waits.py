@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autosel.fingerprint import machine
+from autosel.devices.cpu import machine
 from autosel.race.realtime import RealTime
 from autosel.race.spread import Spread
 

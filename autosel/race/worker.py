@@ -14,6 +14,7 @@ from random import Random
 
 from torch import Tensor
 
+from autosel import devices
 from autosel.candidates.control import empties
 from autosel.errors import BuildError, WorkerError
 from autosel.ops.contract import Mismatch
@@ -32,7 +33,7 @@ WARM_NS = 100_000_000
 # One contest of each time class carries the A/A comparison of a session, drawn by coin from those where it is cheap: it
 # must continue as long as a confirming session may, whatever the others need.
 CLONE_LIMIT_NS = 3_000_000
-CLONE_LIMIT_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # cooling a GPU's copies takes longer than making them
+CLONE_LIMIT_BYTES, CLONE_LIMIT_BYTES_ELSEWHERE = 256 << 20, 1 << 30  # cooling copies on a GPU takes longer
 CLONE_SHARE = 0.3
 LOAD_S, PREPARE_S = 60.0, 120.0
 SLOWER = 10  # most times slower than the baseline's first call, on a machine that also does other work
@@ -97,7 +98,7 @@ class Workers:
 
     threads: int
     rng: Random
-    device: str = "cpu"
+    device: str = devices.HOST
     clone_share: float = CLONE_SHARE
     realtime: bool = False  # samples are repeated at real-time priority
     shelf: dict[str, Operands] = field(default_factory=dict)  # by workload, drawn once
@@ -124,6 +125,7 @@ class Process:
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.device = workers, workers.device
+        self.on_host = devices.named(workers.device).on_host
         self.worker: Worker | None = None
         self.loaded: set[str] = set()
         self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
@@ -248,7 +250,7 @@ class WorkerSeat:
         assert self.operands is not None
         size = self.operands.streamed_bytes * self.operands.copies
         wanted = time_class not in self.process.cloned and self.rng.random() < self.process.workers.clone_share
-        limit = CLONE_LIMIT_BYTES[self.process.device.partition(":")[0]]
+        limit = CLONE_LIMIT_BYTES if self.process.on_host else CLONE_LIMIT_BYTES_ELSEWHERE
         return wanted and base_ns <= CLONE_LIMIT_NS and size <= limit
 
     def _prepare(self, worker: Worker) -> None:
@@ -308,7 +310,7 @@ class WorkerSeat:
     @property
     def slots(self) -> int:
         assert self.operands is not None
-        return slots_for(self.operands.output_bytes) if self.process.device == "cpu" else 1
+        return slots_for(self.operands.output_bytes) if self.process.on_host else 1
 
     def _places(self, order: Sequence[str], calls: int, samples: int) -> dict[str, list[list[tuple[Ref, ...]]]]:
         """Return, for each arm and sample, the memory for the results of its kept calls."""
@@ -373,7 +375,7 @@ class WorkerSeat:
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
         """Time single calls in the situations of a program; empty for long calls or on a GPU."""
-        if self.process.device != "cpu" or self.plan is None or self.plan.time_class == "long":
+        if not self.process.on_host or self.plan is None or self.plan.time_class == "long":
             return ()
         asked = turns(arms, self.rng)
         calls = self.process.get().told(Called, {"do": "deployed", "turns": asked}, PREPARE_S).ns

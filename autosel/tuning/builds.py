@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 
-from autosel.fingerprint import machine
+from autosel.devices.cpu import machine
 from autosel.native.compile import Artefact, compile_source
 from autosel.values import NativeRecipe
 

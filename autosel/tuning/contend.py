@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from autosel import ops
+from autosel import devices, ops
 from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import UsageError
-from autosel.fingerprint import nvml
 from autosel.ledger.commands import Hold, SaveAA, SaveParity, Spend
 from autosel.ledger.key import budget_key
 from autosel.race.contest import Contest, Entrant
@@ -97,7 +96,7 @@ def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -
 
 def last_level_bytes(fp: Fingerprint) -> int:
     """Return the bytes of cache that cold operands must exceed: all of a CPU's L3, or a GPU's L2."""
-    if fp.kind == "cuda":
+    if "l3_bytes" not in fp.identity:
         return int(fp.identity["l2_bytes"])
     return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
 
@@ -139,7 +138,7 @@ def with_roofline(verdict: Verdict, w: Workload) -> Verdict:
     return replace(verdict, roofline=floor_us / verdict.timings[verdict.winner].median_us)
 
 
-def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> None:
+def refuse_without_memory(contests: Sequence[Contest], device: str = devices.HOST) -> None:
     """Raise UsageError without enough memory for the operands in shared memory and their copies on the device."""
     import psutil
 
@@ -147,15 +146,13 @@ def refuse_without_memory(contests: Sequence[Contest], device: str = "cpu") -> N
         return
     sizes = {c.workload.key: c.op.bytes_moved(c.workload) for c in contests}
     private = max(_private_bytes(c, size) for c, size in zip(contests, sizes.values(), strict=True))
-    here, there = sum(sizes.values()) + OTHERS_BYTES, 0
-    if device == "cpu":
+    there, here = devices.named(device), sum(sizes.values()) + OTHERS_BYTES
+    if there.on_host:
         here += private
-    else:
-        there = private + OTHERS_BYTES
     _refuse(here, psutil.virtual_memory().available, "memory", sizes)
-    on_device = nvml.free_bytes(int(device.partition(":")[2] or 0)) if there else None
-    if on_device is not None:
-        _refuse(there, on_device, f"{device}'s memory", sizes)
+    free = there.own_free_bytes()
+    if free is not None:
+        _refuse(private + OTHERS_BYTES, free, f"{device}'s memory", sizes)
 
 
 def _private_bytes(contest: Contest, size: int) -> int:

@@ -20,11 +20,11 @@ import torch
 
 from autosel import fingerprint
 from autosel.candidates.load import load
+from autosel.devices.cuda.timing import same_layout
 from autosel.native.compile import compile_source
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from autosel.parity.check import cases_of
-from autosel.race.device import same_layout
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Rejected

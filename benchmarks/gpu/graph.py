@@ -95,11 +95,13 @@ def whole_step(scope: Scope) -> Found:
     """Time a decode step of the model, op by op: launched call by call, and as one graph."""
     import torch
 
-    from autosel.race.device import place
+    from autosel import devices
 
     with torch.inference_mode():
         step = written(scope)
-        timed = place(scope.device).timed(step.run, [()])
+        device = devices.named(scope.device)
+        device.use()
+        timed = device.timed(step.run, [()])
         timed.sample(1)
         graph_ms = [timed.sample(1) / 1e6 for _ in range(STEPS)]
         replay = step.logits.clone()

@@ -3,7 +3,7 @@
 //
 // Each kernel does one thing as fast as the device can. Its result is used under a condition that is never true, so
 // that no compiler can remove the work. What is timed, over how many bytes, and when a figure is accepted:
-// autosel/fingerprint/gpu_probe.py, gpu_cost.py, gpu_arithmetic.py and gpu_rates.py.
+// autosel/devices/cuda/probe.py, cost.py, arithmetic.py and rates.py.
 //
 // Ideas from the published microbenchmarks: RRZE-HPC's gpu-benches (stream ramp, shared L2 chunks, small kernels),
 // Jia et al. 2018 (pointer chase), NVIDIA's nvbandwidth (a spinning kernel holds the queue until all is enqueued).

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from autosel import fingerprint
+from autosel.devices.cuda import nvml
 from autosel.errors import UsageError
-from autosel.fingerprint import nvml
 from tests.compile.cupy_stand_in import BOARDS
 from tests.compile.test_emulated_probes import (
     SLICE_2,

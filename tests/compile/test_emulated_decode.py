@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autosel import dispatch, fingerprint, models, settings
+from autosel import devices, dispatch, fingerprint, models, settings
 from autosel.candidates import arms
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
@@ -28,7 +28,6 @@ from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.cli.main import run
 from autosel.decode import choose, graph, launch, persistent, race
-from autosel.decode import device as decode_device
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.launch import LaunchStep, write_launch
@@ -37,7 +36,7 @@ from autosel.decode.model import Decoder
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, Step, write_step
 from autosel.decode.weights import load_weights
-from autosel.dispatch import devices
+from autosel.devices.cuda import device as cuda_device
 from autosel.errors import DeviceFault, EnvironmentFault, ParityError, UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu.persistent import Prediction
@@ -83,7 +82,7 @@ def compiled_for_this_cpu(build: StepBuild) -> Entries:
 @pytest.fixture(autouse=True)
 def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "compiled", compiled_for_this_cpu)
-    monkeypatch.setitem(persistent.KINDS, "cpu", persistent.KINDS["cuda"])  # memory of the simulated device
+    monkeypatch.setitem(persistent.KINDS, "CPP", persistent.KINDS["CUDA_EXT"])  # memory of the simulated device
 
 
 @pytest.mark.parametrize("family", PRESETS)
@@ -118,7 +117,7 @@ def test_a_launch_has_tasks_for_every_call_of_the_list(steps: tuple[Step, Launch
     assert sorted(told) == sorted(c.site for c in ops.calls)
     assert len(one.tasks) == 1 + 6 * 2 + 2
     assert one.ctas == 4  # of the simulated device
-    assert persistent.KINDS["cuda"].candidate == one.candidate and one.build == "emulated"
+    assert persistent.KINDS["CUDA_EXT"].candidate == one.candidate and one.build == "emulated"
 
 
 @torch.inference_mode()
@@ -540,8 +539,8 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint) -> Iterator[None]:
     monkeypatch.setattr(graph, "captured", lambda ops: ops.run)
     monkeypatch.setattr(fingerprint, "take", lambda device, **_: fp)
     monkeypatch.setattr(fingerprint, "unit", lambda device: "GPU-1f0c")
-    monkeypatch.setattr(devices, "_gpu", lambda ordinal: fp)
-    monkeypatch.setattr(decode_device, "_gpu_reader", lambda ordinal: lambda: 4e12)
+    monkeypatch.setattr(devices, "_identified", lambda place: fp)
+    monkeypatch.setattr(cuda_device, "reader", lambda ordinal: lambda: 4e12)
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,

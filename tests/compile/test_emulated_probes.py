@@ -21,10 +21,16 @@ from typing import Any
 import numpy
 import pytest
 
-from autosel import fingerprint
-from autosel.decode import power
+from autosel import devices, fingerprint
+from autosel.devices import store
+from autosel.devices.cuda import arithmetic as gpu_arithmetic
+from autosel.devices.cuda import cost as gpu_cost
+from autosel.devices.cuda import identity as gpu
+from autosel.devices.cuda import libcuda, nvml
+from autosel.devices.cuda import probe as gpu_probe
+from autosel.devices.cuda import rates as gpu_rates
+from autosel.devices.device import Drift
 from autosel.errors import UsageError
-from autosel.fingerprint import drift, gpu, gpu_arithmetic, gpu_cost, gpu_probe, gpu_rates, libcuda, nvml, store
 from autosel.native.compile import find_compiler
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
@@ -273,9 +279,9 @@ def test_a_board_counts_its_energy_and_a_slice_does_not(played: Played) -> None:
     assert (
         sorted(counted) == counted and set(range(1000, counted[-1] + 1, 300)) >= set(counted) and len(set(counted)) > 1
     )
-    assert power.meter("cuda").why == ""
+    assert devices.named("cuda").meter().why == ""
     played(slices=3, uuid=SLICE_2)
-    assert "a slice of a GPU has no energy counter" in power.meter("cuda").why
+    assert "a slice of a GPU has no energy counter" in devices.named("cuda").meter().why
 
 
 def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played) -> None:
@@ -339,7 +345,7 @@ def test_refusals_of_the_driver_are_reported(driver_library: Path, monkeypatch: 
 # --- drift ------------------------------------------------------------------------------------------------------------
 
 
-def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float]) -> drift.Drift:
+def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float]) -> Drift:
     """Check drift on a device whose checks give these shares of the stored rates."""
     fp = fingerprint.take("cuda")
     read, node = fp.rates["read_bytes_per_s"].value, fp.rates["graph_node_s"].value

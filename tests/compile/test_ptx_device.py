@@ -284,7 +284,7 @@ def test_the_driver_answers_autosels_calls() -> None:
     said = run(f"""
         import sys
         sys.path.insert(0, {str(ROOT)!r})
-        from autosel.fingerprint import libcuda
+        from autosel.devices.cuda import libcuda
         told = libcuda.runtime()
         print(told.getDeviceCount(), told.getDeviceProperties(0)["major"], told.deviceGetPCIBusId(0))
     """)

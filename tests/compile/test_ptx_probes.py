@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autosel import fingerprint, resources
-from autosel.fingerprint import gpu_rates
+from autosel.devices.cuda import rates as gpu_rates
 from autosel.native.cuda import find_nvcc, headers
 from tests.compile import cupy_stand_in, ptx_machine
 from tests.compile.cupy_stand_in import Array, Kernel

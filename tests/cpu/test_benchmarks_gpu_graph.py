@@ -15,9 +15,10 @@ import torch
 
 from autosel import fingerprint
 from autosel.candidates.registry import find
+from autosel.devices.cpu.device import Cpu
+from autosel.devices.cuda.timing import Replayed
+from autosel.devices.device import NO_OUTPUTS
 from autosel.ops import OPS
-from autosel.race import device
-from autosel.race.device import Host, Replayed
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import Entry, entrant
 from benchmarks.gpu.graph import replayed, whole_step
@@ -41,11 +42,10 @@ class Graph:
                 result.copy_(made)
 
 
-class Cuda(Host):
+class Cuda(Cpu):
     """Take samples as on a GPU."""
 
-    timing = "graph"
-    draws = device.Gpu.draws
+    on_host = False
 
     def __init__(self, patch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Cuda(Host):
             "current_device": lambda: 0,
         }  # fmt: skip
         for name, value in stand_ins.items():
-            patch.setattr(device.torch.cuda, name, value)
+            patch.setattr(torch.cuda, name, value)
 
     @contextmanager
     def capture(self, into: Graph, pool: object, stream: object) -> Iterator[None]:
@@ -85,7 +85,7 @@ class Cuda(Host):
         finally:
             self.into = None
 
-    def timed(self, call: Callable[..., Any], calls: Any, outputs: Any = device.NO_OUTPUTS) -> Replayed:
+    def timed(self, call: Callable[..., Any], calls: Any, outputs: Any = NO_OUTPUTS) -> Replayed:
         def recorded(*arguments: Any) -> Any:
             if self.into is None:
                 return call(*arguments)
@@ -110,7 +110,7 @@ def outcome(
     fp = fingerprint.take("cpu")
     w = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
     entry, timer = Entry(candidate=find("rmsnorm", name), workload=w), Timer(fp, "cpu")
-    timer.bench.place = Cuda(monkeypatch, refuses=refuses)
+    timer.bench.device = Cuda(monkeypatch, refuses=refuses)
     arm = replace(entrant(entry.candidate, w, fp), writes_out=not allocates)
     if spoil is not None:
         timer.bench.load(arm)
@@ -175,7 +175,7 @@ def test_a_whole_step_is_captured_and_its_replay_gives_the_logits_of_the_calls(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     scope = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64", "--layers", "1"]))
     played = Cuda(monkeypatch, refuses=refuses)
-    monkeypatch.setattr(device, "place", lambda name: played)
+    monkeypatch.setattr(Cpu, "timed", lambda self, *given: played.timed(*given))
     found = whole_step(scope)
     assert f"{found['outcome']} as {found['how']}" == outcome
     assert found["ok"] == (not refuses) and found["graph_ms"] > 0 and found["calls"] > 5

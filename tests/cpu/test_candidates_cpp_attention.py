@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autosel.candidates.cpp.attention import KERNELS
-from autosel.fingerprint import machine
+from autosel.devices.cpu import machine
 from autosel.knobs.cpu import attention as knobs
 from autosel.knobs.cpu.facts import CpuFacts
 from autosel.native.compile import compile_source, find_compiler

@@ -18,7 +18,7 @@ import torch
 from autosel.candidates.cpp.base import CppKernel
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load, reader_of
-from autosel.fingerprint import machine
+from autosel.devices.cpu import machine
 from autosel.formats import CODED, find_weight_format
 from autosel.knobs.cpu import linear as knobs
 from autosel.knobs.cpu.facts import facts

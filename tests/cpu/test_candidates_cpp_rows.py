@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from autosel.fingerprint import machine
+from autosel.devices.cpu import machine
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
 from autosel.native.load import load_entry

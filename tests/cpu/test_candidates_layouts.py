@@ -14,8 +14,8 @@ from torch import Tensor
 from autosel.candidates import layouts, registry
 from autosel.candidates.layouts import Packed, Prepare, Reader, Store
 from autosel.candidates.load import load, reader_of
+from autosel.devices.cpu import machine
 from autosel.errors import BuildError, ParityError
-from autosel.fingerprint import machine
 from autosel.native.compile import compile_source, find_compiler
 from autosel.ops import OPS
 from autosel.values import Accepted, Fingerprint, Layout, NativeRecipe, PythonRecipe

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from autosel import fingerprint
+from autosel.devices.cpu.idle import others_run, wait_until_idle
 from autosel.models.workloads import Named
 from autosel.ops import OPS
 from autosel.ops.contract import Match
 from autosel.pipeline import Tried, try_candidate
-from autosel.race import device
+from autosel.race import bench
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant
 from autosel.race.deployed import SITUATIONS
-from autosel.race.idle import others_run, wait_until_idle
 from autosel.race.judge import CLONE
 from autosel.race.plan import plan
 from autosel.race.worker import Workers, WorkerSeat, _WrongOutputError
@@ -148,7 +148,7 @@ def seated(*functions: str) -> Bench:
 
 def test_work_that_an_arm_leaves_running_is_not_timed_with_its_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     patient = partial(wait_until_idle, limit_ns=10_000_000_000)  # while other tests run, the residue waits for a core
-    monkeypatch.setattr(device, "wait_until_idle", patient)
+    monkeypatch.setattr(bench, "wait_until_idle", patient)
     made, seen = seated("native_leaves_residue", "right"), []
     rival = made.seats["user:right"].timed
     plain = rival.call

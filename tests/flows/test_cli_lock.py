@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, settings
+from autosel import devices, dispatch, settings
 from autosel.cli.main import run
-from autosel.dispatch import devices
 from autosel.dispatch.board import Board
 from autosel.errors import ForeignDecision, UsageError
 from autosel.fingerprint import known

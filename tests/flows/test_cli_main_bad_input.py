@@ -23,9 +23,9 @@ import pytest
 from autosel import settings
 from autosel.candidates import arms, registry, user
 from autosel.cli.main import run
+from autosel.devices.cpu import probe
 from autosel.dispatch.board import this_device
 from autosel.errors import BuildError
-from autosel.fingerprint import probe
 from autosel.ledger import open_ledger, snapshot
 from autosel.ledger import store as ledger_store
 from autosel.ledger.commands import Demote, Record

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, ops
+from autosel import devices, dispatch, ops
 from autosel.cli import record as record_verb
 from autosel.cli import tune as tune_verb
 from autosel.cli.main import run
-from autosel.dispatch import devices, recorded
+from autosel.dispatch import recorded
 from autosel.dispatch.board import this_device
 from autosel.errors import BadConfig
 from autosel.fingerprint import known

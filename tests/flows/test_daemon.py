@@ -53,7 +53,7 @@ def daemon(home: Path) -> Iterator[Daemon]:
 
 
 def here() -> Fingerprint:
-    from autosel.fingerprint import machine
+    from autosel.devices.cpu import machine
 
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 

@@ -206,7 +206,7 @@ def test_packed_weights_are_a_separate_arm_in_the_ledger(
         assert any("packed in" in note for note in second.notes)
         plain = measured(replace(plan, layout="plain"), ledger)
         assert "packed" not in {w.form for w in plain.ways} and len(ledger.history("step")) == 1
-        monkeypatch.setattr(packed, "free_memory", lambda _: 0)
+        monkeypatch.setattr(packed, "free_memory", lambda: 0)
         crowded = measured(plan, ledger)
         assert crowded.bytes_per_step > first.bytes_per_step and crowded.mode_key.startswith("team.") and asked == []
         assert any("no packed weights: they need" in note for note in crowded.notes)
@@ -219,7 +219,7 @@ def test_packed_weights_are_raced_once_memory_suffices(
     asked, plan = timed(1.1), packable
     with open_ledger() as ledger:
         with monkeypatch.context() as crowd:
-            crowd.setattr(packed, "free_memory", lambda _: 0)
+            crowd.setattr(packed, "free_memory", lambda: 0)
             measured(plan, ledger)
             asked.clear()
             assert measured(plan, ledger).mode_key.startswith("team.") and asked == []

@@ -241,7 +241,7 @@ def test_a_cpu_without_the_instruction_still_has_the_rest(source: str, isa: Any)
 
 def test_packing_needs_memory_in_addition_to_the_original(fp: Fingerprint, monkeypatch: pytest.MonkeyPatch) -> None:
     has_kernel(fp)
-    monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + 1000)
+    monkeypatch.setattr(packed, "free_memory", lambda: packed.RESERVE_BYTES + 1000)
     with pytest.raises(UsageError, match="packed weights") as refused:
         packed.pack(load_weights(plan_of("llama-1b")), fp)
     assert "in addition to the original weights; 0.0 GiB are free" in refused.value.why
@@ -256,7 +256,7 @@ def test_packed_weights_are_freed_for_a_run_that_needs_the_memory(
     first = packed.pack(weights, fp)
     packed.make_room(weights, plan)
     assert packed.pack(weights, fp) is first
-    monkeypatch.setattr(packed, "free_memory", lambda _: 0)
+    monkeypatch.setattr(packed, "free_memory", lambda: 0)
     packed.make_room(weights, plan)
     with pytest.raises(UsageError, match="packed weights"):
         packed.pack(weights, fp)
@@ -266,7 +266,7 @@ def test_memory_that_the_run_still_needs_does_not_count_as_free(
     fp: Fingerprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_kernel(fp)
-    monkeypatch.setattr(packed, "free_memory", lambda _: packed.RESERVE_BYTES + (1 << 30))
+    monkeypatch.setattr(packed, "free_memory", lambda: packed.RESERVE_BYTES + (1 << 30))
     weights = load_weights(plan_of("llama-1b"))
     with pytest.raises(UsageError, match="packed weights"):
         packed.pack(weights, fp, to_come_bytes=1 << 30)

@@ -19,7 +19,7 @@ import pytest
 
 from autosel import ops
 from autosel.candidates import registry
-from autosel.dispatch.devices import this_device
+from autosel.devices import this_device
 from autosel.dispatch.resolve import Resolution, index, resolve
 from autosel.guard import Held
 from autosel.ledger import open_ledger, snapshot

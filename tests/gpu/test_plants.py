@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autosel.race.capture import UncapturableError, captured
+from autosel.devices.cuda.capture import UncapturableError, captured
 
 pytestmark = [
     pytest.mark.gpu,

@@ -36,10 +36,11 @@ from autosel.cli.main import run
 from autosel.cli.repro import script
 from autosel.cli.tune import parse_budget
 from autosel.decode.gguf import open_gguf
+from autosel.devices import store
 from autosel.dispatch import resolve
 from autosel.dispatch.board import _served, this_device
 from autosel.errors import MOST_CHARACTERS, AutoselError, WorkerError
-from autosel.fingerprint import known, store
+from autosel.fingerprint import known
 from autosel.guard import Held
 from autosel.ledger import Ledger, faults, intake, open_ledger, snapshot
 from autosel.ledger.commands import Import

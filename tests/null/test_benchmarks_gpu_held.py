@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autosel import resources
-from autosel.fingerprint import gpu, known
+from autosel.devices.cuda import identity as gpu
+from autosel.fingerprint import known
 from autosel.native import cuda
 from autosel.native.cuda import Nvcc
 from benchmarks.gpu import held

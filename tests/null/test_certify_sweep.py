@@ -295,8 +295,7 @@ def sweep_by(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., DecodeRun],
     """Sweep over three contexts with unlimited memory, measuring each cell by `measure`; return the exit code."""
     monkeypatch.setattr("autosel.certify.run_sweep.measure", measure)
     monkeypatch.setattr("autosel.certify.run_sweep.load_weights", lambda *_: "weights")
-    for module in ("autosel.certify.run_sweep", "autosel.decode.weights"):
-        monkeypatch.setattr(f"{module}.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.devices.cpu.machine.free_memory", lambda: 1 << 40)
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
     return run(["sweep", "--model", "llama-1b", "--no-tune", "--context", "64:256", "--json", *more])
 

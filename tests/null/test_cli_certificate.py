@@ -446,7 +446,7 @@ def measured_until(monkeypatch: pytest.MonkeyPatch, most: int, ends: BaseExcepti
         monkeypatch.setattr(f"{module}.load_weights", lambda *_: "weights")
         monkeypatch.setattr(f"{module}.grounds", lambda run, ledger: GROUNDS)
     monkeypatch.setattr("autosel.fingerprint.take", lambda *_: fingerprint())
-    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr("autosel.devices.cpu.machine.free_memory", lambda: 1 << 40)
 
 
 @pytest.mark.parametrize(("measured", "code"), [(0, 130), (18, 130), (63, 0)])

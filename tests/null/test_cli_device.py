@@ -16,18 +16,21 @@ import click
 import pytest
 import torch
 
-from autosel import extras, ops, settings
+from autosel import devices, extras, ops, settings
 from autosel.candidates import arms, registry
 from autosel.cli import device, tune
 from autosel.cli.main import cli, run
 from autosel.cli.run import Asked, run_command
 from autosel.cli.verify import command_of
-from autosel.dispatch import devices
-from autosel.fingerprint import drift, gpu, known, nvml
+from autosel.devices.cuda import identity as gpu
+from autosel.devices.cuda import nvml
+from autosel.devices.cuda.device import Cuda
+from autosel.fingerprint import known
 from autosel.ledger.commands import Hold, Record
 from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
+from autosel.native import cuda
 from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, Session, Timing, Verdict
 
 H200 = known.load("h200")
@@ -53,7 +56,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture
 def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.cuda, "DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr(cuda, "DRIVER", "libno-such-driver.so.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -61,14 +64,14 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide a driver, a torch that can use it, and one H200 with its identity and rates."""
     arms.torch_identity()  # queried once per process, and must not be queried of this one
-    monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
+    monkeypatch.setattr(cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(nvml, "counted", lambda: 1)
     monkeypatch.setattr(nvml, "read", lambda _: SimpleNamespace(uuid="GPU-1f0c"))
-    monkeypatch.setattr(devices, "_gpu", lambda _: H200)
+    monkeypatch.setattr(devices, "_identified", lambda _: H200)
     monkeypatch.setattr(gpu, "take", lambda *_, **__: H200)
-    monkeypatch.setattr(drift, "_gpu", lambda *_: SimpleNamespace(moved=False))
+    monkeypatch.setattr(Cuda, "drifted", lambda *_, **__: SimpleNamespace(moved=False))
 
 
 def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
@@ -180,7 +183,7 @@ def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(
     with_gpu: None, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(device.cuda, "DRIVER", "libc.so.6")
+    monkeypatch.setattr(cuda, "DRIVER", "libc.so.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # not installed
     assert device.default_device() == "cpu"
@@ -210,7 +213,7 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
     with_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(device.cuda, "DRIVER", "libno-such-driver.so.1")
+        elsewhere.setattr(cuda, "DRIVER", "libno-such-driver.so.1")
         repro = Asked(run_command.make_context("run", ["--model", "llama-1b"])).repro
     assert "--device" not in repro
     assert command_of(SimpleNamespace(repro_cmd=repro, mode="eager.t2.highest"))["device"] == "cpu"  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def test_a_step_that_a_gpu_cannot_launch_or_replay_is_refused_first(changes: dic
 def test_a_suite_that_does_not_fit_is_refused_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("autosel.decode.weights.free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("autosel.devices.cpu.machine.free_memory", lambda: 1 << 20)
     assert run(["run", "--suite", "quick", "--layers", "1"]) == 2
     assert "of memory" in capsys.readouterr().err
 

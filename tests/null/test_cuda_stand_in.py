@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from autosel import devices
 from autosel.candidates.load import load
-from autosel.decode import device as decode_device
 from autosel.decode import graph, launch, race
-from autosel.decode.device import peak_memory, read_windows, time_calls
 from autosel.decode.run import FUSED
 from autosel.decode.sample import largest
 from autosel.decode.step import Step
-from autosel.decode.weights import free_memory
-from autosel.dispatch import devices
+from autosel.devices.cuda import capture, nvml
+from autosel.devices.cuda import device as cuda_device
+from autosel.devices.cuda import probe as gpu_probe
+from autosel.devices.cuda.device import Cuda as Gpu
 from autosel.errors import UnknownName, UsageError
-from autosel.fingerprint import gpu_probe, nvml
 from autosel.guard import call as guard_call
 from autosel.ops import OPS, eager
 from autosel.parity.mirror import Mirror
-from autosel.race import capture
-from autosel.race.device import place
 from autosel.race.plan import plan as plan_of
 from autosel.values import PythonRecipe
 from autosel.workers.arena import Arena
@@ -34,7 +32,7 @@ from benchmarks.gpu import child, containment, profiled
 from benchmarks.gpu.scope import refuse_absent_device
 from tests.null import test_guard as guards
 from tests.null.cuda_stand_in import TICK_MS, Cuda, OnGpu
-from tests.null.test_fingerprint_gpu import H200
+from tests.null.test_devices_cuda import H200
 
 ONE = torch.zeros(1)
 
@@ -82,7 +80,8 @@ def test_each_call_of_a_step_has_its_own_time_by_the_devices_clock(cuda: Cuda) -
 
     calls = [SimpleNamespace(function=kernels, arguments=(count,)) for count in (1, 3, 0, 2)]
     step = SimpleNamespace(logits=OnGpu.of(ONE), calls=calls)
-    assert time_calls(step, lambda: 0) == [round(n * TICK_MS * 1e6) for n in (1, 3, 0, 2)]  # type: ignore[arg-type]
+    spans = devices.of(step.logits).call_spans(step.calls, lambda: 0)
+    assert [end - begin for begin, end in spans] == [round(n * TICK_MS * 1e6) for n in (1, 3, 0, 2)]
 
 
 def test_a_step_has_ended_when_it_is_settled(cuda: Cuda) -> None:
@@ -113,36 +112,34 @@ def test_the_likeliest_token_is_chosen_on_the_device_of_the_logits() -> None:
 def readers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace the read probe of each GPU: 1e12 bytes/s on the first, 2e12 on the second."""
     monkeypatch.setattr(gpu_probe, "reader", lambda ordinal: lambda: 1e12 * (ordinal + 1))
-    decode_device._gpu_reader.cache_clear()
+    cuda_device.reader.cache_clear()
     yield
-    decode_device._gpu_reader.cache_clear()
+    cuda_device.reader.cache_clear()
 
 
 def test_the_read_rate_is_that_of_the_device_that_was_named(cuda: Cuda, readers: None) -> None:
     for name, rate in (("cuda", 1e12), ("cuda:0", 1e12), ("cuda:1", 2e12)):
-        assert read_windows(name) == [rate]
-        assert place(name).read_bytes_per_s() == rate
+        assert devices.named(name).read_windows() == [rate]
 
 
 def test_memory_is_that_of_the_device_that_was_named(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 if device.index == 1 else 5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 99) if str(device)[-1] == "1" else (50, 99))
-    assert (peak_memory("cuda:1"), peak_memory("cuda")) == (7, 5)
-    assert (free_memory("cuda:1"), free_memory("cuda")) == (70, 50)
+    both = [devices.named(name) for name in ("cuda:1", "cuda")]
+    assert [one.peak_bytes() for one in both] == [7, 5]
+    assert [one.free_bytes() for one in both] == [70, 50]
     scopes = [SimpleNamespace(on_gpu=on, device="cuda:1") for on in (True, False)]
     assert [containment.free_bytes(scope) for scope in scopes] == [70, 0]  # type: ignore[arg-type]
 
 
-def test_a_gpus_operands_are_copies_and_its_samples_replays(cuda: Cuda) -> None:
-    made: Any = place("cuda:1")
-    assert (made.device, made.timing) == (torch.device("cuda", 1), "graph")
-    made.device = torch.device("cpu")  # where the copies of this test must be
+def test_a_gpus_operands_are_copies_and_its_samples_replays(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = devices.named("cuda:1")
+    assert made.torch_device == torch.device("cuda", 1)
+    monkeypatch.setattr(Gpu, "torch_device", torch.device("cpu"))  # where the copies of this test must be
     value = torch.arange(12.0).view(3, 4)[:, 1:]
     for copy in (made.resident(value), made.streamed(value)):
         assert torch.equal(copy, value) and copy.stride() == value.stride() and copy.data_ptr() != value.data_ptr()
-    assert torch.equal(made.output(value), value)
     timed = made.timed(cuda.call, [(0,), (1,)])
-    made.hush()
     assert timed.sample(4) == TICK_MS * 1e6 and list(timed.graphs) == [4]
 
 
@@ -166,11 +163,13 @@ def test_errors_of_the_device_are_raised_where_its_results_are_awaited(
 
 
 def test_the_gpu_without_a_number_is_the_first(cuda: Cuda) -> None:
-    assert Mirror("cuda").device == torch.device("cuda", 0)
+    assert Mirror("cuda").torch_device == torch.device("cuda", 0)
 
 
-def test_an_arena_is_mirrored_once_in_the_devices_own_memory() -> None:
-    mirror, arena = Mirror("meta"), Arena(4096)
+def test_an_arena_is_mirrored_once_in_the_devices_own_memory(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "torch_device", torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    mirror, arena = Mirror("cuda"), Arena(4096)
     buffer = mirror._buffer(arena)
     assert (buffer.device.type, buffer.numel(), mirror._buffer(arena) is buffer) == ("meta", arena.size_bytes, True)
 
@@ -281,9 +280,9 @@ def test_decisions_for_a_gpus_tensors_are_found_by_the_identity_of_its_tune(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nvml, "read", lambda ordinal: H200)
-    devices._gpu.cache_clear()
+    devices._identified.cache_clear()
     found, unknown = devices.device_at(devices.place_of(OnGpu.of(ONE)))
-    devices._gpu.cache_clear()
+    devices._identified.cache_clear()
     assert (found.kind, found.name, unknown) == ("cuda", "NVIDIA H200", "")
     assert found.identity == nvml.identity_of(H200) and found.rates == {}
 
@@ -416,6 +415,6 @@ def test_a_decode_has_its_device_as_the_current_one(cuda: Cuda, monkeypatch: pyt
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "device", lambda asked: made.append(asked) or nullcontext())
     for name in ("cpu", "cuda:1"):
-        with decode_device.current(name):
+        with devices.named(name).current():
             pass
     assert made == [torch.device("cuda", 1)]

@@ -55,7 +55,7 @@ def remote(app: App, local: TestClient) -> TestClient:
 
 def _fingerprint() -> Fingerprint:
     """Describe this machine, so that recorded decisions serve here."""
-    from autosel.fingerprint import machine
+    from autosel.devices.cpu import machine
 
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 

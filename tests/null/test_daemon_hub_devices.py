@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 
 from starlette.testclient import TestClient
 
-from autosel import dispatch, fingerprint
+from autosel import devices, dispatch, fingerprint
 from autosel import ledger as ledgers
 from autosel.daemon import idle
 from autosel.daemon.hub import Facts, this_device
@@ -256,7 +256,7 @@ def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp
 
 
 def this_machine() -> Fingerprint:
-    from autosel.fingerprint import machine
+    from autosel.devices.cpu import machine
 
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 
@@ -400,4 +400,4 @@ def test_a_process_reports_its_misses_by_device(tmp_path: Path, monkeypatch: pyt
 
 def test_without_a_driver_there_is_only_the_cpu() -> None:
     if fingerprint.present() == ("cpu",):
-        assert dispatch.devices.device_at("cuda:0")[1], "tensors of a missing device must get a reason"
+        assert devices.device_at("cuda:0")[1], "tensors of a missing device must get a reason"

@@ -21,6 +21,7 @@ from autosel.decode.prompt import prompts
 from autosel.decode.run import Plan, PromptDigest
 from autosel.decode.safetensors import open_folder, read_header
 from autosel.decode.weights import Weights, load_weights
+from autosel.devices.cpu import machine
 from autosel.errors import AutoselError, BadConfig, UsageError
 
 D, HEADS, KV, I, V = 8, 2, 1, 12, 11
@@ -251,7 +252,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint(tmp_path)
-    monkeypatch.setattr(loading, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
     monkeypatch.setattr(loading.Arena, "__init__", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(UsageError, match="GiB are free"):
         loaded(folder)

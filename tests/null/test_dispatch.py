@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, ops, settings
+from autosel import devices, dispatch, ops, settings
 from autosel.candidates import arms, registry, validity
-from autosel.dispatch import devices, lock, resolve
+from autosel.dispatch import lock, resolve
 from autosel.dispatch.board import Board, this_device
 from autosel.dispatch.signature import signature
 from autosel.errors import BadArguments, UnknownName
@@ -262,7 +262,7 @@ def test_a_candidate_that_no_longer_imports_is_replaced_by_the_baseline(home: Pa
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[Fingerprint, Fingerprint]:
     """Return the identities of cuda:0 and cuda:1."""
     found = (known.load("rtx-5070-ti"), known.load("h200"))
-    monkeypatch.setattr(devices, "_gpu", lambda ordinal: found[ordinal])
+    monkeypatch.setattr(devices, "_identified", {"cuda:0": found[0], "cuda:1": found[1]}.__getitem__)
     return found
 
 
@@ -370,7 +370,7 @@ import os
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 import torch
 from autosel import dispatch
-from autosel.dispatch.devices import ids_of, this_device
+from autosel.devices import ids_of, this_device
 
 X, WEIGHT = torch.ones(2, 64), torch.ones(64)
 for threads in (1, 2):

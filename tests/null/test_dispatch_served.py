@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autosel import dispatch, ops
+from autosel.devices import ids_of, this_device
 from autosel.dispatch import served
-from autosel.dispatch.devices import ids_of, this_device
 from autosel.dispatch.served import Coverage, document, measure, outlook
 from autosel.integrations import engine_ops
 from autosel.ledger.key import at_threads, current_mode, serving_key

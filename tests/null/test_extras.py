@@ -13,8 +13,8 @@ import pytest
 
 from autosel import extras, resources
 from autosel.candidates.triton.base import NO_TRITON
+from autosel.devices.cuda import nvml
 from autosel.errors import UsageError
-from autosel.fingerprint import nvml
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

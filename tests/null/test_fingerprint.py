@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from autosel import fingerprint as device
 from autosel.cli import doctor
+from autosel.devices import stack, store
+from autosel.devices.cpu import drift, machine, neighbours, noise, probe
+from autosel.devices.cpu.machine import cpu_list, cpu_quota, hardware, identity, is_virtual, memory_left
+from autosel.devices.cpu.neighbours import Neighbours
 from autosel.errors import UnknownName
-from autosel.fingerprint import device, drift, noise, probe, stack, store
 from autosel.fingerprint.describe import describe, headline
-from autosel.fingerprint.machine import cpu_list, cpu_quota, hardware, identity, is_virtual, memory_left
-from autosel.fingerprint.neighbours import Neighbours
 from autosel.values import Fingerprint, Rate
 
 X86_FLAGS = "fpu sse4_2 avx avx2 fma f16c bmi2 avx512f avx512bw avx512dq avx512vl avx512vbmi avx512_bf16 hypervisor"
@@ -451,9 +453,9 @@ def measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"read_bytes_per_s@2": rate(4e10 + len(done))}
 
     for name in ("identity", "hardware"):
-        monkeypatch.setattr(device.machine, name, lambda: dict(fingerprint().identity))
-    monkeypatch.setattr(device.neighbours, "between", lambda before, now: Neighbours())
-    monkeypatch.setattr(device.probe, "measure", measure)
+        monkeypatch.setattr(machine, name, lambda: dict(fingerprint().identity))
+    monkeypatch.setattr(neighbours, "between", lambda before, now: Neighbours())
+    monkeypatch.setattr(probe, "measure", measure)
     return done
 
 
@@ -467,11 +469,11 @@ def test_rates_measured_on_a_busy_machine_are_measured_again_when_it_is_quiet(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = Neighbours(cores=1.5, by=("make 1.5 cores",))
-    monkeypatch.setattr(device.neighbours, "between", lambda before, now: busy)
+    monkeypatch.setattr(neighbours, "between", lambda before, now: busy)
     assert device.take().contended
     assert device.take().contended
     assert len(measured) == 1
-    monkeypatch.setattr(device.neighbours, "between", lambda before, now: Neighbours())
+    monkeypatch.setattr(neighbours, "between", lambda before, now: Neighbours())
     assert not device.take().contended
     assert not device.take().contended
     assert len(measured) == 2
@@ -481,8 +483,8 @@ def test_a_process_on_fewer_cores_measures_what_is_missing_and_keeps_the_rest(
     measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = device.take()
-    monkeypatch.setattr(device.machine, "identity", lambda: {**fingerprint().identity, "cpus": 1})
-    monkeypatch.setattr(device.probe, "measure", lambda: {"read_bytes_per_s@1": rate(2e10)})
+    monkeypatch.setattr(machine, "identity", lambda: {**fingerprint().identity, "cpus": 1})
+    monkeypatch.setattr(probe, "measure", lambda: {"read_bytes_per_s@1": rate(2e10)})
     bound = device.take()
     assert (bound.hw_id, bound.env_id, bound.cpus, whole.cpus) == (whole.hw_id, whole.env_id, 1, 2)
     assert set(bound.rates) == {"read_bytes_per_s@1", "read_bytes_per_s@2"}
@@ -511,13 +513,13 @@ def with_looks(monkeypatch: pytest.MonkeyPatch, reads: list[float], *, virtual: 
     looks = iter(reads)
     monkeypatch.setattr(drift, "_look_read", lambda *_: next(looks))
     monkeypatch.setattr(drift, "_look_join", lambda *_: 1.0)
-    monkeypatch.setattr(device.machine, "is_virtual", lambda: virtual)
+    monkeypatch.setattr(machine, "is_virtual", lambda: virtual)
     return device.take()
 
 
 def test_one_good_measurement_in_three_means_no_drift(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fp = with_looks(monkeypatch, [0.4, 0.98, 0.5], virtual=False)
-    assert not drift.drifted(fp).moved
+    assert not device.drifted(fp).moved
 
 
 @pytest.mark.parametrize(("reads", "ratio"), [([0.8, 0.8, 0.8], "0.80x"), ([1.8, 1.7, 1.8], "1.80x")])

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from autosel.fingerprint import known, store
+from autosel.devices import store
+from autosel.fingerprint import known
 from autosel.ledger.conditions import other_conditions, other_mode, told_in
 from autosel.values import Fingerprint
 

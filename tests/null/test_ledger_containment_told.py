@@ -63,7 +63,7 @@ def held(home: Path) -> list[int]:
 
 
 def here() -> Fingerprint:
-    from autosel.fingerprint import machine
+    from autosel.devices.cpu import machine
 
     return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 

@@ -17,7 +17,7 @@ import pytest
 from autosel import dispatch, ops
 from autosel.candidates import registry
 from autosel.cli.main import run
-from autosel.dispatch.devices import this_device
+from autosel.devices import this_device
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import open_ledger
 from autosel.tuning.shortlist import way_of
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("cpu_alone")
 
 @pytest.fixture
 def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autosel.cli.device.cuda.DRIVER", "libno-such-driver.so.1")
+    monkeypatch.setattr("autosel.native.cuda.DRIVER", "libno-such-driver.so.1")
 
 
 @pytest.fixture

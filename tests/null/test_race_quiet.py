@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.fingerprint.neighbours import Process, Reading
+from autosel.devices.cpu.neighbours import Process, Reading
 from autosel.race.quiet import Quiet
 
 

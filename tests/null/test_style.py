@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "docs")
 PACKAGES = (
-    "candidates", "certify", "cli", "daemon", "decode", "demo", "dispatch", "fingerprint", "fleet", "guard",
+    "candidates", "certify", "cli", "daemon", "decode", "demo", "devices", "dispatch", "fingerprint", "fleet", "guard",
     "integrations", "knobs", "ledger", "models", "native", "ops", "parity", "race", "testing", "tuning", "workers",
 )  # fmt: skip
 FOLDERS = (*(f"autosel/{name}" for name in PACKAGES), "benchmarks", "kernels/triton", "tests")

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from autosel.devices.cuda import nvml
 from autosel.errors import EnvironmentFault, UsageError, WorkerError
-from autosel.fingerprint import nvml
 from autosel.ops import OPS
 from autosel.race import worker
 from autosel.race.contest import Contest, Entrant

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.formats import PLAIN
 from autosel.knobs.cpu.facts import ISA_FLAGS, CpuFacts, Isa, facts
@@ -59,7 +60,7 @@ class CppKernel(Candidate):
         self.layout = layout
 
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        if fp.kind != "cpu":
+        if not devices.runs(fp.kind, "C++"):
             return Rejected(reason="a CPU kernel; the device is a GPU")
         if w.dtype not in self.dtypes:
             return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.formats import PLAIN
 from autosel.knobs.gpu.facts import GpuFacts, facts
@@ -68,7 +69,7 @@ class CudaKernel(Candidate):
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
             return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if fp.kind != "cuda":
+        if not devices.runs(fp.kind, "CUDA"):
             return Rejected(reason="a CUDA kernel; the device is a CPU")
         too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
         if too_long:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autosel import devices
 from autosel.errors import UsageError
 from autosel.knobs.gpu import persistent
 from autosel.knobs.gpu.facts import facts
@@ -64,7 +65,7 @@ class StepBuild:
 
 def supports(attn: Workload, fp: Fingerprint) -> Support:
     """Return whether a step with this attention can be one launch on the device."""
-    if fp.kind != "cuda":
+    if not devices.runs(fp.kind, "CUDA"):
         return Rejected(reason="a CUDA kernel; the device is a CPU")
     if attn.dtype not in ("bf16", "fp16", "fp32"):
         return Rejected(reason=f"supports bf16, fp16, fp32; the workload is {attn.dtype}")

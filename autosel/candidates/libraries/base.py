@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
+from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.candidates.probe import PROBE_S, fault
 from autosel.values import (
@@ -136,7 +137,7 @@ class LibraryKernel(Candidate):
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
             return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if fp.kind != "cuda":
+        if not devices.runs(fp.kind, "CUDA"):
             return Rejected(reason=f"a kernel of {self.library.distribution}; the device is a CPU")
         major, _, minor = str(fp.identity["cc"]).partition(".")
         cc = (int(major), int(minor or 0))

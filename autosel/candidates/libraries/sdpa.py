@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.candidates.probe import device, fault
-from autosel.fingerprint import nvml
+from autosel.devices.cuda import nvml
 from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Forced(Candidate):
     def _why_not(self, w: Workload, fp: Fingerprint) -> str:
         if w.dtype not in ("bf16", "fp16"):
             return f"supports bf16, fp16; the workload is {w.dtype}"
-        if fp.kind != "cuda":
+        if not devices.runs(fp.kind, "CUDA"):
             return "a CUDA kernel of PyTorch's; the device is a CPU"
         major, _, minor = str(fp.identity["cc"]).partition(".")
         least = KERNELS_OF_SDPA[self.what][1]

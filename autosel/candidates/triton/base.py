@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from autosel import extras
+from autosel import devices, extras
 from autosel.candidates.base import Candidate
 from autosel.candidates.source import TRITON_KERNELS
 from autosel.formats import PLAIN
@@ -62,7 +62,7 @@ class TritonKernel(Candidate):
     def supports(self, w: Workload, fp: Fingerprint) -> Support:
         if w.dtype not in self.dtypes:
             return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if fp.kind != "cuda":
+        if not devices.runs(fp.kind, "CUDA"):
             return Rejected(reason="a Triton kernel; the device is a CPU")
         too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
         if too_long:

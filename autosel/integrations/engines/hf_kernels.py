@@ -21,7 +21,6 @@ from autosel.integrations.engines.rows import Row
 from autosel.values import SERVING, Decision, Fingerprint
 
 VERSION = "0.17.2"
-DEVICES = {"cpu": "cpu", "cuda": "cuda"}
 # Layer names of Hugging Face's models (use_kernel_forward_from_hub) -> ops that each needs.
 LAYERS: Mapping[str, tuple[str, ...]] = {"RMSNorm": ("rmsnorm",), "SiLUAndMul": ("swiglu",)}
 OWN = {"RMSNorm": "RMSNorm", "SiLUAndMul": "SiluAndMul"}
@@ -54,7 +53,7 @@ class SiluAndMul(torch.nn.Module):
 
 def export(fp: Fingerprint, decisions: Sequence[Decision], folder: Path) -> folders.Manifest:
     """Export the package. Raises UsageError if no layer has a decision, and then writes nothing."""
-    device = DEVICES[fp.kind]
+    device = fp.kind
     rows = [_row(layer, ops, decisions, device) for layer, ops in LAYERS.items()]
     mapped = {row.key: row.value for row in rows if row.value}
     if not mapped:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel import devices
 from autosel.integrations.transformers.proof import deciding
 
 Spans = tuple[tuple[int, int], ...]
@@ -26,7 +27,7 @@ def look(mask: Tensor, module: Any) -> _Seen | None:
     """Read a mask [B,1,S,L], boolean or added to the scores, once for all modules of a step. A module that reads it
     twice starts another step, before which the caller may have changed its mask. None: not read, or it weakens single
     scores."""
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or mask.dim() != 4 or mask.shape[1] != 1 or not devices.on_host(mask.device.type):
         return None  # reading it on a GPU would have to wait, which breaks a capture
     found: _Seen | None = getattr(mask, "_autosel", None)
     if found is None or id(module) in found.asked_by:

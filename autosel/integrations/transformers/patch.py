@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosel import extras
+from autosel import devices, extras
 from autosel.errors import UsageError
 from autosel.integrations.transformers.forward import around_attention
 from autosel.integrations.transformers.plan import KINDS, Change, Left, plan_of
@@ -33,9 +33,6 @@ class Patched:
         counts = ", ".join(f"{k} {self.replaced[k]}/{self.found[k]}" for k in KINDS if self.found[k])
         reasons = sorted({f"{left.kind} not replaced: {left.reason}" for left in self.left})
         return "\n".join([f"autosel: {counts}", *(f"  {reason}" for reason in reasons)])
-
-
-DEVICES = ("cpu", "cuda")  # the device for which kernels can be decided
 
 
 def patch(model: Any) -> Patched:
@@ -118,10 +115,10 @@ def _refuse(model: Any) -> None:
         )
     if is_patched(model):
         raise UsageError("this model is patched already", todo="autosel.unpatch(model) comes first")
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type not in DEVICES:
+    places = {p.device for p in model.parameters()}
+    if len(places) != 1 or next(iter(places)).type not in devices.KINDS:
         raise UsageError(
-            f"the model's parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}",
+            f"the model's parameters are on {', '.join(sorted(map(str, places))) or 'no device'}",
             why="patch proves every module on its device, which must be one CPU or one GPU for all",
             todo="model.to('cpu') or model.to('cuda:0') first; elsewhere autosel.best and torch.ops.autosel serve",
         )

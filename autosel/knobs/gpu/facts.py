@@ -90,7 +90,7 @@ class GpuFacts:
 def facts(fp: Fingerprint) -> GpuFacts:
     """Return the facts of a GPU fingerprint, real or from fingerprints/. Raises BadConfig if it is not a GPU's, or
     lacks a rate."""
-    if fp.kind != "cuda":
+    if "cc" not in fp.identity:
         raise BadConfig(f"{fp.name} is not a GPU", why=f"its kind is {fp.kind}")
     try:
         return _facts(fp.identity, {name: rate.value for name, rate in fp.rates.items()})

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from autosel import models
+from autosel import devices, models
 from autosel.certify.issue import IssueRequest, issue
 from autosel.decode import arms, measure
-from autosel.decode.device import EventTimer, HostTimer, step_timer
 from autosel.decode.run import Plan
 from autosel.decode.weights import load_weights
+from autosel.devices.cpu.device import Cpu
+from autosel.devices.cuda.timing import EventTimer
+from autosel.devices.device import StepTimer
 from tests.null.cuda_stand_in import TICK_MS, Cuda
 from tests.null.test_models import LLAMA_8B, write
 
@@ -32,7 +34,7 @@ def ticking(*at: int) -> Callable[[], int]:
 
 
 def test_a_gpus_step_is_timed_between_its_events_and_the_read_back_by_the_host(cuda: Cuda) -> None:
-    timer = step_timer("cuda:0", ticking(1_000, 9_001_000, 20_000_000, 29_000_000))
+    timer = devices.named("cuda:0").timer(ticking(1_000, 9_001_000, 20_000_000, 29_000_000))
     assert isinstance(timer, EventTimer) and timer.by == "CUDA events"
     cuda.call(0)  # before the step
     for calls, host_ns in ((3, 9_000_000), (5, 9_000_000)):
@@ -46,7 +48,7 @@ def test_a_gpus_step_is_timed_between_its_events_and_the_read_back_by_the_host(c
 
 
 def test_an_events_time_is_read_after_the_device_has_reached_it(cuda: Cuda) -> None:
-    timer = step_timer("cuda", ticking(0, 1))
+    timer = devices.named("cuda").timer(ticking(0, 1))
     timer.begin()
     timer.enqueued()
     reached = []
@@ -56,8 +58,8 @@ def test_an_events_time_is_read_after_the_device_has_reached_it(cuda: Cuda) -> N
 
 
 def test_a_cpus_step_ends_when_its_tokens_are_available() -> None:
-    timer = step_timer("cpu", ticking(100, 350))
-    assert isinstance(timer, HostTimer)
+    timer = devices.named("cpu").timer(ticking(100, 350))
+    assert type(timer) is StepTimer
     timer.begin()
     timer.enqueued()
     assert timer.took().ns == 250
@@ -75,14 +77,14 @@ def test_consecutive_steps_are_timed_by_the_clock_of_their_device(cuda: Cuda) ->
             cuda.call(9)
 
     assert EventTimer(lambda: 0).mean_ns(Step(), 4) == 3 * TICK_NS
-    assert HostTimer(ticking(100, 900)).mean_ns(Step(), 4) == 200
+    assert StepTimer(ticking(100, 900)).mean_ns(Step(), 4) == 200
 
 
 def test_a_run_on_a_gpu_certifies_both_arms_by_events(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Run steps on this CPU that also enqueue calls of the stand-in, some only when the tokens are read."""
-    monkeypatch.setattr(measure, "step_timer", lambda device, clock: EventTimer(clock))
+    monkeypatch.setattr(Cpu, "timer", lambda self, clock: EventTimer(clock))
     for arm, calls in ((arms.Written, 3), (arms.Baseline, 7)):
         busy(monkeypatch, cuda, arm, calls)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autosel.decode.device import forget_peak, peak_memory
+from autosel import devices
 
-HELD = 256 << 20
+CPU, HELD = devices.named(devices.HOST), 256 << 20
 
 
 def hold() -> None:
@@ -14,9 +14,9 @@ def hold() -> None:
 
 
 def test_peak_memory_remains_after_a_free_and_until_it_is_reset() -> None:
-    forget_peak("cpu")
-    before = peak_memory("cpu")
+    CPU.forget_peak()
+    before = CPU.peak_bytes()
     hold()
-    assert peak_memory("cpu") >= before + HELD * 0.9
-    forget_peak("cpu")
-    assert peak_memory("cpu") <= before + HELD * 0.5
+    assert CPU.peak_bytes() >= before + HELD * 0.9
+    CPU.forget_peak()
+    assert CPU.peak_bytes() <= before + HELD * 0.5

@@ -1,6 +1,6 @@
 """Measure the overheads of a kernel: starting it, barriers, the host's part, and copies to and from the host.
 
-Each figure follows the rules of gpu_probe.py; the host's times use the host's clock.
+Each figure follows the rules of probe.py; the host's times use the host's clock.
 
 Status: compiled and emulated; not yet run on silicon.
 """
@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autosel import resources
-from autosel.fingerprint import gpu_rates
-from autosel.fingerprint.gpu_rates import Point
+from autosel.devices.cuda import rates
+from autosel.devices.cuda.rates import Point
 from autosel.native.cuda import DRIVER
 
 if TYPE_CHECKING:
-    from autosel.fingerprint.gpu_probe import Bench
+    from autosel.devices.cuda.probe import Bench
 
 GRID_SYNC = "cuda/grid_sync.cu"
 CHAIN = (100, 1000)  # nodes of two graphs: their common cost cancels
@@ -48,7 +48,7 @@ def measure(bench: Bench) -> None:
     bench.keep("persistent_saving_s", "s", [max(pdl_s - bench.rates["flag_barrier_s"].value, 1e-9)])
     floor = list(_small_reads(bench))
     if len(floor) > 1:
-        bench.keep("read_floor_s", "s", [max(gpu_rates.floor_s(floor), 1e-9)])
+        bench.keep("read_floor_s", "s", [max(rates.floor_s(floor), 1e-9)])
     bench.keep("host_launch_s", "s", [_host_launch(bench) for _ in range(bench.windows)])
     _to_the_host(bench)
 
@@ -57,7 +57,7 @@ def each(bench: Bench, run: Callable[[int], None], few: int, many: int, *, windo
     """Return seconds per item in each window, from two counts, so that the common cost cancels."""
     counted = range(windows or bench.windows)
     times = [(bench.seconds(lambda: run(few)), bench.seconds(lambda: run(many))) for _ in counted]
-    return [max(gpu_rates.per_item_s((few, a), (many, b)), 1e-9) for a, b in times]
+    return [max(rates.per_item_s((few, a), (many, b)), 1e-9) for a, b in times]
 
 
 # --- starting --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autosel.fingerprint.machine import ROOT
+from autosel.devices.cpu.machine import ROOT
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 NAMED = 3  # processes that are named

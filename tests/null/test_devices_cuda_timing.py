@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autosel.race import device
-from autosel.race.device import Host, Replayed, same_layout
+from autosel.devices.cpu.device import Cpu
+from autosel.devices.cuda import timing
+from autosel.devices.cuda.timing import Replayed, same_layout
 from tests.null.cuda_stand_in import TICK_MS, Cuda
 
 GPU = torch.device("cuda", 0)
@@ -89,7 +90,7 @@ def test_lines_pinned_in_the_l2_are_released_before_each_sample(cuda: Cuda, monk
         cuCtxResetPersistingL2Cache=lambda: told.append("reset"),
         cuCtxSetLimit=lambda limit, value: told.append((limit, value.value)),
     )
-    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(timing, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append("held"))
     timed = replayed(cuda, 2)
     for _ in range(2):
@@ -111,7 +112,7 @@ def test_a_copy_keeps_strides_and_alignment(offset: int) -> None:
 
 def test_no_arm_starts_with_the_copies_that_another_has_just_read() -> None:
     """Run two arms over six copies: each sample continues after the last sample of either arm, so copies are cold."""
-    place, made = Host(), []
+    place, made = Cpu(), []
     arms = [place.timed(lambda copy, arm=arm: made.append((arm, copy)), [(i,) for i in range(6)]) for arm in "ab"]
     for arm in (0, 1, 1, 0):
         arms[arm].sample(2)

@@ -21,9 +21,9 @@ from typing import Any
 import numpy
 
 from autosel import resources
+from autosel.devices.cuda import arithmetic, cost, nvml, rates
+from autosel.devices.cuda.rates import Point
 from autosel.errors import UsageError
-from autosel.fingerprint import gpu_arithmetic, gpu_cost, gpu_rates, nvml
-from autosel.fingerprint.gpu_rates import Point
 from autosel.values import Rate
 
 SOURCE = "cuda/probes.cu"
@@ -59,14 +59,14 @@ def measure(ordinal: int, readings: nvml.Readings) -> Found:
     with cupy.cuda.Device(ordinal):
         bench = Bench(cupy=cupy, identity=nvml.identity_of(readings))
         slowed: dict[str, None] = {}  # in the order in which they occurred
-        stages = (Bench.warm_up, Bench.memory, Bench.cache, Bench.latency, gpu_cost.measure, gpu_arithmetic.measure)
+        stages = (Bench.warm_up, Bench.memory, Bench.cache, Bench.latency, cost.measure, arithmetic.measure)
         for stage in stages:
             stage(bench)
             # Read while the device is still hot: a cause of throttling under load may be gone a second later.
             slowed |= dict.fromkeys(filter(None, [nvml.slowdown(readings.uuid)]))
         bench.release()
     figures = {name: rate.value for name, rate in bench.rates.items()}
-    odd = gpu_rates.complaints(figures, bench.identity, nvml.peak_read_bytes_per_s(readings))
+    odd = rates.complaints(figures, bench.identity, nvml.peak_read_bytes_per_s(readings))
     return Found(rates=bench.rates, notes=(*bench.notes, *odd), slowed="; ".join(slowed))
 
 
@@ -89,14 +89,14 @@ def looks(ordinal: int, count: int) -> list[Look]:
     with cupy.cuda.Device(ordinal):
         bench = Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(ordinal)))
         bench.warm_up()
-        chain = gpu_cost.graph_chain(bench)
+        chain = cost.graph_chain(bench)
         found = [_look(bench, chain) for _ in range(count)]
         bench.release()
     return found
 
 
 def _look(bench: Bench, chain: Callable[[int], None]) -> Look:
-    node = min(gpu_cost.each(bench, chain, *gpu_cost.CHAIN, windows=LOOK_WINDOWS))
+    node = min(cost.each(bench, chain, *cost.CHAIN, windows=LOOK_WINDOWS))
     read = bench.best_read(windows=LOOK_WINDOWS, window_s=LOOK_WINDOW_S)
     return Look(read_bytes_per_s=read, graph_node_s=node)
 
@@ -248,14 +248,14 @@ class Bench:
         self.keep("copy_bytes_per_s", "B/s", [2 * size / s for s in self.repeated(self._copy)])
         ramp = list(self._ramp())
         try:
-            latency = gpu_rates.loaded_latency_s(ramp, best)
+            latency = rates.loaded_latency_s(ramp, best)
         # for example, memory too fast for one load per thread; every formula needs the figure
         except ValueError as error:
-            latency = gpu_rates.latency_beside_s(ramp, best)
+            latency = rates.latency_beside_s(ramp, best)
             self.notes.append(f"the loaded latency is taken from the ramp's nearest point: {error}")
         self.keep("dram_latency_s", "s", [latency])
         by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
-        self.keep("saturating_sms", "count", [float(gpu_rates.sms_to_saturate(by_count))])
+        self.keep("saturating_sms", "count", [float(rates.sms_to_saturate(by_count))])
 
     def best_read(self, windows: int = WINDOWS, window_s: float = WINDOW_S) -> float:
         reads = (partial(self._read, n * self.sms) for n in (4, 8))
@@ -308,8 +308,8 @@ class Bench:
             for size in sizes
             if size <= self.data.nbytes
         ]
-        self.keep("l2_bytes_per_s", "B/s", [gpu_rates.l2_bytes_per_s(sweep)])
-        self.keep("l2_effective_bytes", "B", [gpu_rates.effective_l2_bytes(sweep)])
+        self.keep("l2_bytes_per_s", "B/s", [rates.l2_bytes_per_s(sweep)])
+        self.keep("l2_effective_bytes", "B", [rates.effective_l2_bytes(sweep)])
         resident = min(l2 // 4, self.data.nbytes)
         drawn = [self._chunk_rate(resident, blocks=n, chunks=n) / n for n in self._sm_counts()]
         self.keep("sm_bytes_per_s", "B/s", [max(drawn)])

@@ -12,11 +12,12 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from autosel import settings
-from autosel.fingerprint import nvml, stack, store
+from autosel.devices import stack, store
+from autosel.devices.cuda import nvml
 from autosel.values import Fingerprint
 
 if TYPE_CHECKING:
-    from autosel.fingerprint import gpu_probe
+    from autosel.devices.cuda import probe
 
 GPU_PACKS = ("cuda", "cutlass", "triton")  # folders in kernels/ whose sources run on a GPU
 OF_THE_HOST = ("host_launch_s",)  # timed by the host's clock: disturbances of it are not work on the device
@@ -107,15 +108,15 @@ def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fing
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
 
 
-def _unslowed(ordinal: int, readings: nvml.Readings) -> gpu_probe.Found:
+def _unslowed(ordinal: int, readings: nvml.Readings) -> probe.Found:
     """Measure; repeat once after a pause if heat or a power brake slowed the device."""
-    from autosel.fingerprint import gpu_probe
+    from autosel.devices.cuda import probe
 
-    found = gpu_probe.measure(ordinal, readings)
+    found = probe.measure(ordinal, readings)
     if not found.slowed:
         return found
     _cool(readings.uuid)
-    return gpu_probe.measure(ordinal, readings)
+    return probe.measure(ordinal, readings)
 
 
 def _cool(uuid: str) -> None:

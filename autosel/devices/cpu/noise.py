@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autosel.fingerprint.neighbours import Neighbours
+from autosel.devices.cpu.neighbours import Neighbours
 from autosel.values import CONTENDED_CORES, CONTENDED_STEAL, Rate
 
 # (p90 - p10) / median of the read windows. Alone on two cloud machines with 2 cores it was 0.09 to 0.31; with one other

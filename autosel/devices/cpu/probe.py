@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from autosel.devices.cpu import machine
 from autosel.errors import BuildError
-from autosel.fingerprint import machine
 from autosel.native.compile import compile_source, find_artefact
 from autosel.native.isa import ISA_FLAGS, best_isa
 from autosel.values import Rate

@@ -8,7 +8,8 @@ import pytest
 
 from autosel.decode import measure as measuring
 from autosel.decode.arms import Written
-from autosel.decode.power import BoardMeter, meter
+from autosel.devices.cpu.device import Cpu
+from autosel.devices.energy import BoardMeter, packages
 from tests.flows.test_decode_verdict import Said, folder, ran
 
 __all__ = ["folder"]  # the fixture
@@ -27,7 +28,7 @@ def domain(root: Path, name: str, told: str, energy: int = 0) -> Path:
 def test_packages_are_added_up_and_their_parts_are_not_counted_again(tmp_path: Path) -> None:
     first, second = (domain(tmp_path, f"intel-rapl:{i}", f"package-{i}") for i in (0, 1))
     part, again = domain(tmp_path, "intel-rapl:0:0", "core"), domain(tmp_path, "intel-rapl-mmio:0", "package-0")
-    found = meter("cpu", tmp_path)
+    found = packages(tmp_path)
     for energy in (1_000_000, 3_000_000):
         for file in (first, part, again):
             file.write_text(str(energy))
@@ -40,7 +41,7 @@ def test_packages_are_added_up_and_their_parts_are_not_counted_again(tmp_path: P
 
 def test_a_counter_that_wraps_around_is_added_correctly(tmp_path: Path) -> None:
     file = domain(tmp_path, "intel-rapl:0", "package-0", MOST - 999_999)
-    found = meter("cpu", tmp_path)
+    found = packages(tmp_path)
     found.begin()
     file.write_text("1000000")
     found.end()
@@ -48,14 +49,14 @@ def test_a_counter_that_wraps_around_is_added_correctly(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_counter_is_unknown_and_named(tmp_path: Path) -> None:
-    assert str(tmp_path) in meter("cpu", tmp_path).why
+    assert str(tmp_path) in packages(tmp_path).why
     file = domain(tmp_path, "intel-rapl:0", "package-0")
-    found = meter("cpu", tmp_path)
+    found = packages(tmp_path)
     found.begin()
     file.unlink()
     found.end()
     assert found.joules is None and str(file) in found.why
-    assert meter("cpu", tmp_path).joules is None and str(file) in meter("cpu", tmp_path).why
+    assert packages(tmp_path).joules is None and str(file) in packages(tmp_path).why
 
 
 class Board:
@@ -111,7 +112,7 @@ def test_a_run_counts_the_energy_of_its_optimised_steps_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = domain(tmp_path, "intel-rapl:0", "package-0")
-    monkeypatch.setattr(measuring, "meter", lambda device: meter(device, tmp_path))
+    monkeypatch.setattr(Cpu, "meter", lambda self: packages(tmp_path))
     for arm, joules in ((Written, 2), (measuring.Baseline, 100)):
         honest = arm.tokens
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from autosel import extras, settings
+from autosel.devices.cuda import libcuda
 from autosel.errors import UsageError
-from autosel.fingerprint import libcuda
 
 DRIVER = Path("/sys/module/nvidia/version")
 MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve different amounts: identity rounds them away

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from autosel import resources
-from autosel.fingerprint.machine import ROOT
 from autosel.native.compile import find_compiler
 from autosel.version import __version__
 
 
-def environment(root: Path = ROOT) -> dict[str, Any]:
+def environment(root: Path = Path("/")) -> dict[str, Any]:
     """Return versions, read from package metadata without importing anything."""
     compiler = find_compiler()
     return {

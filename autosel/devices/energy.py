@@ -15,9 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from autosel import fingerprint
 from autosel.errors import UsageError
-from autosel.fingerprint import nvml
 
 RAPL = Path("/sys/class/powercap")
 PACKAGE = re.compile(
@@ -106,21 +104,20 @@ class BoardMeter(Meter):
         return taken
 
 
-def meter(device: str, root: Path = RAPL) -> Meter:
-    """Return a meter for the device; if there is none, a meter that says why."""
-    if device != "cpu":
-        return _board(device)
-    packages = _packages(root)
-    if not packages:
+def packages(root: Path = RAPL) -> Meter:
+    """Return a meter of the CPU packages; if there is none, a meter that says why."""
+    folders = _packages(root)
+    if not folders:
         return Meter((), f"energy is unknown: {root} has no intel-rapl package domain")
-    made = Meter(tuple(_counter(folder) for folder in packages))
+    made = Meter(tuple(_counter(folder) for folder in folders))
     made.begin()  # reports an unreadable counter before anything is measured
     return made
 
 
-def _board(device: str) -> Meter:
+def board(counter: Callable[[], Callable[[], int]]) -> Meter:
+    """Return a meter of a board, from a function that finds its counter; if there is none, a meter that says why."""
     try:
-        read = nvml.energy_counter(fingerprint.unit(device))
+        read = counter()
         read()
     except (OSError, UsageError) as error:
         return Meter((), f"energy is unknown: {error}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autosel.fingerprint import machine, probe
+from autosel.devices.cpu import machine, probe
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
 from autosel.values import Rate
@@ -138,7 +138,7 @@ def test_identity_here_agrees_with_the_scheduler() -> None:
 def test_affinity_of_one_cpu_makes_one_thread_and_the_same_device(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one CPU here")
-    code = "import os; from autosel.fingerprint.machine import hardware, identity\n"
+    code = "import os; from autosel.devices.cpu.machine import hardware, identity\n"
     code += "a = hardware(); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); b = hardware()\n"
     code += "print(identity()['cpus'], a == b)"
     assert run(code, tmp_path) == "1 True"

@@ -19,10 +19,13 @@ from autosel.cli.fingerprint import show
 from autosel.cli.main import run
 from autosel.cli.output import note_lines
 from autosel.cli.tune import show_remarks
+from autosel.devices.cuda import identity as gpu
+from autosel.devices.cuda import nvml
+from autosel.devices.cuda import rates as gpu_rates
+from autosel.devices.cuda.rates import Point
 from autosel.errors import UnknownName, UsageError
-from autosel.fingerprint import gpu, gpu_rates, known, nvml
+from autosel.fingerprint import known
 from autosel.fingerprint.describe import remarks
-from autosel.fingerprint.gpu_rates import Point
 from autosel.tuning.job import Report
 from autosel.values import Fingerprint
 from tests.null.certificates import certificate, decode_run

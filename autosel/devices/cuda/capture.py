@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
+from autosel.devices.device import UncapturableError
+
 WARM_CALLS = 3  # before a capture: Triton compiles, libraries choose and allocate
 
 _BROKEN: list[Any] = []  # graphs whose capture failed: PyTorch's allocators may still ask for their stream
-
-
-class UncapturableError(Exception):
-    """The called function does something that a capture forbids: it waits for the device, or allocates past PyTorch."""
 
 
 def captured(enqueue: Callable[[int], None], count: int, device: torch.device) -> torch.cuda.CUDAGraph:

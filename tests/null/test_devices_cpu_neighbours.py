@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autosel.fingerprint import neighbours
-from autosel.fingerprint.neighbours import Neighbours, Reading, between, read
+from autosel.devices.cpu import neighbours
+from autosel.devices.cpu.neighbours import Neighbours, Reading, between, read
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -3,7 +3,7 @@
 import threading
 import zlib
 
-from autosel.race.idle import wait_until_idle
+from autosel.devices.cpu.idle import wait_until_idle
 
 
 def test_a_thread_that_computes_is_waited_for_until_it_ends() -> None:

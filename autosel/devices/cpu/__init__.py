@@ -1,0 +1,1 @@
+"""The host: its cores and its memory."""
