@@ -78,6 +78,7 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
     # A score has its dot product's error (softcap only shrinks it) and a few fp32 roundings of s, max and exp.
     score = (matmul_error(e.q, k) + folded) * (scale or d**-0.5)
     score = score + 8 * U32 * (torch.where(e.seen, e.scores.abs(), 0.0) + e.peak.abs())
+    contested = _contested(e, score, v)
     score = torch.where(e.p > 0, score, 0.0)
     # do = sum p e (v - o) <= sqrt(sum p e^2) * sqrt(sum p (v - o)^2), by Cauchy-Schwarz; exp() where e is not small.
     v64, v_abs = v.double(), v.double().abs()
@@ -96,7 +97,29 @@ def error_bound(e: Exact, k: Tensor, v: Tensor, scale: float, folded: Tensor | f
     v_flush = flushable(v)
     if v_flush.any():
         error = error + e.p @ v_flush
-    return stored(e.o, error, dtype)
+    return stored(e.o, error + contested, dtype)
+
+
+# Score errors up to LARGE are small in the sense of Cauchy-Schwarz. A weight of exp(-FAR) is nothing.
+LARGE, FAR = 0.5, 40.0
+
+
+def _contested(e: Exact, score: Tensor, v: Tensor) -> Tensor:
+    """Return what a row may change because errors of scores decide which key is the largest; float64 [B, Hkv, R, D].
+
+    Scores of 10^13 have errors of 10^6 in fp32. Keys whose scores are closer than that may take any share, also keys
+    whose exact share is below 10^-300: the result lies anywhere between their values.
+    """
+    most = torch.where(e.seen, score, 0.0).amax(-1, keepdim=True)
+    reach = e.seen & (e.peak - e.scores <= score + most + FAR)
+    rows = (most > LARGE) & (reach.sum(-1, keepdim=True) > 1)
+    if not rows.any():
+        return torch.zeros_like(e.o)
+    among = (reach & rows).any(-2)[..., None]
+    high = v.double().masked_fill(~among, -math.inf).amax(-2, keepdim=True)
+    low = v.double().masked_fill(~among, math.inf).amin(-2, keepdim=True)
+    width = (high - low).nan_to_num(0.0, posinf=math.inf).clamp_min(0.0)
+    return torch.where(rows, width, 0.0)
 
 
 def keys_read(s: int, length: int, window: int) -> int:

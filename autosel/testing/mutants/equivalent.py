@@ -28,8 +28,13 @@ SOURCE_REASONS: Mapping[str, str] = {
     "? 2 : 1; | deleted: rows = together >= 4 && groups.rows <... to (void)0": (
         "rows of weights are processed one by one: slower, the same sums"
     ),
+    "cpu/coded.h: rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 "
+    "? 2 : 1; | constant: 2 to (2 - 1) #4": "rows of weights are processed one by one: slower, the same sums",
     "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; "
     "| branch left out: n + taken < to to false": "other lines are prefetched: slower, the same sums",
+    "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; | relation: < to <=": (
+        "other lines are prefetched: slower, the same sums"
+    ),
     # On AVX2, which has two groups for seven and eight rows, it would be wrong.
     "cpu/coded.h: for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) { "
     "| relation: < to <=": "AVX-512 has one group of rows: a kernel for a second one is looked up and not used",
