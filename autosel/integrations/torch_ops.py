@@ -149,7 +149,11 @@ def _register_stored(op: Op, library: torch.library.Library) -> None:
     library.define(f"{name}({', '.join(f'{kind} {part}' for kind, part in given)}) -> {returned}")
     made = ", ".join(
         f"{KINDS[arg.kind].__name__}.of({arg.name}_format, codes={arg.name}_codes, scales={arg.name}_scales"
-        + (f", zeros={arg.name}_zeros)" if arg.kind == "weight" else ")")
+        + (
+            f", zeros={arg.name}_zeros, shape=({arg.name}_codes.shape[0], x.shape[-1]))"
+            if arg.kind == "weight"
+            else ")"
+        )
         if arg in stored
         else arg.name
         for arg in op.args

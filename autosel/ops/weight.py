@@ -56,8 +56,13 @@ class Weight(Stored):
         zeros: Tensor | None = None,
         shape: Sequence[int] | None = None,
     ) -> Self:
-        """Make a matrix from its parts. `shape` is optional if `codes` has it. Raises UnknownName."""
+        """Make a matrix from its parts. `shape` is optional if `codes` has it, or if K is whole groups.
+
+        Raises UnknownName.
+        """
         found = formats.find_weight_format(format) if isinstance(format, str) else format
+        if shape is None and found.bits == 4:  # two codes per byte, and rows of codes are whole lines
+            shape = (codes.shape[0], scales.shape[1] * found.group)
         return cls(
             format=found, shape=torch.Size(shape or codes.shape), codes=codes, scales=scales, zeros=zeros
         )  # fmt: skip

@@ -498,6 +498,8 @@ class ToThisCpu(TorchFunctionMode):
             on_gpu = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
             return torch.device("cpu") if on_gpu else value
 
+        if func is torch.device and args and str(args[0]).startswith("cuda"):
+            return torch.device("cpu")
         return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
 
 

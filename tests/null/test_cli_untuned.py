@@ -41,7 +41,7 @@ def stopped_at(
 def test_a_run_without_decisions_says_so_before_it_measures_and_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = stopped_at(certify_run, "certify", monkeypatch, capsys)
+    said = stopped_at(certify_run, "certified", monkeypatch, capsys)
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
     assert run(["run", "--model", "llama-1b", "--seq", "2048", "--layers", "1", "--small-batch", "2"]) == 1
     assert "note: nothing is tuned for llama-1b, batch 2, context 2048" in said[0]
