@@ -14,9 +14,9 @@
 //
 // Nibbles with the bf16 dot: vpermw takes the 5 lowest bits of each half word as an index; a table of two equal halves
 // ignores the fifth bit, so no bit is masked. 3 shifts, 4 lookups, 4 dots for 128 weights and a row of x.
-// Octets with the bf16 dot: the upper and the lower byte of the bf16 of |code| come from two tables of 128 bytes
-// (VBMI), the sign is added to the upper byte, and interleaving the bytes gives 64 bf16: 8 operations, 2 dots. |-128|
-// has bit 7, which the index ignores: its upper byte is set apart.
+// Octets with the bf16 dot: the upper and the lower byte of the bf16 of |code| come from two tables of 128 bytes (VBMI,
+// which the flags of the bf16 dot include), the sign is added to the upper byte, and interleaving the bytes gives 64
+// bf16: 8 operations, 2 dots. |-128| has bit 7, which the index ignores: its upper byte is set apart.
 #pragma once
 #include "fused.h"
 
@@ -25,10 +25,6 @@ namespace autosel {
 constexpr int64_t kNibblesInLine = 128;
 
 // --- codes -> registers of numbers -----------------------------------------------------------------------------------
-
-#if defined(AUTOSEL_BF16_DOT) && defined(__AVX512VBMI__)
-#define AUTOSEL_OCTET_TABLES 1
-#endif
 
 // What a register of numbers is: bf16 pairs for the dot, or fp32 lanes.
 template <class T> using Numbers = std::conditional_t<kPaired<T>, vu, vreg>;
@@ -69,7 +65,7 @@ template <class T> struct Nibbles {
   }
 };
 
-#if defined(AUTOSEL_OCTET_TABLES)
+#if defined(AUTOSEL_BF16_DOT)
 // The upper bytes of the bf16 of 0 .. 127, then the lower ones.
 struct OctetTable {
   uint8_t byte[256];
@@ -88,40 +84,27 @@ alignas(64) static constexpr OctetTable kOctetTable{};
 template <class T> struct Octets {
   static constexpr int64_t kCodes = 4 * kLanes;
   static constexpr int kBits = 8;
-#if defined(AUTOSEL_OCTET_TABLES)
-  static constexpr bool kTables = kPaired<T>;
-#else
-  static constexpr bool kTables = false;
-#endif
   static constexpr int kRegisters = kPaired<T> ? 2 : 4;
   static constexpr int64_t place(int64_t r, int64_t e) {
-    if (!kPaired<T>) return e * 4 + r;
-    return kTables ? e / 8 * 16 + r * 8 + e % 8 : e / 2 * 4 + e % 2 + r * 2;
+    return kPaired<T> ? e / 8 * 16 + r * 8 + e % 8 : e * 4 + r;
   }
   template <int r> static inline Numbers<T> numbers(vu words) {
     if constexpr (!kPaired<T>) {
       return __builtin_convertvector(reinterpret_cast<vi>(words << (24 - 8 * r)) >> 24, vreg);
     } else {
-#if defined(AUTOSEL_OCTET_TABLES)
+#if defined(AUTOSEL_BF16_DOT)
       __m512i w = reinterpret_cast<__m512i>(words), size = _mm512_abs_epi8(w);
       __m512i upper = _mm512_permutex2var_epi8(table(0), size, table(64));
       __m512i lower = _mm512_permutex2var_epi8(table(128), size, table(192));
       upper = _mm512_mask_mov_epi8(upper, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));  // 128
       upper = _mm512_ternarylogic_epi64(upper, w, _mm512_set1_epi8(char(0x80)), 0xf8);         // upper | (w & 0x80)
       return reinterpret_cast<vu>(r ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper));
-#elif defined(AUTOSEL_BF16_DOT)
-      vi pair = reinterpret_cast<vi>(words << (16 - 16 * r));  // codes 2r and 2r + 1 of each word, in its upper half
-      __m512 odd = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(pair >> 24));
-      __m512 even = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(pair << 8 >> 24));
-      const __m512i upper_half = _mm512_set1_epi32(int(0xffff0000));
-      return reinterpret_cast<vu>(_mm512_or_si512(_mm512_and_si512(_mm512_castps_si512(odd), upper_half),
-                                                  _mm512_srli_epi32(_mm512_castps_si512(even), 16)));
 #else
       return {};
 #endif
     }
   }
-#if defined(AUTOSEL_OCTET_TABLES)
+#if defined(AUTOSEL_BF16_DOT)
   static inline __m512i table(int at) { return _mm512_load_si512(kOctetTable.byte + at); }
 #endif
 };
