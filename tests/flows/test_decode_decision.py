@@ -33,6 +33,7 @@ from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.cost import bytes_per_step
 from autosel.values import Passed, Rejected
 from tests.cpu.test_decode import compiled, one_thread
+from tests.homes import furnish
 
 __all__ = ["compiled", "one_thread"]  # fixtures
 
@@ -65,11 +66,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Provide a new ledger; compiled kernels and measured rates are shared."""
-    made, shared = tmp_path / "home", settings.home()
-    made.mkdir(mode=0o700)
-    for name in ("native", "fingerprint"):
-        (shared / name).mkdir(parents=True, exist_ok=True)
-        (made / name).symlink_to(shared / name)
+    made = furnish(tmp_path / "home")
     monkeypatch.setenv("AUTOSEL_HOME", str(made))
     settings.read.cache_clear()
     yield made
