@@ -1,16 +1,15 @@
 """Measure the effect of other load on decisions: tune a model's workloads in parallel with competing processes.
 
     python benchmarks/bench_busy.py --load reference            an idle machine, the reference for the other loads;
-                                                                each further run is averaged with the earlier ones
+                                                                run it three times: its runs are averaged
     python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
     python benchmarks/bench_busy.py --load 20 --resume --slice-s 200        the workloads that load 20 still lacks
 
 Every load is tuned in its own home, with the proofs of the reference and none of its decisions. `--load` is the number
 of competing processes, each in its own session: endless loops, or with --copy copies of 64 MiB. They end with this
-script. Each workload is stored in --home as soon as it is decided; the output covers all stored results. A decision
-misses if the interval of its effect excludes the quiet ratio, which is the geometric mean of the reference's runs. It
-misses by more than 10 % if the nearer end of the interval does. Decisions are compared only if memory was read at the
-reference's rate.
+script. Each workload is stored in --home once decided; the output covers all stored results. A decision misses if the
+interval of its effect excludes the quiet ratio: the geometric mean of those runs of the reference in which memory was
+read at the decision's rate. It misses by more than 10 % if the nearer end of the interval does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,14 +211,17 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Add new workloads to those tuned earlier under this load; a decided one is not replaced by an undecided one."""
+    """Add new workloads to those tuned earlier under this load; a decided one is not replaced by an undecided one.
+
+    `runs` of a row has (ratio, read rates) of each time that it was decided.
+    """
     rows = dict(before["rows"])
     for key, row in found["rows"].items():
         former = rows.get(key, {})
         if row["outcome"] == "undecided" and former:
             continue
-        effects = [*former.get("medians", ()), *([row["effect"][0]] if row["effect"] else [])]
-        rows[key] = {**row, "medians": effects}
+        runs = [[row["effect"][0], row["read_gb_per_s"]]] if row["effect"] else []
+        rows[key] = {**row, "runs": [*former.get("runs", ()), *runs]}
     return {**found, "rows": rows, "seconds": before["seconds"] + found["seconds"]}
 
 
@@ -248,36 +250,39 @@ def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
     known = {key: row for key, row in rows.items() if key in reference and reference[key]["outcome"] != "undecided"}
     decided = {key: row for key, row in known.items() if row["outcome"] != "undecided"}
     differ = [key for key, row in decided.items() if row["winner"] != reference[key]["winner"]]
-    same = {key: row for key, row in decided.items() if key not in differ and alike(row, reference[key])}
-    misses = {key: off for key, row in same.items() if (off := miss(row, reference[key])) > 1}
+    quiet = {key: quiet_ratio(row, reference[key]) for key, row in decided.items() if key not in differ}
+    misses = {key: miss(decided[key], ratio) for key, ratio in quiet.items() if ratio is not None}
     return {
         "workloads": len(known),
         "decided": len(decided),
-        "compared": len(same),
-        "cover": len(same) - len(misses),
+        "compared": len(misses),
+        "cover": sum(off == 1 for off in misses.values()),
         "far": sorted(key for key, off in misses.items() if off > FAR),
         "differ": differ,
         "worst": max(misses.values(), default=1.0),
     }
 
 
-def alike(row: Row, reference: Row) -> bool:
-    """Return True if memory was read at the same rate.
+def quiet_ratio(row: Row, reference: Row) -> float | None:
+    """Return the reference's ratio from its runs at the row's read rate; None if there is none.
 
     If a hypervisor moves its guest's cores apart, the rate doubles and barriers slow down: ratios before and after are
-    not comparable.
+    not comparable, nor is a run with both.
     """
-    now, then = row.get("read_gb_per_s") or [0, 0], reference.get("read_gb_per_s") or [0, 0]
-    return bool(now[0] <= ONE_STATE * then[1] and then[0] <= ONE_STATE * now[1])
+    now = row["read_gb_per_s"]
+    ratios = [ratio for ratio, then in reference["runs"] if not then or (_alike(then, then) and _alike(now, then))]
+    return statistics.geometric_mean(ratios) if ratios and row["effect"] else None
 
 
-def miss(row: Row, reference: Row) -> float:
-    """Return the factor between the quiet ratio and the nearer end of the interval; 1 if the interval contains it."""
-    if row["effect"] is None or reference["effect"] is None:
-        return 1.0
+def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if no two read rates of these ranges are two states of the machine."""
+    return max(*one, *other) <= ONE_STATE * min(*one, *other)
+
+
+def miss(row: Row, quiet: float) -> float:
+    """Return the factor between the quiet ratio and the nearer end of the row's interval; 1 if it is inside."""
     _, lo, hi = row["effect"]
-    quiet = statistics.geometric_mean(reference.get("medians") or reference["effect"][:1])
-    return max(1.0, quiet / hi, lo / quiet)
+    return float(max(1.0, quiet / hi, lo / quiet))
 
 
 def text(kept: Mapping[str, Any]) -> str:
