@@ -43,6 +43,9 @@ TASKS: dict[str, dict[str, tuple[str, str]]] = {
         "explain": ("explain", "the reasons: parity, race, effect, limit, history, failures"),
         "decide": ("decide", "by hand: promote a candidate, demote, pin or release a decision"),
     },
+    "Models": {
+        "quantise": ("quantise", "a checkpoint in int8 or int4, for transformers and vLLM too"),
+    },
     "Certify": {
         "run": ("run", "tokens per second of a real decode, certified"),
         "sweep": ("sweep", "the decode over contexts and batches; where winners change"),
