@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-import autosel
 from autosel.files import read
 
 MOST_BYTES = 1 << 20
@@ -16,7 +15,7 @@ MOST_BYTES = 1 << 20
 
 def ops(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete an op: each is declared in autosel/ops/NAME.py."""
-    files = (Path(autosel.__file__).parent / "ops").glob("*.py")
+    files = (Path(__file__).parents[1] / "ops").glob("*.py")
     own = [path.stem for path in files if f'\n    name = "{path.stem}"\n'.encode() in read(path, MOST_BYTES)]
     return _starting([*own, "gemv", "gemm", "step"], incomplete)
 

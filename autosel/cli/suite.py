@@ -12,9 +12,9 @@ import click
 from click.core import ParameterSource
 
 from autosel import settings
+from autosel.cli.asked import Asked, earlier, ledger_or_none, progress, refuse_unwritable
 from autosel.cli.certificate import changes_text, suite_text
 from autosel.cli.output import emit_json, error_json, leave, noted
-from autosel.cli.run import Asked, earlier, ledger_or_none, progress, refuse_unwritable
 from autosel.cli.untuned import show_untuned
 from autosel.errors import UsageError
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel.cli import completion
+from autosel.cli.asked import ledger_or_none
 from autosel.cli.device import device_option, refuse_absent
 from autosel.cli.options import Known, dtype_option, exact, given_options, json_option, verb
 from autosel.cli.output import bandwidth, emit_json, error_json, leave, noted, paragraph, table
-from autosel.cli.run import ledger_or_none
 from autosel.errors import UsageError
 
 if TYPE_CHECKING:

@@ -163,7 +163,7 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     """
     from autosel.certify import run_again as again
     from autosel.certify.run import Request
-    from autosel.cli.run import ledger_or_none, progress
+    from autosel.cli.asked import ledger_or_none, progress
 
     asked = command_of(certified)
     plan = asked.plan()
@@ -177,7 +177,8 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
 def command_of(certified: Certificate) -> Any:
     """Parse the certificate's command line as data: read the options of `run`, and execute no command."""
     from autosel.certify.command import translated
-    from autosel.cli.run import Asked, run_command
+    from autosel.cli.asked import Asked
+    from autosel.cli.run import run_command
 
     try:
         parts = shlex.split(certified.repro_cmd)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 PARTS = ("codes", "scales", "zeros")
+KINDS: dict[str, Any] = {}  # the classes of operands in a format, by KIND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +21,9 @@ class Stored:
     """Operand that an op takes instead of a tensor of `shape`. Its tensors may be written, as a tensor may."""
 
     KIND: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.KIND] = cls
 
     format: Any
     shape: torch.Size
@@ -118,10 +122,7 @@ def received(value: Any, tensor: Callable[[Mapping[str, Any]], Any]) -> Any:
         return value
     if "parts" not in value:
         return tensor(value)
-    from autosel.ops.cached import Cached
-    from autosel.ops.weight import Weight
-
-    kind = {k.KIND: k for k in (Weight, Cached)}[value["kind"]]
+    kind = KINDS[value["kind"]]
     parts = {name: tensor(ref) for name, ref in value["parts"].items()}
     return kind.of(value["format"], shape=value["shape"], **parts)
 

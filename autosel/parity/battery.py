@@ -19,7 +19,6 @@ from torch import Tensor
 
 from autosel.ops.compare import bits
 from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
-from autosel.parity import calls
 from autosel.parity.changes import Changes
 from autosel.parity.session import Proof, RefusedError, Session
 from autosel.parity.stage import Placed, far_strides, place, room_for
@@ -32,14 +31,13 @@ log = logging.getLogger(__name__)
 
 REPEATED, KEPT, FRESH = "repeated calls", "a result kept across later calls", "fresh inputs"
 GAPS, FAR_ROWS, MANY, STATE = "strided outputs", "rows beyond 2^31 elements", "many calls", "process-wide state"
-HABITS = {
+MANY_CALLS = {
     REPEATED: "a race between threads; sums in a varying order",
     KEPT: "one output buffer for all calls; writes after the return",
     FRESH: "results cached by address or by part of the contents",
     GAPS: "outputs assumed to be contiguous",
     FAR_ROWS: "an int32 index",
     MANY: "a fault in one call of many; leaked memory or files",
-    **calls.HABITS,
     STATE: "threads, flags, random state, environment, signals or functions changed for the whole process",
 }
 FAR_TOUCHED_BYTES = 64 << 20
@@ -156,19 +154,18 @@ class Battery:
     # --- many calls ---------------------------------------------------------------------------------------------------
 
     def habits(
-        self, plain: Case, other: Case, large: Case, cheap: Case, apart: Case | None = None
+        self, plain: Case, other: Case, cheap: Case, apart: Case | None = None
     ) -> dict[str, Callable[[Tally], None]]:
         """Return, by name, the checks that need several calls. They are independent of each other.
 
-        `plain` is the case that most checks run; `other` runs between its calls; `large` has calls long enough to
-        overlap; `cheap` has short calls; `apart` has rows with a distance between them.
+        `plain` is the case that most checks run; `other` runs between its calls; `cheap` has short calls; `apart` has
+        rows with a distance between them.
         """
         checks: dict[str, Callable[[Tally], None]] = {
             REPEATED: lambda _: self._repeat(plain, other),
             KEPT: lambda _: self._retention(plain),
             FRESH: lambda tally: self._fresh(plain, tally),
             MANY: lambda _: self._leak(plain, cheap),
-            **calls.Calls(self, plain, large).checks(),
         }
         if self.proof.candidate.writes_out and self.op.outputs(plain.workload):  # else it allocates its outputs
             checks[GAPS] = lambda tally: self._gaps(plain, tally)

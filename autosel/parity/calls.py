@@ -1,4 +1,4 @@
-"""Checks of the ways in which callers use a kernel, as part of the battery's HABITS.
+"""Checks of the ways in which callers use a kernel, as part of check.HABITS.
 
 Calls from other threads, two calls at once, other numbers of threads, all operands in one storage, and results that
 the caller overwrites. The checks are independent of each other.
@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autosel import devices
 from autosel.ops.contract import Case, Inputs
+from autosel.parity.battery import Battery, Tally
 from autosel.parity.session import RefusedError
 from autosel.parity.stage import Placed, place
 from autosel.parity.ways import HERE, INFERENCE, NEW, ONE_STORAGE, OTHER
-
-if TYPE_CHECKING:
-    from autosel.parity.battery import Battery, Tally
 
 THREADS, AT_ONCE, COUNTS = "calls from other threads", "two calls at once", "other numbers of threads"
 STORAGE, OWNED = "operands in one storage", "a result that its caller overwrites"

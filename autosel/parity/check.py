@@ -25,7 +25,8 @@ from autosel.ops import OPS
 from autosel.ops.array import Array
 from autosel.ops.contract import Case, Op
 from autosel.ops.one_thread import one_thread
-from autosel.parity.battery import HABITS, STATE, Battery, Tally
+from autosel.parity import calls
+from autosel.parity.battery import MANY_CALLS, STATE, Battery, Tally
 from autosel.parity.control import require_control, unanswered
 from autosel.parity.fullsize import FullSize
 from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
@@ -36,6 +37,7 @@ from autosel.workers import Exit, RaisedError
 INPUTS = secrets.token_hex(8)  # one per process: all candidates of a tune get the same inputs, and none can know them
 EVERY_PAIR = range(1 << 20)
 ORDINARY_BYTES, CHEAP_BYTES = 16 << 10, 1 << 10
+HABITS = MANY_CALLS | calls.HABITS  # checks that need several calls: the faults that each finds
 _TRUTHS = Truths()
 
 
@@ -315,7 +317,8 @@ def _habits(proof: Proof, cases: Sequence[Case], *, interpreted: bool = False) -
 
     def step(name: str) -> Step:
         def run(battery: Battery, tally: Tally) -> None:
-            found = battery.habits(plain, cases[len(cases) // 2], large, cheap, apart).get(name)
+            of_callers = calls.Calls(battery, plain, large).checks()
+            found = (battery.habits(plain, cases[len(cases) // 2], cheap, apart) | of_callers).get(name)
             if found is not None:
                 found(tally)
 

@@ -12,8 +12,8 @@ from autosel.candidates import registry
 from autosel.candidates.base import Candidate, support_of
 from autosel.errors import UsageError
 from autosel.models.workloads import step as decode_step
-from autosel.parity.battery import HABITS, MANY, STATE
-from autosel.parity.check import Prover, Step, Terms, torch_threads
+from autosel.parity.battery import MANY, STATE
+from autosel.parity.check import HABITS, Prover, Step, Terms, torch_threads
 from autosel.parity.session import Proof, built
 from autosel.values import Accepted, DTypeName, Failed, Workload
 from autosel.workers import Exit

@@ -13,8 +13,8 @@ import pytest
 
 from autosel.ops import OPS
 from autosel.parity import calls, whole
-from autosel.parity.battery import FAR_ROWS, FRESH, GAPS, HABITS, KEPT, MANY, REPEATED, STATE
-from autosel.parity.check import INPUTS, Prover, Terms
+from autosel.parity.battery import FAR_ROWS, FRESH, GAPS, KEPT, MANY, REPEATED, STATE
+from autosel.parity.check import HABITS, INPUTS, Prover, Terms
 from autosel.parity.session import Proof, Session
 from autosel.parity.stage import Placed
 from autosel.values import Failed, Parity, Passed

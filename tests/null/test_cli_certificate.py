@@ -20,9 +20,10 @@ from autosel.certify.physics import ImpossibleRun
 from autosel.certify.report import page
 from autosel.certify.run import failed
 from autosel.certify.words import prompted
+from autosel.cli.asked import MEASURED, Asked
 from autosel.cli.certificate import summary, where_line
 from autosel.cli.main import run
-from autosel.cli.run import MEASURED, Asked, run_command
+from autosel.cli.run import run_command
 from autosel.cli.suite import TAKEN
 from autosel.cli.verify import command_of, located, rerun_words, run_again
 from autosel.cli.writable import refuse_file, refuse_folder
@@ -246,7 +247,7 @@ def test_each_trial_of_a_suite_can_be_repeated_alone(options: str, tmp_path: Pat
 def test_options_name_the_form_of_the_step(
     options: str, step: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
+    monkeypatch.setattr("autosel.cli.asked.refuse_absent", lambda device: None)
     for device in ("cpu", "cuda"):
         first = asked(f"--model llama-1b --device {device} {options}")
         again = asked(shlex.join(shlex.split(first.repro)[2:]))
@@ -288,7 +289,7 @@ def test_a_former_option_is_refused_with_its_replacement(old: str, new: str, sai
 def test_an_earlier_certificates_command_selects_the_form_that_ran(
     flags: str, ran: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autosel.cli.run.refuse_absent", lambda device: None)
+    monkeypatch.setattr("autosel.cli.asked.refuse_absent", lambda device: None)
     for device, form in (("cpu", on_cpu), ("cuda", on_gpu)):
         for packed, layout in (("", "auto"), (" --no-packed", "plain")):
             text = f"./run run --model llama-1b --device {device} {flags}{packed} --seq 9"

@@ -19,8 +19,9 @@ import torch
 from autosel import devices, extras, ops, settings
 from autosel.candidates import arms, registry
 from autosel.cli import device, tune
+from autosel.cli.asked import Asked
 from autosel.cli.main import cli, run
-from autosel.cli.run import Asked, run_command
+from autosel.cli.run import run_command
 from autosel.cli.verify import command_of
 from autosel.devices.cuda import identity as gpu
 from autosel.devices.cuda import nvml

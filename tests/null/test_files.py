@@ -216,7 +216,7 @@ OTHERS = {
     "devices/cpu/neighbours.py",
     "devices/cuda/cost.py",
     "devices/cuda/nvml.py",
-    "devices/cuda/probe.py",
+    "devices/cuda/bench.py",
     "devices/energy.py",
     "devices/stack.py",
     "integrations/flashinfer_bench.py",

@@ -1,7 +1,7 @@
 """Measure a GPU's arithmetic: special functions, products and conversions per SM and clock, shared memory, matrix
 products.
 
-Each figure follows the rules of probe.py. A kernel of kernels/cuda/probes.cu counts its clock ticks in addition to
+Each figure follows the rules of bench.py. A kernel of kernels/cuda/probes.cu counts its clock ticks in addition to
 the time by events, so a rate per clock can be checked without a clock rate.
 
 Status: compiled and emulated; not yet run on silicon.
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autosel.devices.cuda.bench import Bench
 from autosel.errors import UsageError
-
-if TYPE_CHECKING:
-    from autosel.devices.cuda.probe import Bench
 
 THREADS = 512  # of one block per SM: 16 warps
 CHAINS = 8

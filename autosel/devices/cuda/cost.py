@@ -1,6 +1,6 @@
 """Measure the overheads of a kernel: starting it, barriers, the host's part, and copies to and from the host.
 
-Each figure follows the rules of probe.py; the host's times use the host's clock.
+Each figure follows the rules of bench.py; the host's times use the host's clock.
 
 Status: compiled and emulated; not yet run on silicon.
 """
@@ -11,15 +11,13 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autosel import resources
 from autosel.devices.cuda import rates
+from autosel.devices.cuda.bench import Bench
 from autosel.devices.cuda.rates import Point
 from autosel.native.cuda import DRIVER
-
-if TYPE_CHECKING:
-    from autosel.devices.cuda.probe import Bench
 
 GRID_SYNC = "cuda/grid_sync.cu"
 CHAIN = (100, 1000)  # nodes of two graphs: their common cost cancels

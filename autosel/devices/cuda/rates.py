@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 RAMP_SHARE = 0.70  # of the read rate: where the ramp's latency is loaded, and bandwidth is not yet the limit
-MEASURED = {  # every rate of a GPU's fingerprint, and its method (probe.py, cost.py, arithmetic.py)
+MEASURED = {  # every rate of a GPU's fingerprint, and its method (bench.py, cost.py, arithmetic.py)
     "read_bytes_per_s": "16-byte loads, eight in flight per thread, over a gigabyte of random bytes",
     "copy_bytes_per_s": "read and written bytes of a copy as large",
     "dram_latency_s": "Little's law where a ramp of bytes in flight reaches 70 % of the read rate",
