@@ -18,6 +18,7 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ from autosel import dispatch, ops
 from autosel.candidates import arms, registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import this_device
-from autosel.errors import BuildError
 from autosel.guard import Policy
-from autosel.ledger import snapshot
-from autosel.ledger.key import current_mode, serving_key
-from autosel.native.compile import compile_source
 from autosel.ops.contract import Op
-from autosel.values import Arm, Decision, Knobs, NativeRecipe, PythonRecipe, Workload, digest, to_json
+from autosel.testing import serving
+from autosel.values import Accepted, Arm, PythonRecipe, digest
 
+KERNELS = {"rmsnorm": "cpp:rmsnorm", "attn": "cpp:attn_decode"}
 NOTHING = """
 def rmsnorm(x, weight, eps, offset, out=None):
     return out
@@ -82,8 +81,10 @@ def cases(folder: Path) -> list[tuple[str, Op, Arm, tuple[Any, ...]]]:
         ("attn, a kernel that does nothing", attn, nothing("attn", folder), attn_call),
     ]
     for op, call in ((rms, rms_call), (attn, attn_call)):
-        arm = native(op, op.workload_of(arguments(op, call)))
-        if arm is not None:
+        w = op.workload_of(arguments(op, call))
+        kernel = registry.find(op.name, KERNELS[op.name])
+        if isinstance(kernel.supports(w, this_device()), Accepted):
+            arm = serving.arm_of(w, kernel.name)
             found.append((f"{op.name}, {arm.candidate}", op, arm, call))
     return found
 
@@ -94,23 +95,6 @@ def nothing(name: str, folder: Path) -> Arm:
     return Arm(
         candidate="nothing", backend="USER", recipe=recipe, knobs={}, digest=digest({"source": source, "knobs": {}})
     )
-
-
-def native(op: Op, w: Workload) -> Arm | None:
-    """Compile the op's C++ kernel and return its arm; None if no kernel supports the workload."""
-    device = this_device()
-    for candidate in registry.all_candidates(op.name):
-        if candidate.backend == "CPP" and not hasattr(candidate.supports(w, device), "reason"):
-            knobs = candidate.knobs(w, device)
-            recipe = candidate.recipe(w, device, knobs)
-            assert isinstance(recipe, NativeRecipe)
-            try:
-                built = compile_source(recipe.source, recipe.flags).digest
-            except BuildError as error:
-                print(f"{candidate.name}: {error}", file=sys.stderr)
-                continue
-            return arms.arm(candidate, w, device, built, knobs)
-    return None
 
 
 def arguments(op: Op, call: Sequence[Any]) -> dict[str, Any]:
@@ -125,7 +109,7 @@ def measure(
 ) -> dict[str, Any]:
     w = op.workload_of(arguments(op, call))
     home = folder / digest(name)[:8]
-    publish(home, op, w, arm)
+    serving.publish(home, [replace(serving.pinned(w, registry.baseline(op.name).name), arm=arm)])
     direct = load(op, arm.recipe, arm.build, arm.knobs)
     with dispatch.use(home, Policy(on=False)):
         bound = dispatch.best(op.name, like=arguments(op, call))
@@ -138,26 +122,6 @@ def measure(
         low, median, high = statistics.quantiles(over, n=4)
         line[way] = {"median_ns": median, "q25_ns": low, "q75_ns": high}
     return line
-
-
-def publish(home: Path, op: Op, w: Workload, arm: Arm) -> None:
-    device, mode = this_device(), current_mode()
-    made = Decision(
-        id=1,
-        state="promoted",
-        hw_id=device.hw_id,
-        op=op.name,
-        bucket=w.bucket,
-        mode=mode,
-        workload=w,
-        arm=arm,
-        baseline=arms.arm(registry.baseline(op.name), w, device, "", Knobs()),
-        verdict=None,
-        reason="for the benchmark",
-        created_at="2026-01-01T00:00:00+00:00",
-    )
-    row = {"key": serving_key(device.hw_id, mode, w.bucket), "epoch": 1, "decision": to_json(made)}
-    snapshot.write(home / snapshot.FILE, snapshot.document(1, [row]))
 
 
 def interleaved(

@@ -2,7 +2,6 @@
 
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
-                                     [--write]
 
     autosel     the step of `autosel run --step whole`: one native call, C++ kernels at their formulas' knobs, lossless
                 12-bit weights (kernels/cpu/packed.h)
@@ -21,7 +20,7 @@ untimed, to wake its threads, then one timed. Caches hold random keys and values
 random tokens). The figure is an arm's step over autosel's, median over median, with the interval of resampled rounds;
 on a shared machine only ratios within one run are meaningful. There the read rate changes from minute to minute, and
 the ratios with it, since arithmetic counts more at a higher rate. --split 50 makes one row of the rounds below 50 GB/s
-and one of the others. --write stores the rows and replaces those of the same contexts on the same side of --split.
+and one of the others.
 
 llama.cpp is built once, which needs a compiler and several minutes: pip install llama-cpp-python gguf (possibly in a
 separate environment with this one's packages on its path).
@@ -46,8 +45,7 @@ import command_line
 import numpy as np
 import torch
 from hugging_face import filled_cache, model_of, rewinding
-from kept import device_of, file_of, keep
-from peers_tables import steps
+from kept import device_of
 from torch import Tensor
 
 from autosel import dispatch, fingerprint, models
@@ -101,20 +99,7 @@ def main() -> int:
         "rows": rows,
     }
     print(json.dumps(found, indent=1) if options.json else steps(found))
-    if options.write:
-        _keep(found, file_of(f"peers-{options.model}", fp), options.split)
     return 0
-
-
-def _keep(found: dict[str, Any], path: Path, split: float) -> None:
-    """Store the rows, and keep earlier rows of the same layers for other contexts or sides of --split."""
-    before = json.loads(path.read_text()) if path.is_file() else {"rows": []}
-    same = before.get("layers") == found["layers"] and before.get("device") == found["device"]
-    measured = {(row["seq"], row["read_gb_s"] < split) for row in found["rows"]}
-    older = [row for row in before["rows"] if same and (row["seq"], row["read_gb_s"] < split) not in measured]
-    rows = [*found["rows"], *older]
-    rows.sort(key=lambda row: (row["seq"], row["read_gb_s"]))
-    keep(path, {**found, "rows": rows})
 
 
 def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -375,6 +360,20 @@ def _paired(w: Tensor, heads: int) -> Tensor:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
+def steps(found: Mapping[str, Any]) -> str:
+    """Format whole decode steps: each arm's median, also relative to autosel's."""
+    part = f"{found['layers']} of {found['of_layers']} layers"
+    lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
+    lines += ["| context | arm | ms a step | over autosel | read rate |", "| --- | --- | --- | --- | --- |"]
+    for row in found["rows"]:
+        for name, one in row["arms"].items():
+            lo, hi = one["interval"]
+            ratio = f"{one['over_first']:.2f}x ({lo:.2f} .. {hi:.2f})" if one["over_first"] != 1 else ""
+            beside = f"{row['read_gb_s']:.1f} GB/s"
+            lines.append(f"| {row['seq']} | {name} | {one['median_ms']:.1f} | {ratio} | {beside} |")
+    return "\n".join(lines)
+
+
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -388,7 +387,7 @@ def _versions() -> dict[str, str]:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(128, 2048), rounds=12)
     parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; ratios are relative to the first")
     parser.add_argument(

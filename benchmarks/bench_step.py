@@ -1,7 +1,6 @@
 """Time whole decode steps in turn: one native call a step, one call an op, and the eager baseline.
 
     python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 17] [--json]
-                                    [--write]
 
 All of autosel's arms use the same C++ kernels with the knobs of the closed forms, regardless of decisions. So the
 difference is the gain of a thread team: no Python and no fork-join between ops, and work sharing between threads. The
@@ -11,26 +10,23 @@ waits until the other arms' threads sleep.
 
 The roofline is the bytes of the step / the rate of its round's probe / time, as the median over rounds. For packed
 weights it uses their own bytes; team / packed is the gain on the same step. `waits` is the share of the team's step in
-which a thread waits at barriers. --write stores the rows in benchmarks/results/cpu/ and replaces those of the same
-model and context; each instruction set has its own file.
+which a thread waits at barriers.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import command_line
 import torch
-from kept import device_of, file_of, keep
+from kept import device_of
 
 from autosel import dispatch, fingerprint, models
 from autosel.candidates import registry
@@ -65,8 +61,6 @@ def main() -> int:
             weights = weights or load_weights(plan)
             with torch.inference_mode(), dispatch.measuring():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
-    if options.write:
-        _keep(rows, file_of("step", fp), device_of(fp))
     if options.json:
         json.dump({"device": device_of(fp), "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
         print()
@@ -166,17 +160,6 @@ def waiting_share(step: TeamStep) -> float:
     return float((left - done)[:, 1:].sum()) / step.threads / whole
 
 
-def _keep(rows: list[dict[str, Any]], path: Path, device: str) -> None:
-    before = json.loads(path.read_text())["rows"] if path.is_file() else []
-    held = {(r["model"], r["layers"], r["seq"]): r for r in [*before, *({**r, "date": _today()} for r in rows)]}
-    found = {"device": device, "torch": torch.__version__, "rows": list(held.values())}
-    keep(path, found)
-
-
-def _today() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
-
-
 def _table(rows: list[dict[str, Any]], device: str) -> None:
     print(f"{device}: decode steps, the same C++ kernels as one native call (team) and as one call an op (ops)")
     heads = ("model", "context", "ops ms", "team ms", "packed ms", "eager ms", "roofline", "ops/team", "team/packed")
@@ -189,7 +172,7 @@ def _table(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="store the rows in benchmarks/results/cpu/step-ISA.json")
+    parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(128, 2048, 8192), rounds=17, models=True)
     command_line.dtype(parser)
     return parser.parse_args()

@@ -1,7 +1,6 @@
 """Compare a Hugging Face model with the same model after `autosel.patch`, in turn, on the same weights.
 
-    python benchmarks/bench_transformers.py [--model llama-1b] [--layers 16] [--seq 2048] [--rounds 40] [--pinned]
-                                            [--json] [--write]
+    python benchmarks/bench_transformers.py [--model llama-1b] [--layers 16] [--seq 2048] [--rounds 40] [--json]
     python benchmarks/bench_transformers.py --generate [--batch 1 4] [--cache dynamic static] [--compile] [--tokens 24]
 
 It times decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward,
@@ -14,8 +13,7 @@ a shape in a process also runs the baseline, which for the logits is every one o
 times the tokens after the first. --compile adds a third arm: the unpatched model's forward under torch.compile, over a
 static cache.
 
-This home's decisions serve. `--pinned` serves autosel's C++ kernels for all ops that have one, without a race and from
-a temporary home: the figure that tuning can reach, not one that it has proven. To decide these shapes, run this program
+This home's decisions serve. To decide these shapes, run this program
 under `autosel record`, then run `autosel tune --recorded`.
 """
 
@@ -31,10 +29,8 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,28 +38,21 @@ from typing import Any
 import command_line
 import torch
 from hugging_face import filled_cache, model_of, rewinding
-from kept import keep
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import autosel
 from autosel import dispatch, fingerprint, models
-from autosel.candidates import registry
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode.cache import make_cache
 from autosel.decode.run import Plan
 from autosel.decode.weights import Weights, load_weights
 from autosel.devices.cpu.idle import wait_until_idle
-from autosel.dispatch.board import this_device
 from autosel.guard.rate import CANARY
-from autosel.values import Accepted, Workload
 
-RESULTS = Path(__file__).parent / "results" / "cpu"
 GOAL = 1.5
 RUN_UP = 2  # steps until a cache has the state of the middle of a text
-KERNELS = {"linear": "cpp:gemv", "attn": "cpp:attn_decode", "rmsnorm": "cpp:rmsnorm", "rope": "cpp:rope"}
-KERNELS |= {"swiglu": "cpp:swiglu", "geglu": "cpp:geglu"}
 
 
 def main() -> int:
@@ -83,7 +72,6 @@ def main() -> int:
         else:
             found = _compared_steps(options, own, ours, weights)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}
-    found |= {"served": "pinned" if options.pinned else "as decided"}
     found |= {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "goal": GOAL,
@@ -96,8 +84,6 @@ def main() -> int:
         print()
     else:
         (_show_cells if options.generate else _show)(found)
-    if options.write:
-        keep(RESULTS / f"transformers-{'generate-' if options.generate else ''}{shape.name}.json", found)
     return 0
 
 
@@ -107,8 +93,7 @@ def _compared_steps(options: argparse.Namespace, own: Any, ours: Any, weights: W
     for tensor in (*cache.k, *cache.v):
         tensor.normal_(generator=generator)
     token = torch.randint(weights.shape.V, (1, 1), generator=generator)
-    filled = filled_cache(ours, cache, options.seq - 1)
-    with _serving(options, ours, lambda: ours(token, past_key_values=filled, use_cache=True)) as board:
+    with dispatch.use(autosel.settings.home()) as board, dispatch.measuring():
         with redirect_stdout(sys.stderr):
             patched = autosel.patch(ours)
         held = options.seq - 1 - RUN_UP
@@ -121,12 +106,7 @@ def _compared_generating(options: argparse.Namespace, own: Any, ours: Any, vocab
     generator = torch.Generator().manual_seed(options.seed)
     prompts = {b: torch.randint(5, vocabulary, (b, options.seq), generator=generator) for b in options.batch}
 
-    def ask() -> None:
-        """Reach every bucket of lengths that the measured tokens reach."""
-        for prompt, cache in itertools.product(prompts.values(), options.cache):
-            generated(ours, prompt, options.tokens, cache)
-
-    with _serving(options, ours, ask) as board:
+    with dispatch.use(autosel.settings.home()) as board, dispatch.measuring():
         with redirect_stdout(sys.stderr):
             patched = autosel.patch(ours)
         arms = {"own": own, "patched": ours}
@@ -140,31 +120,6 @@ def _compared_generating(options: argparse.Namespace, own: Any, ours: Any, vocab
 def _uses(board: dispatch.Board) -> list[dict[str, Any]]:
     used = sorted((u for u in board.uses() if u.calls), key=lambda u: -u.calls)
     return [{"bucket": u.bucket, "candidate": u.candidate, "decision": u.decision_id, "calls": u.calls} for u in used]
-
-
-@contextmanager
-def _serving(options: argparse.Namespace, model: Any, ask: Callable[[], Any]) -> Iterator[dispatch.Board]:
-    """Serve the home's decisions, or with --pinned autosel's kernels for the patched model's workloads."""
-    if not options.pinned:
-        with dispatch.use(autosel.settings.home()) as board, dispatch.measuring():
-            yield board
-        return
-    from tests.cpu.serving import serve
-
-    with tempfile.TemporaryDirectory() as folder:
-        with dispatch.use(Path(folder) / "empty") as board, redirect_stdout(sys.stderr):
-            autosel.patch(model)
-            ask()
-            autosel.unpatch(model)
-            asked: list[Workload] = list(board.asked())
-        device = this_device()
-
-        def ours(w: Workload) -> bool:
-            return w.op in KERNELS and isinstance(registry.find(w.op, KERNELS[w.op]).supports(w, device), Accepted)
-
-        wanted = [(w, KERNELS[w.op]) for w in asked if ours(w)]
-        with dispatch.use(serve(Path(folder) / "pinned", wanted)) as board:
-            yield board
 
 
 def _compared(
@@ -296,7 +251,7 @@ def _show(found: dict[str, Any]) -> None:
     lo, hi = found["interval"]
     print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, context {found['seq']}")
     print(f"  transformers, unpatched    {found['own_ms']:8.1f} ms a token")
-    print(f"  patched, {found['served']:<17} {found['patched_ms']:8.1f} ms a token")
+    print(f"  patched, as decided        {found['patched_ms']:8.1f} ms a token")
     print(f"  speedup {found['speedup']:.2f}x ({lo:.2f} .. {hi:.2f}), {found['steps']} steps each; goal {GOAL}x")
     difference = found["largest_logit_difference"]
     print(f"  same token in {found['tokens_equal']} steps; largest logit difference {difference:.3f}")
@@ -305,7 +260,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _parsed() -> argparse.Namespace:
-    parser = command_line.parser(__doc__, write="store the result in benchmarks/results/cpu/")
+    parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(2048,), rounds=40)
     command_line.dtype(parser)
     parser.add_argument(
@@ -316,7 +271,6 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--cache", nargs="+", default=["dynamic", "static"], choices=("dynamic", "static"))
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of one generate")
     parser.add_argument("--compile", action="store_true", help="add torch.compile of the unpatched model")
-    parser.add_argument("--pinned", action="store_true", help="serve the C++ kernels without a race")
     return parser.parse_args()
 
 

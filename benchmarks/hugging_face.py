@@ -45,35 +45,6 @@ def filled_cache(model: Any, cache: Cache, count: int) -> Any:
     return made
 
 
-def in_place_cache(model: Any, cache: Cache, count: int) -> Any:
-    """Return a cache like `filled_cache` whose layers with full attention write in place, as autosel's cache does.
-
-    DynamicCache copies all keys and values into new tensors at each step.
-    """
-    from transformers.cache_utils import DynamicLayer
-
-    class InPlace(DynamicLayer):
-        def __init__(self, k: Tensor, v: Tensor) -> None:
-            super().__init__()
-            self.room = k.clone(), v.clone()
-            self.lazy_initialization(k, v)
-            self.keys, self.values = (t[:, :, :count] for t in self.room)
-
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            held = self.keys.shape[-2]
-            end = held + key_states.shape[-2]
-            for room, new in zip(self.room, (key_states, value_states), strict=True):
-                room[:, :, held:end] = new
-            self.keys, self.values = (t[:, :, :end] for t in self.room)
-            return self.keys, self.values
-
-    made = filled_cache(model, cache, count)
-    for i, (k, v) in enumerate(zip(cache.k, cache.v, strict=True)):
-        if not made.layers[i].is_sliding:
-            made.layers[i] = InPlace(k, v)
-    return made
-
-
 def rewinding(cache: Any) -> Callable[[], None]:
     """Return a function that restores the cache's present state: a step makes new tensors and keeps the old ones."""
     held = [dict(vars(layer)) for layer in cache.layers]

@@ -49,6 +49,7 @@ from autosel.dispatch.board import this_device
 from autosel.dispatch.signature import inputs_of
 from autosel.errors import UsageError
 from autosel.guard import Policy
+from autosel.testing.serving import serve
 from autosel.values import Accepted, Workload
 
 RESULT = Path(__file__).parent / "results" / "cpu" / "transformers-classes.json"
@@ -129,7 +130,7 @@ def _line(error: Exception) -> str:
 def _compared(name: str, model: Any, own: list[Tensor], calls: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         wanted = _wanted(model, Path(folder) / "empty", len(own))
-        board = Moving(_served_home(Path(folder) / "pinned", wanted), Policy(on=False))
+        board = Moving(serve(Path(folder) / "pinned", wanted), Policy(on=False))
         with dispatch.Use(board):
             with _quietly():
                 patched = autosel.patch(model)
@@ -309,12 +310,6 @@ def _wanted(model: Any, home: Path, count: int) -> list[tuple[Workload, str]]:
         return kernel
 
     return [(w, chosen(w)) for w in asked]
-
-
-def _served_home(home: Path, wanted: Sequence[tuple[Workload, str]]) -> Path:
-    from tests.cpu.serving import serve
-
-    return serve(home, wanted)
 
 
 def _served_calls(board: dispatch.Board) -> int:

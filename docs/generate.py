@@ -667,23 +667,6 @@ def figures() -> str:
     )
 
 
-def error_rates() -> str:
-    """Return the stored tables of `benchmarks/bench_error_rates.py --write`."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from bench_error_rates import markdown, stored
-
-    found = stored()
-    return markdown(found) if found else "No results of `benchmarks/bench_error_rates.py --write` are stored yet."
-
-
-def proof() -> str:
-    """Return the stored table of `benchmarks/bench_proof.py --write`."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from bench_proof import KEPT, text
-
-    return text(json.loads(KEPT.read_text()))
-
-
 def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
     """Return the seed of all rows and the state of the checks that they are of, or those of groups of rows."""
     states: dict[str, list[str]] = {}
@@ -761,31 +744,12 @@ def mutants_reverse() -> str:
     return "\n".join([table(head, rows), "", f"{told}: {'; '.join(alone)}." if alone else f"{told}."])
 
 
-def aa() -> str:
-    """Return the stored tables of `benchmarks/bench_aa.py --write`, one per op."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from bench_aa import markdown, stored
-
-    found = stored()
-    return "\n\n".join(map(markdown, found)) or "No results of `benchmarks/bench_aa.py --write` are stored yet."
-
-
 def regret() -> str:
     """Return the stored tables of `benchmarks/bench_regret.py --write` and `./run gpu --keep`, one per device."""
     from benchmarks.bench_regret import kept, markdown
 
     found = kept(ROOT / "benchmarks" / "results")
     return "\n\n".join(map(markdown, found)) or "No results of `benchmarks/bench_regret.py --write` are stored yet."
-
-
-def peers(which: str) -> str:
-    """Return a stored comparison with other software. `which` is `table=result file`."""
-    from benchmarks import peers_tables
-
-    kind, _, name = which.partition("=")
-    found = peers_tables.stored(name)
-    table_of: Callable[[Mapping[str, Any]], str] = getattr(peers_tables, kind)
-    return table_of(found) if found else f"No results of the benchmark {name} are stored yet."
 
 
 def ran_on() -> str:
@@ -1047,16 +1011,12 @@ BLOCKS: Mapping[str, Callable[..., str]] = {
     "case-counts": case_counts,
     "kernel": rmsnorm_kernel,
     "figures": figures,
-    "error-rates": error_rates,
-    "proof": proof,
     "mutants": mutants,
     "mutants-source": mutants_source,
     "mutants-reverse": mutants_reverse,
-    "aa": aa,
     "regret": regret,
     "ran-on": ran_on,
     "silicon": silicon,
-    "peers": peers,
     "certificate-fields": certificate_fields,
     "gpu-stages": gpu_stages,
     "libraries": libraries,

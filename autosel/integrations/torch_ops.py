@@ -9,7 +9,7 @@
 An operator takes tensors, not a `Weight` or a `Cached`: `<op>_stored` takes their parts and the format's name.
 
 An operator runs the kernel that `best()` serves for the call's shapes. It uses `Library.define/impl`, because calls of
-`custom_op` cost several times as much (benchmarks/bench_peers_dispatch.py). For inference: a backward pass raises.
+`custom_op` cost several times as much (docs/figures.md). For inference: a backward pass raises.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from autosel import ops, settings
+from autosel.testing.serving import serve
 from autosel.values import Workload
 from tests import engines
-from tests.cpu.serving import serve
 
 # The start of every script. The decisions serve.
 BEGIN = """

@@ -13,7 +13,7 @@ from torch.nn import attention
 import autosel
 from autosel import dispatch, ops
 from autosel.errors import UsageError
-from tests.cpu.serving import serve
+from autosel.testing.serving import serve
 
 Q, K, V = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64)
 PROMPT = torch.randn(1, 4, 7, 64), torch.randn(1, 4, 7, 64), torch.randn(1, 4, 7, 64)

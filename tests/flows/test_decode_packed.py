@@ -34,9 +34,9 @@ from autosel.knobs.cpu.facts import ISA_FLAGS, facts
 from autosel.native.compile import BASE_FLAGS, compile_source, find_compiler
 from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
+from autosel.testing.serving import serve
 from autosel.values import Accepted, Fingerprint, Rejected
 from tests import drawn
-from tests.cpu.serving import serve
 
 PACKER = "cpu/gemv_packed.cpp"  # has the entries that pack
 

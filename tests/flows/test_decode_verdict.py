@@ -23,8 +23,8 @@ from autosel.decode.arms import AtOnce, Written
 from autosel.decode.measure import measure
 from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
+from autosel.testing.serving import serve
 from autosel.values import canonical_json, to_json
-from tests.cpu.serving import serve
 from tests.null.certificates import certificate, decode_run
 
 VOCABULARY = 128

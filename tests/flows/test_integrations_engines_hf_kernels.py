@@ -14,8 +14,8 @@ from autosel import fingerprint, ops, settings
 from autosel.errors import UsageError
 from autosel.integrations.engines import ask, hf_kernels
 from autosel.native.compile import find_compiler
+from autosel.testing.serving import pinned, serve
 from tests import engines
-from tests.cpu.serving import pinned, serve
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("kernels")), reason=engines.missing("kernels")),

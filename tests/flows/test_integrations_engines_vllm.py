@@ -15,9 +15,9 @@ from autosel.fingerprint import known
 from autosel.integrations.engines import ask, experts, vllm
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import Row, Target
+from autosel.testing.serving import pinned
 from autosel.values import Decision
 from tests import engines
-from tests.cpu.serving import pinned
 
 MODEL = models.load("qwen3-8b")
 CONFIG = {

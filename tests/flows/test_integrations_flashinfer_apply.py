@@ -18,9 +18,9 @@ from autosel import ops, settings
 from autosel.fingerprint import known
 from autosel.integrations import flashinfer_apply
 from autosel.native.compile import find_compiler
+from autosel.testing.serving import arm_of, pinned, serve
 from autosel.values import Decision, Workload
 from tests import engines
-from tests.cpu.serving import arm_of, pinned, serve
 from tests.null.cuda_stand_in import OnGpu
 
 BEGIN = """

@@ -28,9 +28,9 @@ from autosel.ledger.store import open_ledger
 from autosel.native.compile import compile_source, find_compiler
 from autosel.native.load import load_entry
 from autosel.ops.contract import Match, Op
+from autosel.testing.serving import pinned
 from autosel.values import Effect, Passed, Timing, Verdict, Workload
 from tests import engines
-from tests.cpu.serving import pinned
 from tests.cpu.test_ledger import PASSED, record
 
 DIMS = {"M": 2, "N": 24, "K": 16, "B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 16, "L": 20, "I": 24, "V": 32, "R": 16}

@@ -17,8 +17,8 @@ import autosel
 from autosel import dispatch, extras, ops
 from autosel.errors import UsageError
 from autosel.integrations.transformers.cache import make_room
+from autosel.testing.serving import serve
 from autosel.values import Workload
-from tests.cpu.serving import serve
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
 

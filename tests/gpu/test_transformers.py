@@ -13,8 +13,8 @@ import torch
 import autosel
 from autosel import dispatch, fingerprint, ops
 from autosel.guard.rate import CANARY
+from autosel.testing.serving import serve
 from autosel.values import Workload
-from tests.cpu.serving import serve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,18 +1,15 @@
 """Test how often the rules of `autosel.race` err on arms of known speed, and how often common rules do.
 
 This is the short form: the limits are binomial, so fewer races make them wider, not wrong. tests/soak has the long
-form, and `benchmarks/bench_error_rates.py` prints the table. Every race is seeded.
+form. Every race is seeded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from math import comb
-from pathlib import Path
 from random import Random
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -271,42 +268,3 @@ def test_power_is_counted_per_attempt_not_per_session() -> None:
     s = setting(1.05, "iid", SHORT, DELTA_CALIBRATED)
     found = attempts(s, 40, Random(11))
     assert found.events / found.races >= POWER - 3 * (POWER * (1 - POWER) / 40) ** 0.5
-
-
-# --- stored rates ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return import_module("bench_error_rates")
-
-
-def test_cells_measured_by_other_rules_are_not_continued(bench: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    path, found = tmp_path / "parts", rate(5, 100, "at most", 0.05)
-    bench.Parts(path, 100).add(found)
-    assert bench.Parts(path, 100).found == {found.name: found}
-    assert bench.Parts(path, 200).found == {}
-    monkeypatch.setattr(bench, "SOURCES", bench.SOURCES[1:])
-    assert bench.Parts(path, 100).found == {}
-
-
-def test_kept_rates_are_whole_and_hold(bench: ModuleType) -> None:
-    document = bench.stored()
-    if document is None:
-        pytest.skip("benchmarks/bench_error_rates.py --write was not run yet")
-    fields = Rate.__dataclass_fields__
-    rates = [Rate(**{k: v for k, v in kept.items() if k in fields}) for kept in document["rates"]]
-    assert {r.name for r in rates} == {cell.name for study in STUDIES.values() for cell in study()}
-    assert broken(rates) == document["broken"] == []
-    assert document["races"] >= 4_000
-    assert document["demotion"][0]["mean"] + 3 * document["demotion"][0]["error"] >= ALARM
-
-
-def test_kept_races_of_a_function_against_itself_are_many(bench: ModuleType) -> None:
-    kept = import_module("bench_aa").stored()
-    assert kept
-    for document in kept:
-        assert document["races"] >= 300
-        ours = [r for r in document["rules"] if r["rule"].startswith("ours, attempt")]
-        assert [r["promoted"] for r in ours] == [0, 0]
