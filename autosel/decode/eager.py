@@ -26,6 +26,12 @@ from autosel.ops.weight import Matrix, split
 Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
 
+def logits_after(weights: Weights, tokens: Tensor, cache: Cache, held: int, precision: torch.dtype) -> Tensor:
+    """Return logits [B * S, V] after each of the tokens [B, S], which follow `held` others in an unchanged cache."""
+    pass_ = Eager(weights, precision)
+    return pass_.times(pass_.hidden(tokens, cache, held).flatten(0, 1), weights.head, precision)
+
+
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autosel import devices
 from autosel.decode.cache import Cache, make_cache
-from autosel.decode.eager import Eager
+from autosel.decode.eager import Eager, logits_after
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
 from autosel.decode.persistent import Kind, kind_of
@@ -76,9 +76,7 @@ class Scene:
         """
         own = self.decoder.weights.torch_dtype
         precision = own if not wider else torch.float64 if own == torch.float32 else torch.float32
-        pass_ = Eager(self.decoder.weights, precision)
-        hidden = pass_.hidden(tokens, self.eager_cache, self.place.longest - 1)
-        return pass_.times(hidden.flatten(0, 1), self.decoder.weights.head, precision)
+        return logits_after(self.decoder.weights, tokens, self.eager_cache, self.place.longest - 1, precision)
 
     def advance(self, kept: list[list[int]]) -> None:
         """Advance the stream by these tokens of each row, the same number for all rows."""

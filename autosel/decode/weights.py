@@ -150,6 +150,18 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     return made if tensors is None else replace(made, note=tensors.tensors.note(shape.weight, plan.dtype))
 
 
+def weights_of(source: Source, shape: ModelShape, dtype: DTypeName) -> Weights:
+    """Copy the weights of another source, in plain formats, into one arena. Raises BadConfig, UsageError."""
+    tensors = _Checkpoint(source, shape, shape.layers)
+    arena = Arena(arena_bytes(shape, dtype), torch.device(devices.HOST))
+    return _Builder(shape, dtype, arena, tensors.read, None, Silent()).build(str(source.place))
+
+
+def refuse_other_tensors(source: Source, shape: ModelShape) -> None:
+    """Raise BadConfig for tensors of another model than the shape's."""
+    _Checkpoint(source, shape, shape.layers)
+
+
 def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
     """Return the source of the weights, None for random ones. Only headers are read. Raises as `load_weights`."""
     found = None if plan.weights == "random" else _opened(Path(plan.weights))

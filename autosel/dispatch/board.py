@@ -25,7 +25,7 @@ from autosel.dispatch import lock, recorded, served
 from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.left import MOST_LEFT, Left
-from autosel.dispatch.resolve import Resolution, Serving, index, resolve
+from autosel.dispatch.resolve import Resolution, Serving, index, resolve, whole
 from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
 from autosel.dispatch.served import UsedFor
 from autosel.dispatch.signature import inputs_of, place_of
@@ -36,7 +36,7 @@ from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.native.isa import best_isa
 from autosel.ops.contract import Op
-from autosel.values import ELSEWHERE, SERVING, Fingerprint, Workload
+from autosel.values import ELSEWHERE, SERVING, Decision, Fingerprint, Workload
 
 __all__ = ["Board", "UsedFor", "Uses", "this_device"]
 
@@ -226,6 +226,17 @@ class Board:
         """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""
         with self._lock:
             return self._resolve(op, w, place)
+
+    def whole(self, w: Workload, mode: str) -> Decision | None:
+        """Return the decision that serves whole steps of this workload on the CPU; None without one."""
+        with self._lock:
+            return whole(w, self._serving_at(HOST), mode)
+
+    def ran_whole(self, d: Decision) -> None:
+        """Count a whole step that a decision served."""
+        key = d.op, d.arm.candidate, d.id, d.reason, d.hw_id
+        with self._lock:
+            self._past[key] = self._past.get(key, 0) + 1
 
     def _resolve(self, op: Op, w: Workload, place: str) -> Resolution:
         serving = self._serving_at(place)

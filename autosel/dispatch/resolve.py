@@ -136,6 +136,18 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     return _split(op, w, decisions, serving, guarded)
 
 
+def whole(w: Workload, serving: Serving, mode: str) -> Decision | None:
+    """Return the decision that serves whole steps of this workload; None without a valid one."""
+    if settings.get("disable") or settings.get("mode") == "off" or serving.trouble or _crowded(serving.device, mode):
+        return None
+    try:
+        decisions = [row.decision for row in _rows(w, serving, mode)]
+    except AutoselError as error:
+        log.warning("%s", error)
+        return None
+    return next((d for d in decisions if d.state in SERVING and not (serving.held.why(d) or staleness(d))), None)
+
+
 def _crowded(device: Fingerprint, mode: str) -> str:
     """Return why nothing serves a process with more threads than cores: its kernels would wait for each other."""
     threads = min(threads_of(mode), int(device.identity.get("cpus", 0)))

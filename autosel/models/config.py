@@ -89,7 +89,11 @@ LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_atten
 
 def read_config(path: Path) -> ModelShape:
     """Return the model that `path`, a config.json, describes. Raises BadConfig."""
-    data = _document(path)
+    return shape_of(_document(path), path)
+
+
+def shape_of(data: dict[str, Any], path: Path) -> ModelShape:
+    """Return the model that a configuration describes; `path` names it in messages. Raises BadConfig."""
     family = _family(path, data)
     nested = data.get("text_config")
     if nested is not None and not isinstance(nested, dict):

@@ -4,6 +4,7 @@ projections run decided kernels. `autosel.unpatch(model)` restores it.
     patch       patch, unpatch; refuses models that cannot be patched
     plan        finds the modules of each kind, proves them, collects the reasons for the others
     linear  norms  mlp  rotary  attention      prove a module of a kind, and make its replacement
+    whole       runs decode steps by one native call, where a decision says so
     forward     copies attention's forward, so that it calls the replacements
     cache       layers of a dynamic cache that grow in place
     masks       reads attention masks

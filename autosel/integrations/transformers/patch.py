@@ -15,7 +15,8 @@ from autosel import devices, extras
 from autosel.errors import UsageError
 from autosel.integrations.transformers.forward import around_attention
 from autosel.integrations.transformers.plan import KINDS, Change, Left, plan_of
-from autosel.integrations.transformers.proof import PROVEN_ON, Forward, Names
+from autosel.integrations.transformers.proof import PROVEN_ON, Forward, Names, NotReplaceable
+from autosel.integrations.transformers.whole import Whole, around_steps, whole_of
 from autosel.ops.arguments import FLOATS
 
 NEEDED = "transformers 5"
@@ -23,16 +24,20 @@ NEEDED = "transformers 5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patched:
-    """Count replaced modules, and their total, by kind; with the reasons for the others."""
+    """Count replaced modules, and their total, by kind; with the reasons for the others.
+
+    `steps` says where decode steps run whole, or why they do not.
+    """
 
     replaced: Mapping[str, int]
     found: Mapping[str, int]
     left: tuple[Left, ...]
+    steps: str = ""
 
     def __str__(self) -> str:
         counts = ", ".join(f"{k} {self.replaced[k]}/{self.found[k]}" for k in KINDS if self.found[k])
         reasons = sorted({f"{left.kind} not replaced: {left.reason}" for left in self.left})
-        return "\n".join([f"autosel: {counts}", *(f"  {reason}" for reason in reasons)])
+        return "\n".join([f"autosel: {counts}", *(f"  {line}" for line in (*reasons, self.steps) if line)])
 
 
 def patch(model: Any) -> Patched:
@@ -44,10 +49,12 @@ def patch(model: Any) -> Patched:
     """
     _refuse(model)
     changes, left = plan_of(model)
+    whole = _whole(model)
     patched = Patched(
         replaced={kind: sum(c.kind == kind for c in changes) for kind in KINDS},
         found={kind: [*(c.kind for c in changes), *(x.kind for x in left)].count(kind) for kind in KINDS},
         left=tuple(left),
+        steps=whole.told() if isinstance(whole, Whole) else f"no whole decode steps: {whole}",
     )
     if not changes:
         raise UsageError(
@@ -62,11 +69,23 @@ def patch(model: Any) -> Patched:
             # A bound method, so that a deep copy of the model runs on the copy's own weights.
             module.__dict__["forward"] = types.MethodType(forward, module)
             _OURS.add(forward)
+        if isinstance(whole, Whole):
+            forward = around_steps(type(model).forward, whole)
+            model.__dict__["forward"] = types.MethodType(forward, model)
+            _OURS.add(forward)
     except BaseException:
         _restore(model)
         raise
     print(patched)  # noqa: T201  (whoever patches shall see at once how much of the model it reached)
     return patched
+
+
+def _whole(model: Any) -> Whole | str:
+    """Return what runs the model's decode steps whole, or why nothing does."""
+    try:
+        return whole_of(model)
+    except NotReplaceable as reason:
+        return str(reason)
 
 
 def _forwards(changes: list[Change]) -> Iterator[tuple[nn.Module, Forward]]:

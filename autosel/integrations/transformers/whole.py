@@ -1,0 +1,404 @@
+"""Run decode steps of a patched model whole, by one native call, where that is decided to be faster.
+
+    whole = whole_of(model)                      # raises NotReplaceable with the reason
+    output = whole.step(forward, args, kwargs)   # None: this call is the model's own
+
+`autosel run --model DIR` decides the step of a batch and a bucket of context lengths. At the first step that is
+decided, the weights move into one mapping on large pages. The parameters become views of it, so that prompts and whole
+steps read the same memory. The first whole step of a batch is proven: its logits, and those of the model's own forward,
+must be within the error that `autosel run` allows against a pass in higher precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosel import devices, dispatch, fingerprint
+from autosel.decode.cache import Cache, make_cache
+from autosel.decode.eager import logits_after
+from autosel.decode.model import Decoder
+from autosel.decode.persistent import AnyStep, serve, write
+from autosel.decode.question import form_of, workload_of
+from autosel.decode.rope import frequencies
+from autosel.decode.run import WHOLE
+from autosel.decode.scene import judged
+from autosel.decode.step import Place, fresh_logits
+from autosel.decode.team import MOST_ROWS, TeamStep, arm_of
+from autosel.decode.weights import refuse_other_tensors, weights_of
+from autosel.dispatch import Board
+from autosel.errors import AutoselError, BadConfig
+from autosel.integrations.transformers.proof import Forward, NotReplaceable
+from autosel.ledger.key import current_mode
+from autosel.models.config import shape_of
+from autosel.models.shape import ModelShape
+from autosel.values import Decision, DTypeName, length_bucket
+
+log = logging.getLogger(__name__)
+CACHE_NAMES = ("cache", "past_key_values")  # of the argument and the output: since transformers 5.24, and before
+READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
+IGNORED = {"return_dict", "cache_position"}  # the position is the cache's
+LEAST_ROOM = 256  # tokens
+BUCKETS = tuple(16 << n for n in range(17))  # a context in each bucket of lengths
+
+
+def whole_of(model: nn.Module) -> Whole:
+    """Return what runs the model's whole steps. Raises NotReplaceable."""
+    if "forward" in model.__dict__:
+        raise NotReplaceable("the model's forward was replaced by other code, and is kept")
+    if not devices.on_host(next(model.parameters()).device.type):
+        raise NotReplaceable("whole steps of a patched model run on the CPU")
+    try:
+        shape = _described(model)
+        frequencies(shape, torch.device(devices.HOST))
+        refuse_other_tensors(_Parameters(model), shape)
+    except (AutoselError, ValueError) as error:
+        raise NotReplaceable(str(error).splitlines()[0]) from error
+    if shape.window:
+        raise NotReplaceable("layers with a sliding window keep another cache")
+    return Whole(model=weakref.ref(model), shape=shape, unchanged=_Unchanged.of(model))
+
+
+def _described(model: nn.Module) -> ModelShape:
+    """Return the dimensions of the model's configuration. Raises BadConfig."""
+    config: Any = model.config
+    told = config.to_dict() | {"architectures": [type(model).__name__], "dtype": str(next(model.parameters()).dtype)}
+    told.pop("torch_dtype", None)
+    return shape_of(told, Path(config.name_or_path or type(model).__name__) / "config.json")
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+class _Parameters:
+    """The model's parameters as a source of weights. A parameter that is read becomes a view of the copy."""
+
+    described_by = "the model's configuration"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.entries: Mapping[str, Tensor] = dict(model.named_parameters())
+        self.place = Path(type(model).__name__)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        parameter = self.entries[name]
+        if parameter.shape != out.shape:
+            raise BadConfig(f"{name} is {list(parameter.shape)}", why=f"{self.described_by} says {list(out.shape)}")
+        out.copy_(parameter)
+        parameter.data = out.detach()
+
+    def note(self, format: str, dtype: str) -> str:
+        return ""
+
+    def codes(self, format: str) -> None:
+        return None
+
+
+Slot = tuple[Mapping[str, Any], str]  # a module's dictionary, and a name in it
+INACTIVE = "transformers.utils.output_capturing"  # its hooks act only in calls that ask for more than logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unchanged:
+    """Modules, hooks and parameters of a model, to notice that another module or tensor would run now."""
+
+    modules: tuple[tuple[Slot, nn.Module], ...]
+    hooks: tuple[Mapping[int, Any], ...]
+    parameters: tuple[Slot, ...]
+    versions: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> _Unchanged:
+        modules = list(model.modules())
+        parameters = tuple((m._parameters, name) for m in modules for name, _ in m.named_parameters(recurse=False))
+        return _Unchanged(
+            modules=tuple(((m._modules, name), child) for m in modules for name, child in m.named_children()),
+            hooks=tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+            parameters=parameters,
+            versions=_versions(parameters),
+        )
+
+    def __bool__(self) -> bool:
+        return (
+            all(hook.__module__ == INACTIVE for hooks in self.hooks if hooks for hook in hooks.values())
+            and all(parent.get(name) is child for (parent, name), child in self.modules)
+            and _versions(self.parameters) == self.versions
+        )
+
+
+def _versions(slots: tuple[Slot, ...]) -> tuple[tuple[int, int], ...]:
+    """Return each parameter's address and count of changes in place."""
+    found = (parent[name] for parent, name in slots)
+    return tuple((p.data_ptr(), -1 if p.is_inference() else p._version) for p in found)
+
+
+# --- a call ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A call for one more token of each sequence, which all have the same length."""
+
+    tokens: Tensor  # int64 [B]
+    cache: Any  # transformers'
+    held: int  # tokens in the cache
+
+
+def _asked(layers: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked | None:
+    """Return what the call asks for; None for any other call than a plain decode step."""
+    given: dict[str, Any] = {name: value for name, value in kwargs.items() if value is not None}
+    if len(args) > 1 or any(value is not False for name, value in given.items() if name not in READ | IGNORED):
+        return None
+    if given.get("use_cache") is False or given.get("return_dict") is False:
+        return None
+    tokens = args[0] if args else given.get("input_ids")
+    cache: Any = next((given[name] for name in CACHE_NAMES if name in given), None)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1 or tokens.shape[0] > MOST_ROWS:
+        return None
+    if not isinstance(given.get("logits_to_keep", 0), int) or _layers_of(cache, layers) is None:
+        return None
+    held = int(cache.get_seq_length())
+    if held < 1 or not _sees_all(given.get("attention_mask"), held + 1):
+        return None
+    positions = given.get("position_ids")
+    if positions is not None and bool((positions != held).any()):
+        return None
+    return _Asked(tokens=tokens[:, 0], cache=cache, held=held)
+
+
+def _sees_all(mask: Any, length: int) -> bool:
+    """Return True if each row sees exactly the first `length` tokens."""
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or mask.shape[-1] < length:
+        return False
+    if mask.dim() == 2:
+        return mask.shape[1] == length and bool(mask.all())
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return bool(seen[..., :length].all()) and not bool(seen[..., length:].any())
+
+
+def _layers_of(cache: Any, count: int) -> list[Any] | None:
+    """Return the layers of a plain dynamic or static cache that holds tokens in every layer."""
+    from transformers import DynamicCache, StaticCache
+    from transformers.cache_utils import DynamicLayer, StaticLayer
+
+    kind = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
+    layers = getattr(cache, "layers", [])
+    if kind is None or len(layers) != count:
+        return None
+    plain = all(isinstance(x, kind) and not x.is_sliding and x.is_initialized for x in layers)
+    return layers if plain else None
+
+
+# --- the steps of one cache ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """Keys and values of transformers' cache, in tensors with room for more tokens.
+
+    A static cache has such tensors. Those of a dynamic cache are replaced by views of larger ones.
+    """
+
+    layers: list[Any]
+    cache: Cache
+    static: bool
+    shown: list[tuple[Tensor, Tensor]]  # the layers' tensors as they were left
+
+    @staticmethod
+    def of(cache: Any, shape: ModelShape, dtype: DTypeName, held: int) -> _Held:
+        layers, static = cache.layers, hasattr(cache.layers[0], "max_cache_len")
+        shown = [(layer.keys, layer.values) for layer in layers]
+        rows, length = shown[0][0].shape[0], shown[0][0].shape[2]
+        if static:
+            made = Cache(rows=rows, room=length, page=0, k=[k for k, _ in shown], v=[v for _, v in shown])
+            return _Held(layers=layers, cache=made, static=True, shown=shown)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            made = make_cache(shape, dtype, rows=rows, room=held + max(LEAST_ROOM, held // 4))
+        for k, v, (old_k, old_v) in zip(made.k, made.v, shown, strict=True):
+            k[:, :, :held], v[:, :, :held] = old_k, old_v
+        return _Held(layers=layers, cache=made, static=False, shown=shown)
+
+    def fits(self, held: int) -> bool:
+        """Return True if nobody else changed the cache and one more token has room."""
+        same = all(x.keys is k and x.values is v for x, (k, v) in zip(self.layers, self.shown, strict=True))
+        return same and held < self.cache.room
+
+    def show(self, length: int) -> None:
+        """Let transformers' cache hold the first `length` tokens."""
+        if self.static:
+            for layer in self.layers:
+                layer.cumulative_length.fill_(length)
+            return
+        self.shown = [(k[:, :, :length], v[:, :, :length]) for k, v in zip(self.cache.k, self.cache.v, strict=True)]
+        for layer, (k, v) in zip(self.layers, self.shown, strict=True):
+            layer.keys, layer.values = k, v
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Session:
+    """The step written for one cache, while a decision holds."""
+
+    held: _Held
+    place: Place
+    step: AnyStep
+    decision: Decision
+
+    def continues(self, asked: _Asked, decision: Decision) -> bool:
+        return decision is self.decision and self.place.longest == asked.held + 1 and self.held.fits(asked.held)
+
+
+@dataclass(slots=True, kw_only=True)
+class Whole:
+    """The whole steps of one patched model."""
+
+    model: weakref.ref[nn.Module]
+    shape: ModelShape
+    unchanged: _Unchanged
+    decoder: Decoder | None = None
+    refused: dict[str, str] = field(default_factory=dict)  # digest of a decided arm -> why it does not serve this model
+    _sessions: weakref.WeakKeyDictionary[Any, _Session] = field(default_factory=weakref.WeakKeyDictionary)
+    _proven: set[tuple[int, str]] = field(default_factory=set)  # (batch, digest of the arm)
+    _known: dict[tuple[Any, ...], Decision | None] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def step(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of a decode step; None if the call runs the model's own `forward`."""
+        model = self.model()
+        asked = _asked(self.shape.layers, args, kwargs)
+        if model is None or asked is None or self._needs_own_code(model):
+            return None
+        decision = self.decided(len(asked.tokens), asked.held + 1)
+        if decision is None:
+            return None
+        with torch.no_grad():
+            session = self._sessions.get(asked.cache)
+            if session is None or not session.continues(asked, decision):
+                session = self._begun(model, asked, decision, forward, args, kwargs)
+            if session is None:
+                return None
+            session.place.tokens.copy_(asked.tokens)
+            session.step.run()
+            session.step.settle()
+            session.place.advance()
+            session.held.show(asked.held + 1)
+            dispatch.board().ran_whole(decision)
+            return _output(session.step.logits[:, None].clone(), asked.cache)
+
+    def decided(self, batch: int, context: int) -> Decision | None:
+        """Return the decision by which whole steps of this batch and context serve, in this process."""
+        board: Board = dispatch.board()
+        key = (id(board), board.digest, board.epoch, torch.get_num_threads(), batch, length_bucket(context))
+        if key not in self._known:
+            dtype = self.shape.dtype
+            found = board.whole(workload_of(self.shape, dtype, batch, context), current_mode("team"))
+            self._known[key] = found if found is not None and form_of(found.arm.candidate) in WHOLE else None
+        known = self._known[key]
+        return None if known is None or known.arm.digest in self.refused else known
+
+    def told(self) -> str:
+        """Return a line about the decisions of this model's steps."""
+        found = [d for b in range(1, MOST_ROWS + 1) for n in BUCKETS if (d := self.decided(b, n)) is not None]
+        if not found:
+            model: Any = self.model()
+            name = model.config.name_or_path or "DIR"
+            return f"decode steps run module by module: `autosel run --model {name} --seq N` decides about whole ones"
+        where = ", ".join(f"batch {d.workload['B']} at {_lengths(d)} tokens" for d in found)
+        return f"decode steps run whole, by one native call: {where}"
+
+    def _needs_own_code(self, model: nn.Module) -> bool:
+        config: Any = model.config
+        if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not config.use_cache:
+            return True
+        return bool(config.output_attentions or config.output_hidden_states) or not self.unchanged
+
+    # --- the first step of a cache, and of a bucket ------------------------------------------------------------------
+
+    def _begun(
+        self, model: nn.Module, asked: _Asked, decision: Decision, forward: Forward, args: Any, kwargs: Any
+    ) -> _Session | None:
+        """Write the step for a cache; prove it if it is the first of its kind. Return None if it cannot serve."""
+        with self._lock:
+            try:
+                session = self._written(model, asked, decision)
+                key = len(asked.tokens), decision.arm.digest
+                if key not in self._proven:
+                    self._prove(session, asked, forward(model, *args, **_on_a_copy(kwargs)).logits[:, -1])
+                    self._proven.add(key)
+            except AutoselError as error:
+                self.refused[decision.arm.digest] = why = str(error).splitlines()[0]
+                log.warning("decision %s does not serve this %s: %s", decision.id, type(model).__name__, why)
+                return None
+            self._sessions[asked.cache] = session
+            return session
+
+    def _written(self, model: nn.Module, asked: _Asked, decision: Decision) -> _Session:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            decoder = self._adopted(model)
+            held = _Held.of(asked.cache, self.shape, decoder.weights.dtype, asked.held)
+            place = Place.at(asked.tokens, [asked.held] * len(asked.tokens))
+            fp, form = fingerprint.take(devices.HOST), form_of(decision.arm.candidate)
+            step = write(decoder, held.cache, place, form=form, fp=fp)
+            assert isinstance(step, TeamStep), "the CPU's whole steps are a thread team's"
+            if arm_of(step.ops, fp, form).digest != decision.arm.digest:
+                raise BadConfig(f"{step.candidate} would run in another build or with other knobs than decided")
+            return _Session(held=held, place=place, step=serve(step, fp, decision), decision=decision)
+
+    def _adopted(self, model: nn.Module) -> Decoder:
+        """Move the model's weights into one mapping, once."""
+        if self.decoder is None:
+            with torch.inference_mode(mode=next(model.parameters()).is_inference()), torch.no_grad():
+                weights = weights_of(_Parameters(model), self.shape, self.shape.dtype)
+            self.decoder, self.unchanged = Decoder(weights), _Unchanged.of(model)
+        return self.decoder
+
+    def _prove(self, session: _Session, asked: _Asked, own: Tensor) -> None:
+        """Compare the step's logits and the model's own with a pass in higher precision. Raises BadConfig."""
+        assert self.decoder is not None
+        weights, cache, tokens = self.decoder.weights, session.held.cache, asked.tokens[:, None]
+        wider = torch.float64 if weights.torch_dtype == torch.float32 else torch.float32
+        exact = logits_after(weights, tokens, cache, asked.held, wider)
+        pytorch = logits_after(weights, tokens, cache, asked.held, weights.torch_dtype)
+        for who, logits in ("the model's own forward", own), ("the whole step", fresh_logits(session.step)):
+            error, allowed = judged(logits, pytorch, exact, weights.dtype)
+            if not error <= allowed:
+                raise BadConfig(f"the logits of {who} are off by {error:.3g}; {allowed:.3g} is allowed")
+
+
+def around_steps(original: Forward, whole: Whole) -> Forward:
+    """Return the forward of a model whose decode steps may run whole."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if whole.model() is self:  # not a copy of the model
+            output = whole.step(original, args, kwargs)
+            if output is not None:
+                return output
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _on_a_copy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with a copy of the cache."""
+    return {n: copy.deepcopy(v) if n in CACHE_NAMES and v is not None else v for n, v in kwargs.items()}
+
+
+def _lengths(decision: Decision) -> str:
+    low, high = length_bucket(decision.workload["L"])
+    return f"{low} to {high}"
+
+
+def _output(logits: Tensor, cache: Any) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    name = next(name for name in CACHE_NAMES if name in CausalLMOutputWithPast.__dataclass_fields__)
+    return CausalLMOutputWithPast(logits=logits, **{name: cache})
