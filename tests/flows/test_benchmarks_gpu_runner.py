@@ -3,33 +3,22 @@ that does not measure."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from autosel.errors import AutoselError
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.kept import BEGINNING, Kept, Record
+from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.runner import Child, run_stage
 from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.summary import write_summary
 
-HANGS = (str(Path(__file__).parents[1] / "cpu" / "hangs_at_import.py"),)
 # Lists its units, then answers by their names; each start leaves a line in FILE.
 SCRIPT = """
 import json, os, signal, sys
 file, key, *units = sys.argv[1:]
 open(file, "a").write("started\\n")
-if key == "refuses":
-    print(json.dumps({"error": "no such device"}), flush=True)
-    sys.exit(1)
-if key == "hangs anew" and open(file).read().count("started") > 1:
-    signal.pause()
 device = {"name": "a device", "kind": "cpu", "hw_id": "0" * 64}
 print(json.dumps({"listed": units, "key": key, "device": device}), flush=True)
 coming = json.loads(sys.stdin.readline() or "[]")
@@ -56,27 +45,18 @@ class Stage:
     def __init__(self, folder: Path, scope: Scope, patch: pytest.MonkeyPatch) -> None:
         self.file, self.scope, self.kept = folder / "starts", scope, Kept(Path(scope.out))
         self.patch = patch
-        self.processes: list[subprocess.Popen[bytes] | None] = []
 
-    def run(self, *units: str, key: str = "k", program: tuple[str, ...] = (), **options: object) -> Record:
-        """Run the stage; `program` replaces the script and its arguments."""
-        with self.starting(lambda name: program or ("-c", SCRIPT, str(self.file), key, *units)):
-            return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
-
-    @contextmanager
-    def starting(self, program: Callable[[str], tuple[str, ...]]) -> Iterator[None]:
-        """Run `program` in Python instead of the stage's own process."""
+    def run(self, *units: str, **options: object) -> Record:
+        """Run the stage with the script instead of its own process."""
         start = Child._start
 
         def begin(child: Child) -> None:
-            name = child.log.stem
-            child.command = [sys.executable, *program(name)]
+            child.command = [sys.executable, "-c", SCRIPT, str(self.file), "k", *units]
             start(child)
-            self.processes.append(child.process)
 
         with self.patch.context() as patch:
             patch.setattr(Child, "_start", begin)
-            yield
+            return run_stage("parity", self.scope, self.kept, **options)  # type: ignore[arg-type]
 
     @property
     def starts(self) -> int:
@@ -86,24 +66,6 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, scope: Scope, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path, scope, monkeypatch)
-
-
-def test_a_stage_that_cannot_start_reports_the_reason(stage: Stage) -> None:
-    with pytest.raises(AutoselError) as error:
-        stage.run("a", key="refuses")
-    assert "no such device" in error.value.why
-
-
-def test_a_process_that_hangs_during_imports_is_ended_with_the_budget_and_results_are_kept(stage: Stage) -> None:
-    found = stage.run("a", program=HANGS, budget_s=2.0)
-    assert found.failed == [BEGINNING] and "did not begin within 2 s" in found.units[BEGINNING]["error"]
-    assert [p.poll() for p in stage.processes if p] == [-signal.SIGKILL]
-    first = stage.run("a", "b")
-    assert not first.failed and not first.undone
-    hung = stage.run("a", "b", program=HANGS, budget_s=2.0)
-    assert {u: f for u, f in hung.units.items() if u != BEGINNING} == first.units and hung.failed == [BEGINNING]
-    again = stage.run("a", "b")
-    assert again.units == first.units
 
 
 def test_a_unit_beyond_its_deadline_fails_alone(stage: Stage) -> None:

@@ -1,9 +1,8 @@
-"""Test what `./run gpu` derives from its stages' results: goals, files to keep, counters, engines; and the cost of a
+"""Test what `./run gpu` derives from its stages' results: goals, files to keep, the documentation; and the cost of a
 device's fault. Without a device: records, tables and processes are synthetic."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -11,19 +10,15 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from autosel import settings as settings_of
 from autosel.errors import UsageError
 from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
-from autosel.values import Failed, Passed
-from benchmarks.gpu import child, containment, decode, engines, goals, keeping, served
+from benchmarks.gpu import decode, goals, keeping
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.kept import Kept, Record
 from benchmarks.gpu.runner import Child
@@ -42,11 +37,6 @@ def record(stage: str, units: Mapping[str, Any], listed: list[str] | None = None
         stage=stage, key="k", device=DEVICE, scope={}, git_sha="a" * 40, started="2026-01-01T00:00:00+00:00",
         listed=list(units) if listed is None else listed, units=dict(units),
     )  # fmt: skip
-
-
-def timed(us: float, floor_us: float, **more: Any) -> dict[str, Any]:
-    arms = {"cuda:gemv": {"us": us, "read": floor_us / us}}
-    return {"ok": True, "arms": arms, "wrong": {}, "floor_us": floor_us, **more}
 
 
 def key(op: str, **dims: int) -> str:
@@ -198,26 +188,6 @@ def test_the_page_names_the_targets_of_the_tests() -> None:
 # --- containment ------------------------------------------------------------------------------------------------------
 
 
-def failed(cause: str, reason: str = "") -> Failed:
-    return Failed(check="raised", case="c", evidence={"cause": cause}, reason=reason)
-
-
-def test_a_planted_fault_must_fail_with_its_expected_cause() -> None:
-    words = containment.FAULTS["illegal_access"]
-    assert not containment.judged(failed("raised RuntimeError", "CUDA error: an illegal memory access"), words)
-    assert containment.judged(failed("timeout in request"), words)
-    assert containment.judged(Passed(cases=1, worst=0.5, worst_case="c"), words) == ["it passed"]
-    assert not containment.judged(failed("raised RuntimeError", "cudaMalloc: out of memory"), ("memory",))
-
-
-def test_the_next_kernel_must_get_the_same_proof_as_alone() -> None:
-    alone = Passed(cases=40, worst=0.5, worst_case="two rows", seconds=1.0)
-    assert not containment.as_alone(Passed(cases=40, worst=0.5, worst_case="two rows", seconds=9.0), alone)
-    assert containment.as_alone(Passed(cases=39, worst=0.5, worst_case="two rows"), alone)
-    assert containment.as_alone(failed("SIGSEGV"), alone)
-    assert "fails alone" in containment.as_alone(alone, failed("SIGSEGV"))[0]
-
-
 def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,94 +205,3 @@ def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
         first = asked.process
         assert asked.ask("a unit", 60.0)["ok"] is False  # type: ignore[index]
         assert asked.process is None and first is not None and first.returncode is not None
-
-
-def test_a_persistent_fault_of_the_device_is_found_after_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert child.fault_of_device() == ""
-
-    def synchronize() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert child.fault_of_device() == "CUDA error: an illegal memory access was encountered"
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert child.fault_of_device() == ""
-
-
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ours", "wrong"),
-    [
-        ({"tokens": [[5, 1]], "served": ["rmsnorm"]}, ""),
-        ({"tokens": [[5, 9]], "served": None}, ""),  # a later token may differ: a rounding turned it
-        ({"tokens": [[6, 1]], "served": ["rmsnorm"]}, "first tokens differ in 1 of 1"),
-        ({"tokens": [[5, 1]], "served": []}, "no decision served"),
-        ({"error_share": 1.5, "served": ["swiglu"]}, "1.50 of their bound"),
-        ({"error_share": 0.5, "served": ["swiglu"]}, ""),
-    ],
-)
-def test_an_engine_with_the_plug_in_is_compared_with_itself(ours: dict[str, Any], wrong: str) -> None:
-    said = engines.disagreement({"tokens": [[5, 1]], "served": []}, ours)
-    assert wrong in said and bool(said) == bool(wrong)
-    assert "without the plug-in" in engines.disagreement({"tokens": [], "served": ["rmsnorm"]}, ours)
-
-
-class Asked:
-    """Replace an engine's front end: keep its requests and answer with tokens."""
-
-    given: dict[str, Any]
-
-    def __init__(self, **given: Any) -> None:
-        Asked.given = given
-        config = json.loads((Path(given.get("model") or given["model_path"]) / "config.json").read_text())
-        assert config["vocab_size"] > 0
-
-    def generate(self, prompts: Any = None, how: Any = None, **named: Any) -> list[Any]:
-        count = len(prompts if prompts is not None else named["input_ids"])
-        outputs = [SimpleNamespace(token_ids=(1, 2))]
-        return [SimpleNamespace(outputs=outputs) if prompts is not None else {"output_ids": [1, 2]}] * count
-
-    def shutdown(self) -> None: ...
-
-
-def test_each_engine_is_called_with_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    for name, front in (("vllm", {"LLM": Asked, "SamplingParams": argparse.Namespace}), ("sglang", {"Engine": Asked})):
-        module = ModuleType(name)
-        vars(module).update(front)
-        monkeypatch.setitem(sys.modules, name, module)
-        found = served.ENGINES[name](scope("--model", str(tmp_path), "--seq", "64"))
-        assert found["tokens"] == [[1, 2]] * served.PROMPTS
-        assert 64 in (Asked.given.get("max_model_len"), Asked.given.get("context_length"))
-
-
-def test_flashinfers_results_are_judged_by_our_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the library's gate by a right one and by a wrong one."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    monkeypatch.setenv("AUTOSEL_DISABLE", "1")  # does not change x: no op is applied
-    settings_of.read.cache_clear()
-    asked = scope_of(parsed(["--device", "cpu", "--model", str(tmp_path), "--seq", "64"]))
-    shares = []
-    for activation in (torch.nn.functional.silu, torch.nn.functional.gelu):
-        module = ModuleType("flashinfer")
-
-        def gated(both: torch.Tensor, activation: Any = activation) -> torch.Tensor:
-            gate, up = both.float().chunk(2, dim=-1)
-            return (activation(gate) * up).to(both.dtype)
-
-        vars(module)["activation"] = SimpleNamespace(silu_and_mul=gated)
-        monkeypatch.setitem(sys.modules, "flashinfer", module)
-        shares.append(served.flashinfer(asked)["error_share"])
-    assert shares[0] <= 1.0 < shares[1]
-    settings_of.read.cache_clear()
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 64,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256, "torch_dtype": "bfloat16", "hidden_act": "silu", "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "vocab_size": 64,
-}  # fmt: skip

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from autosel import resources
-from autosel.devices.cuda import identity as gpu
 from autosel.fingerprint import known
 from autosel.native import cuda
 from autosel.native.cuda import Nvcc
@@ -57,15 +54,3 @@ def test_the_key_follows_sources_compiler_libraries_driver_and_scope(monkeypatch
     monkeypatch.setattr(held, "sources_digest", lambda: "others")
     keys.append(held.held_for(SCOPE, FP))
     assert len(set(keys)) == len(keys)
-
-
-def test_every_library_that_can_be_timed_has_its_version_in_the_key() -> None:
-    wrapped = {"flashinfer-python", "flash-attn", "liger-kernel", "quack-kernels", "sgl-kernel"}
-    assert {*wrapped, "vllm", "sglang", "torch", "triton"} <= set(held.distributions())
-    assert held.version_of("torch") == metadata.version("torch")
-    assert held.version_of("no-such-distribution") == ""
-
-
-def test_the_kernel_pack_of_a_gpu_is_every_source_that_runs_on_one() -> None:
-    folders = {path.name for path in resources.kernels().iterdir() if path.is_dir()} - {"cpu", "control", "__pycache__"}
-    assert set(gpu.environment("580.1")["kernel_pack"]) == folders

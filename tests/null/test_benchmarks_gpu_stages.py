@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ from autosel.native.cuda import Nvcc
 from autosel.native.cutlass import Headers
 from autosel.ops import OPS
 from autosel.values import Accepted, NativeRecipe, Scalar
-from benchmarks.gpu import decode, sanitizer, tune
+from benchmarks.gpu import decode, tune
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.entrants import Entry, entries, entries_of, entry_named
+from benchmarks.gpu.entrants import Entry, entries
 from benchmarks.gpu.scope import Scope, is_ours, scope_of
-from benchmarks.gpu.stages import Found, stage
+from benchmarks.gpu.stages import stage
 from benchmarks.gpu.variants import feature_of, variants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,83 +120,6 @@ def test_the_sanitizer_checks_every_kernel_that_parity_runs(device: str) -> None
     ours = {(c.op, c.name) for c in for_gpus() if c.backend in ("CUDA_EXT", "CUTLASS", "TRITON")}
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         assert candidates_in([u for u in units if u.startswith(tool)], skip=1) >= there & ours
-
-
-# The output of compute-sanitizer 2025.3 around the program's own output.
-CLEAN = """========= COMPUTE-SANITIZER
-8 cases
-========= ERROR SUMMARY: 0 errors
-"""
-HAZARDS = """========= COMPUTE-SANITIZER
-8 cases
-========= Error: Race reported between Write access at 0x130 in add(float*) and Read access at 0x90 [64 hazards]
-=========
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "printed", "expected"),
-    [
-        (0, CLEAN, {"ok": True, "outcome": "clean", "cases": 8}),
-        (9, HAZARDS, {"ok": False, "outcome": "found"}),
-        (1, CLEAN.replace("8 cases", "wrong: odd rows"), {"ok": False, "outcome": "found"}),
-    ],
-)
-def test_the_sanitizers_output_is_read(
-    code: int, printed: str, expected: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checker = tmp_path / "compute-sanitizer"
-    checker.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}END\nexit {code}\n")
-    checker.chmod(0o755)
-    monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(checker))
-    found = sanitizer.checked("racecheck rmsnorm cuda:rmsnorm bf16", on_gpu(), known.load("h200"))
-    assert {key: found[key] for key in expected} == expected
-    if code:
-        told = "Error: Race reported between Write access" if printed is HAZARDS else "wrong: odd rows"
-        assert found["said"][0].strip("= ").startswith(told)
-        assert found["reason"].startswith("rmsnorm cuda:rmsnorm bf16, ") and told in found["reason"]  # each build of it
-
-
-def checker_of(*guilty: str, together: bool = False) -> Callable[[Sequence[str]], Found]:
-    """Return a checker that reports a fault for any of these builds, or only if all are in its process."""
-
-    def checked(names: Sequence[str]) -> Found:
-        found = set(guilty) <= set(names) if together else set(guilty) & set(names)
-        return {"outcome": "found" if found else "clean", "reason": f"in {', '.join(sorted(guilty))}"}
-
-    return checked
-
-
-BUILDS = tuple("abcdefghijk")
-
-
-@pytest.mark.parametrize("guilty", [("a",), ("k",), ("c", "h"), ("a", "b", "k"), BUILDS])
-def test_the_faulty_builds_among_several_checked_together_are_found(guilty: tuple[str, ...]) -> None:
-    assert tuple(sanitizer.narrowed(BUILDS, checker_of(*guilty))) == guilty
-
-
-def test_a_fault_of_several_builds_only_together_is_kept_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    scope, fp = on_gpu(), known.load("h200")
-    names = [e.name for e in entries_of("rmsnorm torch:rmsnorm bf16", scope, fp) if not e.refused]
-    assert len(names) > 1
-    checked = checker_of(*names, together=True)
-    monkeypatch.setattr(sanitizer, "_prefix", lambda tool, scope: [])
-    monkeypatch.setattr(sanitizer, "_found_of", lambda tool, some, **_: checked(some))
-    found = sanitizer.checked("memcheck rmsnorm torch:rmsnorm bf16", scope, fp)
-    assert found["outcome"] == "found" and found["reason"].startswith("only together")
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_an_entry_is_found_by_its_name_as_it_was_listed() -> None:
-    scope, fp = on_gpu(), known.load("h200")
-    listed = entries(scope, fp)
-    one_of_each = {(e.candidate.op, e.workload.dtype, e.further): e for e in listed}
-    for entry in one_of_each.values():
-        assert entry_named(entry.name, scope, fp) == entry
-        words = f"{entry.candidate.op} {entry.candidate.name} {entry.workload.dtype}"
-        same = [e for e in listed if f"{e.name} ".startswith(f"{words} ")]
-        assert sorted(entries_of(words, scope, fp), key=lambda e: e.name) == sorted(same, key=lambda e: e.name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
