@@ -1,4 +1,4 @@
-"""Test the interpreted device: its computations, and that it detects errors."""
+"""Test that the interpreted device detects errors. Its computations are those of the kernels that it runs."""
 
 from __future__ import annotations
 
@@ -20,121 +20,10 @@ def kernel(body: str, parameters: int = 2) -> str:
     return f"{head}{{\n{registers}\n{thread}{loads}{body}\nret;\n}}\n"
 
 
-# --- computations ---------------------------------------------------------------------------------------------------
-
-
-def of_words(operation: str, *operands: torch.Tensor) -> torch.Tensor:
-    """Run one instruction on %r1, %r2, ... into %r0, for 32 threads."""
-    loads = "".join(f"add.u64 %q{i}, %a{i}, %tw; ld.global.u32 %r{i}, [%q{i}];\n" for i in range(1, len(operands) + 1))
-    body = f"{loads}{operation};\nadd.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r0;"
-    out = torch.zeros(32, dtype=torch.int32)
-    launch(kernel(body, len(operands) + 1), "k", out, *(o.contiguous() for o in operands))
-    return out
-
-
 def words(seed: int) -> torch.Tensor:
     drawn = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(seed))
     drawn[:6] = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31), 0x00FF00FF])
     return drawn.int()
-
-
-@pytest.mark.parametrize(
-    ("operation", "want"),
-    [
-        ("add.s32 %r0, %r1, %r2", lambda a, b: a + b),
-        ("mul.lo.s32 %r0, %r1, %r2", lambda a, b: a * b),
-        ("mul.hi.u32 %r0, %r1, %r2", lambda a, b: (a % 2**32) * (b % 2**32) >> 32),
-        ("mad.lo.s32 %r0, %r1, %r2, %r1", lambda a, b: a * b + a),
-        ("min.s32 %r0, %r1, %r2", min),
-        ("max.u32 %r0, %r1, %r2", lambda a, b: max(a % 2**32, b % 2**32)),
-        ("shl.b32 %r0, %r1, 35", lambda a, b: 0),
-        ("shr.s32 %r0, %r1, 40", lambda a, b: -1 if a < 0 else 0),
-        ("shr.u32 %r0, %r1, 5", lambda a, b: a % 2**32 >> 5),
-        ("shf.l.wrap.b32 %r0, %r1, %r2, 7", lambda a, b: (b << 7) | (a % 2**32 >> 25)),
-        ("bfe.u32 %r0, %r1, 5, 9", lambda a, b: a >> 5 & 511),
-        ("bfe.s32 %r0, %r1, 5, 9", lambda a, b: ((a >> 5 & 511) ^ 256) - 256),
-        ("bfi.b32 %r0, %r1, %r2, 4, 8", lambda a, b: (b & ~0xFF0) | (a & 255) << 4),
-        ("prmt.b32 %r0, %r1, %r2, 0x7531", lambda a, b: prmt(a, b, (1, 3, 5, 7))),
-        ("lop3.b32 %r0, %r1, %r2, %r1, 0x3c", lambda a, b: a ^ b),
-        ("clz.b32 %r0, %r1", lambda a, b: 32 - (a % 2**32).bit_length()),
-        ("popc.b32 %r0, %r1", lambda a, b: (a % 2**32).bit_count()),
-        ("brev.b32 %r0, %r1", lambda a, b: int(f"{a % 2**32:032b}"[::-1], 2)),
-        ("add.cc.u32 %r3, %r1, %r2; addc.u32 %r0, 0, 0", lambda a, b: (a % 2**32 + b % 2**32) >> 32),
-        ("not.b32 %r0, %r1", lambda a, b: ~a),
-        ("setp.lt.u32 %p1, %r1, %r2; selp.b32 %r0, 1, 0, %p1", lambda a, b: int(a % 2**32 < b % 2**32)),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_integers_are_computed_as_in_python(operation: str, want: object) -> None:
-    assert callable(want)
-    a, b = words(1), words(2).roll(3)
-    expected = [(want(x, y) + 2**31) % 2**32 - 2**31 for x, y in zip(a.tolist(), b.tolist(), strict=True)]
-    assert of_words(operation, a, b).tolist() == expected
-
-
-def prmt(a: int, b: int, chosen: tuple[int, ...]) -> int:
-    both = (a % 2**32) | (b % 2**32) << 32
-    return sum((both >> 8 * c & 255) << 8 * i for i, c in enumerate(chosen))
-
-
-def floats(seed: int) -> torch.Tensor:
-    drawn = torch.randn(32, generator=torch.Generator().manual_seed(seed)) * 300
-    drawn[:8] = torch.tensor([0.0, -0.0, 1.0, 448.0, 465.0, 1e-3, 2.0**-9, float("inf")])
-    return drawn
-
-
-@pytest.mark.parametrize(
-    ("operation", "kind"),
-    [
-        ("cvt.rn.bf16.f32 %h0, %f1; mov.b32 %r0, {%h0, %h0}", torch.bfloat16),
-        ("cvt.rn.f16.f32 %h0, %f1; mov.b32 %r0, {%h0, %h0}", torch.float16),
-        ("cvt.rn.bf16x2.f32 %r0, %f1, %f1", torch.bfloat16),
-        ("cvt.rn.f16x2.f32 %r0, %f1, %f1", torch.float16),
-    ],
-)
-def test_conversions_round_as_torch_does(operation: str, kind: torch.dtype) -> None:
-    x = floats(3)
-    found = of_words("mov.b32 %f1, %r1; " + operation, x.view(torch.int32))
-    assert torch.equal(found.view(kind).view(32, 2), x.to(kind)[:, None].expand(32, 2).contiguous())
-
-
-def test_fp8_is_converted_as_in_torch_and_saturates() -> None:
-    x = floats(5).clamp(-440, 440)
-    found = of_words(
-        "mov.b32 %f1, %r1; cvt.rn.satfinite.e4m3x2.f32 %h0, %f1, %f1; mov.b32 %r0, {%h0, %h0}", x.view(torch.int32)
-    )
-    assert torch.equal(found.view(torch.uint8).view(32, 4)[:, 0], x.to(torch.float8_e4m3fn).view(torch.uint8))
-    codes = torch.arange(256, dtype=torch.uint8)
-    back = torch.cat([
-        of_words("mov.b32 {%h0, %h1}, %r1; cvt.rn.f16x2.e4m3x2 %r0, %h0", c.view(torch.int32))
-        for c in codes.repeat_interleave(4).view(8, 128)
-    ])  # fmt: skip
-    want = codes.view(torch.float8_e4m3fn).half()
-    assert torch.equal(back.view(torch.float16).view(256, 2)[:, 0].nan_to_num(9.0), want.nan_to_num(9.0))
-
-
-def test_the_rounding_of_an_instruction_is_used() -> None:
-    third = torch.full((32,), 1.0).view(torch.int32)
-    down, up = (
-        of_words(f"mov.b32 %f1, %r1; div.{way}.f32 %f2, %f1, 0f40400000; mov.b32 %r0, %f2", third).view(torch.float32)
-        for way in ("rm", "rp")
-    )
-    assert down[0] < up[0]
-    assert torch.nextafter(down[0], up[0]) == up[0]
-
-
-def test_a_function_is_called_with_its_parameters_and_gives_its_result() -> None:
-    text = kernel(
-        "{ .param .b32 x; .param .b32 y; st.param.b32 [x], %t; call.uni (y), twice, (x); ld.param.b32 %r0, [y]; }\n"
-        "add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r0;",
-        1,
-    )
-    twice = """.func (.param .b32 r) twice(.param .b32 v)
-    { .reg .b32 %r<3>; ld.param.b32 %r1, [v]; add.s32 %r2, %r1, %r1; st.param.b32 [r], %r2; ret; }
-    """
-    out = torch.zeros(32, dtype=torch.int32)
-    launch(text.replace(".visible", twice + ".visible"), "k", out)
-    assert out.tolist() == [2 * i for i in range(32)]
 
 
 # --- detected errors ------------------------------------------------------------------------------------------------
@@ -230,30 +119,6 @@ def test_an_error_is_found_with_its_place(text: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=words) as raised:
         launch(kernel(text, 1), "k", torch.zeros(32, dtype=torch.int32), shared_bytes=16)
     assert "k" in str(raised.value)
-
-
-def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
-    """Let each of four blocks write its rank into the next one's memory."""
-    body = """
-    mov.u32 %r1, %cluster_ctarank; add.u32 %r2, %r1, 1; and.b32 %r2, %r2, 3; mov.u32 %r3, room;
-    mapa.shared::cluster.u32 %r4, %r3, %r2; st.shared::cluster.u32 [%r4], %r1;
-    barrier.cluster.arrive.release; barrier.cluster.wait.acquire;
-    ld.shared.u32 %r5, [%r3]; mov.u32 %r6, %ctaid.x; mul.wide.u32 %q0, %r6, 4;
-    add.u64 %q0, %a0, %q0; st.global.u32 [%q0], %r5;
-    """
-    y = torch.full((8,), -1, dtype=torch.int32)
-    launch(kernel(body, 1), "k", y, grid=(8, 1, 1), cluster=(4, 1, 1), shared_bytes=16)
-    assert y.tolist() == [3, 0, 1, 2] * 2
-
-
-def test_a_depot_is_reached_by_its_offset_and_by_a_pointer() -> None:
-    body = """
-    .local .align 8 .b8 depot[16]; .reg .b32 %s; mov.b32 %s, depot; st.local.b32 [%s+8], %t;
-    cvta.local.u64 %q1, depot; ld.u32 %r1, [%q1+8]; add.u64 %q0, %a0, %tw; st.global.u32 [%q0], %r1;
-    """
-    y = torch.zeros(32, dtype=torch.int32)
-    launch(kernel(body, 1), "k", y)
-    assert y.tolist() == list(range(32))
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
