@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from autosel import devices
 from autosel.errors import UsageError
@@ -401,12 +401,3 @@ class Silent:
     """Listener that does nothing."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
-
-
-class Measure(Protocol):
-    """Type of `decode.measure.measure`: both arms interleaved in one run. `clock` gives nanoseconds.
-
-    Raises UsageError (the plan cannot run), BadConfig (weights or prompt cannot be read), AutoselError.
-    """
-
-    def __call__(self, plan: Plan, weights: Any, *, listener: Listener = ..., clock: Any = ...) -> DecodeRun: ...

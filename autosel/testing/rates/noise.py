@@ -179,10 +179,6 @@ class Bench:
         self.now += samples
         return taken
 
-    def block(self, arm: str, samples: int) -> Factors:
-        """Return this many consecutive samples of one arm alone, as most tuners measure."""
-        return self.true_ns[arm] * np.array(self.take(samples))
-
     def probe(self) -> float:
         return 0.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -123,10 +123,6 @@ class Rate:
         if self.must == "at least":
             return self.rate >= self.limit - self.slack
         return self.must == "shown" or self.rate > self.limit + self.slack
-
-    def as_json(self) -> dict[str, Any]:
-        low, high = self.interval
-        return asdict(self) | {"rate": self.rate, "lo": low, "hi": high}
 
 
 def measure(cells: Sequence[Cell], races: int, jobs: int = 1) -> list[Rate]:

@@ -13,7 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, environment, heard, set_to, taken  # next to this script, which any Python may run
+from tiles import Flag, Products, environment, heard, set_to, taken  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,37 +29,14 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
     device = fp8_kernel.get_device_name() or ""
     folder, wanted = Path(question["folder"]), question["device"]
     asked: dict[str, Any] = {
-        "gemm": Gemm(fp8_kernel, folder, wanted),
-        "moe": Moe(fused_moe_triton_config, folder, wanted),
-        "flag": EngineFlag(folder),
+        "gemm": Products("SGLang", fp8_kernel, folder, wanted, "get_device_name"),
+        "moe": SglangExperts(fused_moe_triton_config, folder, wanted),
+        "flag": SglangFlag(folder),
     }
     return {"version": version("sglang"), **heard("SGLang", asked, question["rows"], device, wanted)}
 
 
-class Gemm:
-    elsewhere = "SGLang looks for products in its own package alone"
-
-    def __init__(self, module: Any, folder: Path, wanted: str) -> None:
-        self.module, self.folder, self.wanted = module, folder, wanted
-        self.setting = f"export AUTOSEL_ENGINE_FILES={folder}   # autosel's plug-in, in SGLang's Python, hands it over"
-
-    def here(self, row: Mapping[str, Any]) -> bool:
-        ask = row["ask"]
-        return taken(self.module.get_w8a8_block_fp8_configs(ask["n"], ask["k"], *ask["block"]), row)
-
-    def there(self, row: Mapping[str, Any]) -> bool:
-        """Call the function with the exported folder as its package, and the wanted device."""
-        ask, module = row["ask"], self.module
-        with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name=lambda: self.wanted):
-            return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
-
-    def default(self, _ask: Mapping[str, Any]) -> Any:
-        """Find the default inside the function that launches the kernel, because a machine without a GPU cannot call
-        that."""
-        return None
-
-
-class Moe:
+class SglangExperts:
     elsewhere = "SGLANG_MOE_CONFIG_DIR does not name their folder"
 
     def __init__(self, module: Any, folder: Path, wanted: str) -> None:
@@ -105,7 +82,7 @@ def serving(module: Any) -> AbstractContextManager[None]:
     return set_to(module, get_exec=lambda: Plain)
 
 
-class EngineFlag(Flag):
+class SglangFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
         """Read the file as `launch_server --config` does; a backend must be one that SGLang has registered."""
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS

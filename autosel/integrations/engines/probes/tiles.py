@@ -4,6 +4,7 @@ library."""
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,32 @@ class Flag:
         raise NotImplementedError
 
     def default(self, _ask: Mapping[str, Any]) -> Any:
+        return None
+
+
+class Products:
+    """Check the tiles of products, which both engines look up in their own package. `named`: its function that returns
+    the device's name."""
+
+    def __init__(self, engine: str, module: Any, folder: Path, wanted: str, named: str) -> None:
+        self.module, self.folder, self.wanted, self.named = module, folder, wanted, named
+        self.elsewhere = f"{engine} looks for products in its own package alone"
+        self.setting = (
+            f"export AUTOSEL_ENGINE_FILES={folder}   # the plug-in, in {engine}'s Python, hands it over"
+        )
+
+    def here(self, row: Mapping[str, Any]) -> bool:
+        ask = row["ask"]
+        return taken(self.module.get_w8a8_block_fp8_configs(ask["n"], ask["k"], *ask["block"]), row)
+
+    def there(self, row: Mapping[str, Any]) -> bool:
+        """Call the function with the exported folder as its package, and the wanted device."""
+        ask, package = row["ask"], str(self.folder / "gemm" / "x")
+        with set_to(self.module, **{"__file__": package, self.named: lambda: self.wanted}):
+            return taken(unwrap(self.module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
+
+    def default(self, _ask: Mapping[str, Any]) -> Any:
+        """Return None: SGLang's default is inside the function that launches the kernel, which needs a GPU."""
         return None
 
 

