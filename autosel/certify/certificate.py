@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from autosel.certify.slo import Asked, Judged
 from autosel.certify.statistics import Interval
-from autosel.values import Scalar, canonical_json, from_json, parse_json, to_json
+from autosel.values import LATER, Scalar, canonical_json, from_json, parse_json, to_json
 
 FORMAT = "autosel.certificate"
 VERSION = 6
@@ -244,6 +244,7 @@ class Measured:
     # how right
     verification: Verification  # tokens and logits of both arms, from the same states
     quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: no text was given
+    format_quality: Mapping[str, Scalar] | None = field(default=None, metadata=LATER)  # of codes, against the original
     notes: tuple[str, ...]  # notes for the reader
 
 
@@ -310,6 +311,7 @@ def values(made: Measured | Derived) -> dict[str, Any]:
 
 
 FIELDS = tuple(f.name for f in dataclasses.fields(Certificate))
+REQUIRED = tuple(f.name for f in dataclasses.fields(Certificate) if not f.metadata.get("later"))
 
 
 def model_name(name: str, layers: Layers) -> str:
@@ -367,7 +369,7 @@ def decode(line: bytes) -> Certificate:
     if document.get("version") not in READ:
         raise ValueError(f"version {document.get('version')!r:.40}; this autosel reads {READ[0]} to {READ[-1]}")
     _refuse_broken_seal(document)
-    missing = [name for name in FIELDS if name not in document and SINCE.get(name, 0) <= document["version"]]
+    missing = [name for name in REQUIRED if name not in document and SINCE.get(name, 0) <= document["version"]]
     if missing:
         raise ValueError(f"field {missing[0]} is missing")
     made: Certificate = from_json(Certificate, document)

@@ -12,7 +12,7 @@ from autosel.certify.issue import peak_flops, read_rate
 from autosel.decode.account import OP_ROUNDS
 from autosel.decode.chain import ROUNDS
 from autosel.decode.quality import MOST_TOKENS
-from autosel.decode.run import FORMS, HALVES, Plan, Text
+from autosel.decode.run import FEWEST_TOKENS, FORMS, HALVES, Plan, Text
 from autosel.models.cost import bytes_per_step, flops_per_step
 from autosel.models.shape import ModelShape
 from autosel.values import Fingerprint
@@ -25,14 +25,20 @@ BETWEEN_S = 0.03  # between the arms of a pair: the memory probe, and the wait u
 UNKNOWN = 1e10, 1e11  # bytes/s and FLOP/s assumed for an unmeasured device
 
 
-def forecast(plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
-    """Return the seconds of each stage by its name in progress, in order; `loads` includes the weights."""
+def forecast(
+    plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bool = True, compared: bool = False
+) -> dict[str, float]:
+    """Return the seconds of each stage by its name in progress, in order; `loads` includes the weights, `compared` the
+    original that the text is also scored against.
+    """
     shape, rate = plan.shape, read_rate(fp) or UNKNOWN[0]
     middle = plan.seq + plan.iters // 2 if plan.advance else plan.seq
     step_s = bytes_per_step(shape, plan.dtype, plan.batch, middle) / rate
     pair_s = (OURS + EAGER) * step_s
     races = (len(HALVES) + 1) * len(FORMS) * (ROUNDS + 1)
+    against = min(len(text.tokens), FEWEST_TOKENS) if text is not None and compared else 0
     found = {
+        "original": 2 * prompt_s(plan, against, fp) if against else 0.0,
         "weights": shape.weight_bytes(plan.dtype) / LOADED_BYTES_PER_S if loads else 0.0,
         "prefill": 0.0 if plan.prompt == "synthetic" else 2 * prompt_s(plan, plan.batch * (plan.seq - 1), fp),
         "chain": races * OURS * step_s if plan.prealloc and not plan.speculate else 0.0,
@@ -42,7 +48,7 @@ def forecast(plan: Plan, fp: Fingerprint, text: Text | None = None, *, loads: bo
     }
     if text is not None:
         tokens = min(len(text.tokens), MOST_TOKENS)
-        found["quality"] = tokens / plan.batch * OURS * step_s + 2 * prompt_s(plan, tokens, fp)
+        found["quality"] = (tokens + against) / plan.batch * OURS * step_s + 2 * prompt_s(plan, tokens, fp)
     return {stage: seconds for stage, seconds in found.items() if seconds}
 
 

@@ -15,6 +15,7 @@ from autosel.certify import device
 from autosel.certify.certificate import Certificate, Measured
 from autosel.certify.derive import derive, lossy, physics
 from autosel.certify.evidence import Grounds
+from autosel.certify.limits import refuse_beyond
 from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import Asked, Objective
@@ -31,17 +32,20 @@ class IssueRequest:
     repro_cmd: str
     objectives: Sequence[Objective] = ()
     price_per_hour: float | None = None
+    accept_quality: bool = False  # certify a format that loses more than its limit
 
 
 def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueRequest) -> Certificate:
     """Return the sealed certificate of a run. It is not yet part of a file's chain.
 
-    Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic without a scored text.
+    Raises ImpossibleRun for a time that the memory cannot reach, UsageError for lossy arithmetic without a scored text,
+    BeyondLimit for a format that loses too much.
     """
     plan = run.plan
     refuse_unjudged(
         lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored), judged=run.quality is not None
     )
+    refuse_beyond(plan.shape.weight, run.format_quality, accepted=request.accept_quality)
     stated = measured(run, grounds, request)
     made = Certificate.of(stated, derive(stated))
     for name, found in physics(made).items():
@@ -92,8 +96,13 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         ways=tuple(c.Way(half=w.half, form=w.form, step_us=w.step_us, taken=w.taken) for w in run.ways),
         verification=_verification(run),
         quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
+        format_quality=_of_format(run, request),
         notes=(*remarks(run.fingerprint), *run.notes, *_unknown_decisions(run.choices, grounds)),
     )
+
+
+def _of_format(run: DecodeRun, request: IssueRequest) -> dict[str, Scalar] | None:
+    return {**to_json(run.format_quality), "accepted": request.accept_quality} if run.format_quality else None
 
 
 def _verification(run: DecodeRun) -> c.Verification:

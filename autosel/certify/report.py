@@ -13,7 +13,7 @@ from autosel.certify.audit import Audit, OpRow, audit, proof_of_use
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import arithmetic, claimed_interval, headline_roofline
 from autosel.certify.plots import pictures, png, svg
-from autosel.certify.words import compared, figure, percent, prompted, scored, speculated, suspected
+from autosel.certify.words import compared, compared_format, figure, percent, prompted, scored, speculated, suspected
 from autosel.errors import AutoselError
 from autosel.values import to_json
 
@@ -132,6 +132,7 @@ def _verdicts(made: Certificate) -> str:
     lines = [(kind, f"verification {word}: {right}")]
     lines += [("note", f"speculation: {speculated(made)}")] if speculated(made) else []
     lines += [("note", f"quality: {scored(made)}")] if scored(made) else []
+    lines += [("note", f"format: {compared_format(made)}")] if compared_format(made) else []
     lines += [("bad", f"SUSPECT: {suspected(made)}")] if suspected(made) else []
     for judged in made.slo:
         word = "met" if judged.met else "MISSED"

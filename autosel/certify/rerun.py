@@ -86,6 +86,12 @@ class Rerun:
     time: Compared  # against the read rate just before each step
     notes: tuple[str, ...]
     quality: Rescored | None = None  # if the certificate scored a text
+    format: Rescored | None = None  # if it scored a format against the original
+
+    @property
+    def lost(self) -> str:
+        """Return what of the certified scores was not reproduced, or ""."""
+        return "\n".join(found.why for found in (self.quality, self.format) if found is not None and found.why)
 
     @property
     def outcome(self) -> Outcome:
@@ -93,7 +99,7 @@ class Rerun:
 
         An undecided figure makes the rerun undecided unless the other figure is slower.
         """
-        if self.quality is not None and self.quality.why:
+        if self.lost:
             return "another quality"
         found = (self.speedup.outcome, self.time.outcome)
         order: tuple[Outcome, ...] = ("slower", "too noisy", "faster", "reproduced")
@@ -142,6 +148,7 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
         time=_compared("roofline", _resampled(rooflines(again, moved)), _resampled(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
+        format=_reformatted(certified.format_quality, again.format_quality),
     )
 
 
@@ -183,8 +190,8 @@ def judge(found: Rerun) -> None:
     """Raise NotReproduced (exit code 3) or TooNoisy (5) unless the figure was reproduced."""
     why = "\n".join(f"{c.what}: {c.ratio:.3f} of the certified ({c.interval.lo:.3f} .. {c.interval.hi:.3f})"
                     for c in (found.speedup, found.time))  # fmt: skip
-    if found.quality is not None and found.quality.why:
-        raise NotReproduced("the certified quality was not reproduced", why=found.quality.why)
+    if found.lost:
+        raise NotReproduced("the certified quality was not reproduced", why=found.lost)
     if found.outcome == "slower":
         raise NotReproduced("the certified figure was not reproduced", why=why)
     if found.outcome == "too noisy":
@@ -218,15 +225,32 @@ def _rescored(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None
         return None
     if new is None or any(old[n] != new[n] for n in ("text_sha256", "tokenizer", "tokens")):
         raise UsageError("the certified text was not scored again", todo="name it with --quality")
+    return _scores(old, new, "reference")
+
+
+def _reformatted(old: Mapping[str, Scalar] | None, new: Mapping[str, Scalar] | None) -> Rescored | None:
+    """Compare the scores against the original. Raises UsageError if it was not compared with the format again."""
+    if old is None:
+        return None
+    if new is None or old["tokens"] != new["tokens"]:
+        raise UsageError(
+            "the certified format was not compared with its original again",
+            why=f"the original was {old['original']}",
+            todo="restore it there",
+        )
+    return _scores(old, new, "original")
+
+
+def _scores(old: Mapping[str, Scalar], new: Mapping[str, Scalar], than: Literal["reference", "original"]) -> Rescored:
     behind = [float(q["difference"]) for q in (old, new)]
     divergence = [float(q["mean_divergence"]) for q in (old, new)]
     allowed = SUSPICION * math.hypot(float(old["difference_error"]), float(new["difference_error"]))
-    reference = [math.log(float(q["reference_perplexity"])) for q in (old, new)]
+    reference = [math.log(float(q[f"{than}_perplexity"])) for q in (old, new)]
     why = ""
     if abs(reference[0] - reference[1]) > SAME_REFERENCE:
-        why = f"the reference itself gives {reference[1]:.4f} nats a token, certified {reference[0]:.4f}: other weights"
+        why = f"the {than} itself gives {reference[1]:.4f} nats a token, certified {reference[0]:.4f}: other weights"
     elif behind[1] - behind[0] > allowed:
-        why = f"{behind[1]:+.4g} nats a token to the reference, certified {behind[0]:+.4g}, {allowed:.2g} apart allowed"
+        why = f"{behind[1]:+.4g} nats a token to the {than}, certified {behind[0]:+.4g}, {allowed:.2g} apart allowed"
     elif divergence[1] > DIVERGENCE_MARGIN * divergence[0]:
         why = f"divergence {divergence[1]:.3g} nats, certified {divergence[0]:.3g}: more than {DIVERGENCE_MARGIN:g}x"
     return Rescored(

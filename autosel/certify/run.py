@@ -13,15 +13,17 @@ from typing import Any, Protocol
 from autosel import fingerprint, settings
 from autosel.certify import issue, sign, store
 from autosel.certify.certificate import Certificate
-from autosel.certify.derive import wrong_tokens
+from autosel.certify.derive import lossy, wrong_tokens
 from autosel.certify.evidence import Grounds, gather
 from autosel.certify.forecast import forecast
+from autosel.certify.limits import limit_of
 from autosel.certify.slo import MissedObjective, Objective, refuse_missed
 from autosel.decode.measure import measure, refuse
+from autosel.decode.original import original, refuse_other_original, scored
 from autosel.decode.prompt import prompts
-from autosel.decode.run import DecodeRun, Plan, Text
+from autosel.decode.run import FEWEST_TOKENS, DecodeRun, Plan, Text
 from autosel.decode.weights import load_weights, refuse_unloadable
-from autosel.errors import AutoselError, ParityError
+from autosel.errors import AutoselError, ParityError, UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.workloads import of_prompt
@@ -64,11 +66,37 @@ class Request:
     objectives: Sequence[Objective] = ()
     price_per_hour: float | None = None
     traced: bool = False  # also time the threads of a step, for a trace
+    original: str = ""  # the model that the codes were made from: the format is scored against it
+    accept_quality: bool = False  # certify a format that loses more than its limit
 
     def __post_init__(self) -> None:
         refuse(self.plan)
         prompts(self.plan)
         refuse_unloadable(self.plan)
+        self._refuse_original()
+
+    @property
+    def compared_with(self) -> str:
+        """Return the original to score the format against: weights that are rounded when loaded have one; else ""."""
+        shape = self.plan.shape
+        rounded = lossy("", shape.weight, self.plan.weights, shape.stored)
+        return self.original or (self.plan.weights if rounded and self.text else "")
+
+    def _refuse_original(self) -> None:
+        if self.original and self.text is None:
+            raise UsageError("--original needs --quality", why="a text is scored with both", todo="add --quality FILE")
+        if self.original and self.plan.weights == "random":
+            raise UsageError("--original: random weights have no original", todo="name the weights with --model")
+        if self.text is None or not self.compared_with:
+            return
+        refuse_other_original(self.plan, self.compared_with)
+        count = scored(self.text.tokens, self.plan.batch, self.plan.model.max_context)
+        if count < FEWEST_TOKENS and limit_of(self.plan.shape.weight) and not self.accept_quality:
+            raise UsageError(
+                f"{self.text.name}: {count} tokens would be scored against {self.compared_with}",
+                why=f"at least {FEWEST_TOKENS} are needed to judge {self.plan.shape.weight}",
+                todo="use a longer text, or certify what it shows with --accept-quality",
+            )
 
 
 def certify(request: Request, ledger: Ledger | None, listener: RunListener) -> Certificate:
@@ -83,22 +111,29 @@ def certified(request: Request, ledger: Ledger | None, listener: RunListener) ->
     only, and no proof is known. Raises ImpossibleRun.
     """
     plan = request.plan
-    seconds = foreseen(plan, listener, request.text)
+    seconds = foreseen(plan, listener, request.text, compared=bool(request.compared_with))
     if told := of_long_prompt(plan, seconds.get("prefill", 0.0), ledger):
         listener.note(told)
     listener.expect({("", stage): s for stage, s in seconds.items()})
+    source, text = request.compared_with, request.text
+    known = original(plan, text, source, listener) if source and text else None
     weights = load_weights(plan, listener)
-    run = measure(plan, weights, text=request.text, listener=listener, ledger=ledger, traced=request.traced)
+    run = measure(plan, weights, text=text, listener=listener, ledger=ledger, traced=request.traced, original=known)
     stated = issue.IssueRequest(
-        repro_cmd=request.repro_cmd, objectives=request.objectives, price_per_hour=request.price_per_hour
+        repro_cmd=request.repro_cmd,
+        objectives=request.objectives,
+        price_per_hour=request.price_per_hour,
+        accept_quality=request.accept_quality,
     )
     return issue.issue(run, grounds(run, ledger), stated), run
 
 
-def foreseen(plan: Plan, listener: RunListener, text: Text | None = None, *, loads: bool = True) -> dict[str, float]:
+def foreseen(
+    plan: Plan, listener: RunListener, text: Text | None = None, *, loads: bool = True, compared: bool = False
+) -> dict[str, float]:
     """Return the expected seconds of each stage."""
     listener.stage("fingerprint", plan.device, 0, 1)
-    return forecast(plan, fingerprint.take(plan.device), text, loads=loads)
+    return forecast(plan, fingerprint.take(plan.device), text, loads=loads, compared=compared)
 
 
 def of_long_prompt(plan: Plan, seconds: float, ledger: Ledger | None) -> str:

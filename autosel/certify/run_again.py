@@ -38,6 +38,18 @@ def refuse_others(certified: Certificate, plan: Plan) -> None:
     refuse_other_prompt(certified, prompt_of(prompts(plan).digest))
 
 
+def original_again(certified: Certificate, *, then: str) -> str:
+    """Return the original that the certificate's command names; "" if its format was not scored against one.
+
+    Raises UsageError if it is gone.
+    """
+    if certified.format_quality is None or not then:
+        return ""
+    if not Path(then).expanduser().exists():
+        raise UsageError(f"the original is no longer at {then}", why="the certified format was scored against it")
+    return then
+
+
 def text_again(certified: Certificate, plan: Plan, *, named: Path | None, then: Path | None) -> Text | None:
     """Return the text that the certificate scored: the named file, else the file of the certificate's command.
 

@@ -24,6 +24,7 @@ from autosel.certify import device, model, sign
 from autosel.certify.audit import FUSED_OPS, INSTEAD
 from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, is_checksum, model_name, values
 from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved, stored_format, weight_format
+from autosel.certify.limits import beyond, measured
 from autosel.certify.store import BadCertificate, lines
 from autosel.decode.run import Quality
 from autosel.errors import AutoselError
@@ -148,7 +149,14 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 def wrong(made: Certificate, now: datetime | None = None) -> str:
     """Return the first field whose figure cannot be right, and why; "" if all can."""
     found = _sampleless(made) or _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
-    found = found or _unserved(made) or _unjudged(made) or model.trouble(made) or device.trouble(made)
+    found = (
+        found
+        or _unserved(made)
+        or _unjudged(made)
+        or _beyond_limit(made)
+        or model.trouble(made)
+        or device.trouble(made)
+    )
     return found or _miscalculated(made) or _impossible(made)
 
 
@@ -272,6 +280,28 @@ def _unjudged(made: Certificate) -> str:
     if flagged is not q.suspect:
         return f"quality: suspect is {flagged!r:.20}; by its own figures it is {q.suspect}"
     return ""
+
+
+def _beyond_limit(made: Certificate) -> str:
+    """Check the scores against the original: figures that a scoring can give, and within the limits unless accepted."""
+    stated = made.format_quality
+    if stated is None:
+        return ""
+    try:
+        q = measured(stated)
+    except ValueError as error:
+        return f"format_quality: {error!s:.200}"
+    figures = (q.perplexity, q.original_perplexity, q.mean_divergence, q.max_divergence)
+    if not all(map(math.isfinite, figures)) or min(figures[:2]) < 1 or q.tokens < 1 or q.difference_error < 0:
+        return "format_quality: a perplexity below 1, no tokens, or a negative error"
+    if not 0 <= q.mean_divergence <= q.max_divergence or not 0 <= q.p999_divergence <= q.max_divergence:
+        return "format_quality: a divergence below 0 or above its largest"
+    if not 0 <= q.same_first <= 1 or not isinstance(stated.get("accepted"), bool):
+        return "format_quality: a share beyond 1, or accepted is neither true nor false"
+    if not math.isclose(math.log(q.perplexity / q.original_perplexity), q.difference, rel_tol=1e-6, abs_tol=1e-9):
+        return "format_quality: difference: it does not follow from the perplexities"
+    over = "" if stated["accepted"] else beyond(weight_format(made), q)
+    return f"format_quality: beyond its limit, but not accepted: {over.replace(chr(10), '; ')}" if over else ""
 
 
 def _miscalculated(made: Certificate) -> str:

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autosel.certify.derive import wrong_tokens
+from autosel.certify.derive import weight_format, wrong_tokens
+from autosel.certify.limits import beyond, measured
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval
+from autosel.formats import PLAIN
 
 if TYPE_CHECKING:
     from autosel.certify.certificate import Certificate
@@ -69,6 +71,27 @@ def scored(made: Certificate) -> str:
         f"{q['mean_divergence']:.2g} nats a token, largest {q['max_divergence']:.2g}; the same likeliest token at "
         f"{q['same_first']:.0%}; {q['tokens']} {tokens} of {q['text']}"
     )
+
+
+def compared_format(made: Certificate) -> str:
+    """Describe the format's loss against the original model; "" if none was given."""
+    q = made.format_quality
+    if q is None:
+        return unjudged(made)
+    stored = f" ({q['stored']})" if q["stored"] else ""
+    told = (
+        f"{weight_format(made)} against {q['original']}{stored}: perplexity {q['perplexity']:.5g} for "
+        f"{q['original_perplexity']:.5g}; divergence {q['mean_divergence']:.2g} nats a token, "
+        f"{q['p999_divergence']:.2g} at 99.9 %; the same likeliest token at {q['same_first']:.1%}; {q['tokens']} tokens"
+    )
+    over = beyond(weight_format(made), measured(q)) if q["accepted"] else ""
+    return f"{told}; accepted beyond its limit: {over.replace(chr(10), '; ')}" if over else told
+
+
+def unjudged(made: Certificate) -> str:
+    """Return why no quality is stated, for random weights in a format; else ""."""
+    coded = weight_format(made) != PLAIN and made.weights == "random"
+    return "not applicable: the weights are random" if coded and made.quality is None else ""
 
 
 def suspected(made: Certificate) -> str:

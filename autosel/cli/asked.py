@@ -31,6 +31,7 @@ MEASURED = (
     "model", "weights", "weight_format", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step",
     "persistent", "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
     "repetition_penalty", "speculate", "device", "seed", "score",
+    "original", "accept_quality",
 )  # fmt: skip
 
 

@@ -68,9 +68,11 @@ def _undecided(made: Certificate) -> list[str]:
 
 
 def _quality(made: Certificate) -> list[str]:
-    from autosel.certify.words import scored, suspected
+    from autosel.certify.words import compared_format, scored, suspected
 
     lines = [paragraph(f"quality: {scored(made)}", hang="  ")] if made.quality else []
+    if told := compared_format(made):
+        lines.append(paragraph(f"{'format' if made.format_quality else 'quality'}: {told}", hang="  "))
     if suspected(made):
         lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {suspected(made)}", hang="  "))
     return lines

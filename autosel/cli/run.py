@@ -46,6 +46,7 @@ EXAMPLES = (
     "run --model ~/checkpoints/my-llama --report out --audit audit.json",
     'run --model llama-1b --slo "ttft<500ms,p99_itl<40ms"',
     "run --model ~/checkpoints/my-llama --quality text.txt",
+    "run --model my-int4 --original ~/checkpoints/my-llama --quality t.txt",
     "run --model llama-8b --plan",
     "run --suite quick --json",
 )
@@ -102,6 +103,8 @@ PATH = click.Path(path_type=Path)
 @device_option()
 @click.option("--seed", type=int, callback=exact, default=0, help="for weights, prompt and coin flips  [default: 0]")
 @click.option("--quality", "score", type=PATH, metavar="TEXT_FILE", help="score this text: perplexity, divergence")
+@click.option("--original", default="", metavar="DIR|FILE", help="with --quality: score a format against this model")
+@click.option("--accept-quality", is_flag=True, help="certify a format that loses more than its limit")
 @click.option("--certify", type=PATH, metavar="FILE", help="append the certificate to FILE, not in autosel's home")
 @click.option("--audit", "audit_to", type=PATH, metavar="FILE", help="write time, bytes and limit of each op as JSON")
 @click.option(
@@ -137,7 +140,8 @@ PATH = click.Path(path_type=Path)
 def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Level | None, **given: Any) -> None:
     """Measure a decode, with baseline and optimised steps in turn, and certify it.
 
-    Exit code 3: an objective was missed. 4: tokens or logits were wrong, or a kernel has no known proof.
+    Exit code 3: an objective was missed, or a format loses too much quality. 4: tokens or logits were wrong, or a
+    kernel has no known proof.
     """
     asked = Asked(ctx)
     if suite:
@@ -197,6 +201,8 @@ def measured(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> tuple
         objectives=objectives,
         price_per_hour=asked["price_per_hour"],
         traced=asked["trace_to"] is not None,
+        original=asked["original"],
+        accept_quality=asked["accept_quality"],
     )
     with ledger_or_none() as ledger:
         if ledger is not None:

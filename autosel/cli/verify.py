@@ -169,7 +169,13 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     plan = asked.plan()
     again.refuse_others(certified, plan)
     text = again.text_again(certified, plan, named=score, then=asked["score"])
-    request = Request(plan=plan, text=text, repro_cmd=certified.repro_cmd)
+    request = Request(
+        plan=plan,
+        text=text,
+        repro_cmd=certified.repro_cmd,
+        original=again.original_again(certified, then=asked["original"]),
+        accept_quality=True,  # the certified figures decide
+    )
     with ledger_or_none() as ledger, progress() as listener:
         return again.run_again(certified, request, ledger, listener)
 
@@ -226,6 +232,10 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
         q = again.quality
         lines.append(f"  text      {q.measured:+.4g} nats a token to the reference; certified {q.certified:+.4g}")
         lines.append(f"            divergence {q.measured_divergence:.3g}; certified {q.certified_divergence:.3g}")
+    if again.format is not None:
+        f = again.format
+        lines.append(f"  format    {f.measured:+.4g} nats a token to the original; certified {f.certified:+.4g}")
+        lines.append(f"            divergence {f.measured_divergence:.3g}; certified {f.certified_divergence:.3g}")
     return "\n".join([*lines, *(paragraph(f"  {note}", hang="  ") for note in again.notes)])
 
 
@@ -240,4 +250,5 @@ def _rerun_json(again: Rerun | None) -> dict[str, Any] | None:
         return None
     parts = {c.what: {**to_json(c), "outcome": c.outcome} for c in (again.speedup, again.time)}
     quality = to_json(again.quality) if again.quality else None
+    parts |= {"format": to_json(again.format)} if again.format else {}
     return {"outcome": again.outcome, "notes": list(again.notes), "quality": quality, **parts}

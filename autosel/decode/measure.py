@@ -30,9 +30,10 @@ from autosel.decode.account import (
 from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
+from autosel.decode.original import Original
 from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
-from autosel.decode.quality import clipped, quality
+from autosel.decode.quality import clipped, format_quality, quality
 from autosel.decode.rope import frequencies
 from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
@@ -60,8 +61,10 @@ def measure(
     decides: bool = True,
     chosen: Chosen | None = None,
     traced: bool = False,
+    original: Original | None = None,
 ) -> DecodeRun:
-    """Run the plan; score the text, if given, with the timed step. `clock` gives nanoseconds.
+    """Run the plan; score the text, if given, with the timed step, also against an `original` model. `clock` gives
+    nanoseconds.
 
     `choose` selects the form of the steps with the ledger; `chosen` is the result of an earlier run on this model and
     layout of the cache, and is used instead. `traced`: also time the threads of a step, for a trace.
@@ -96,6 +99,7 @@ def measure(
         spans = timeline(written, plan, clock) if written and traced else ()
         idle_ns = overhead_ns(written, clock) if written else None
         found = quality(scene, text, chosen) if text else None
+        against = format_quality(scene, original, chosen) if original else None
     context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
@@ -133,6 +137,7 @@ def measure(
         python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised.ns for p in pairs),
         chosen=chosen,
         quality=found,
+        format_quality=against,
         energy_joules=power.joules,
         notes=(
             *_notes(plan, chosen, text),

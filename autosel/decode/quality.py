@@ -4,6 +4,9 @@ The reference widens every weight to fp32 and never rounds keys and values. The 
 timed step, with the same batch and chain; attention is bound again as the text grows, by the text's length instead of
 --seq.
 
+    quality          the reference has the weights of the run: shows a fault of a kernel
+    format_quality   the reference is the original model (decode.original): shows the loss of a format
+
     difference   mean over tokens of (timed path's -ln p - reference's); its standard error is over the same tokens
     divergence   KL(reference || timed), nats, of each next-token distribution
 """
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,43 +25,64 @@ from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
 from autosel.decode.model import Decoder
+from autosel.decode.original import CHUNK, Original
 from autosel.decode.persistent import write
-from autosel.decode.run import Chosen, Plan, Quality, Text
+from autosel.decode.run import Chosen, FormatQuality, Plan, Quality, Text
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, Place
 
 MOST_TOKENS = 512  # of all rows: the reference keeps its logits in memory
-CHUNK = 64  # positions whose logits are computed at a time
 
 
 def quality(scene: Scene, text: Text, chosen: Chosen) -> Quality:
     """Score the text with the reference and with the chosen step."""
-    plan, decoder, listener, chain = scene.plan, scene.decoder, scene.listener, chosen.chain
-    rows = windows(text.tokens, plan.batch, plan.model.max_context)
-    count = len(rows[0])
-    tokens = torch.tensor(rows, device=decoder.weights.device)
-    page = plan.page if plan.cache == "paged" else 0
-    cache = make_cache(
-        decoder.shape, decoder.weights.dtype, rows=len(rows), room=count, page=page, device=tokens.device
-    )
-    for row in range(len(rows)):
-        cache.reserve(row, count)
-    listener.stage("quality", "reference", 0, count)
-    reference = _reference(decoder, tokens)
-    place = Place.at(tokens[:, 0], [0] * len(rows))
-    form = "ops" if chosen.form == "graph" else chosen.form  # avoids a new capture for every token
-    step = write(decoder, cache, place, chain, form=form, fp=scene.fp) if plan.prealloc else None
-    run, scores = Direct(decoder.weights), _Scores()
-    for i in range(count - 1):
-        listener.stage("quality", text.name, i, count - 1)
-        place.tokens.copy_(tokens[:, i])
-        if step is not None:
-            step.run()
-            step.settle()
-        logits = step.logits if step is not None else at_once(decoder, cache, place, run, chain)
+    rows = windows(text.tokens, scene.plan.batch, scene.plan.model.max_context)
+    tokens = torch.tensor(rows, device=scene.decoder.weights.device)
+    scene.listener.stage("quality", "reference", 0, len(rows[0]))
+    reference = _reference(scene.decoder, tokens)
+    scores = _Scores()
+    for i, logits in _fed(scene, chosen, [tokens], text.name):
         scores.add(logits, reference[:, i], tokens[:, i + 1])
-        place.advance()
     return scores.quality(text)
+
+
+def format_quality(scene: Scene, known: Original, chosen: Chosen) -> FormatQuality:
+    """Score the chosen step, whose weights are codes, against the original model."""
+    scores, rows = _Scores(), scene.plan.batch
+    parts, count = known.windows.split(rows), known.windows.shape[1] - 1
+    for at, (i, logits) in enumerate(_fed(scene, chosen, parts, "format")):
+        if i % CHUNK == 0:
+            first = at // count * rows
+            reference = known.logits(slice(first, first + rows), slice(i, min(count, i + CHUNK)))
+        scores.add(logits, reference[:, i % CHUNK], parts[at // count][:, i + 1])
+    return scores.format_quality(known)
+
+
+def _fed(scene: Scene, chosen: Chosen, parts: Sequence[Tensor], name: str) -> Iterator[tuple[int, Tensor]]:
+    """Feed texts [B, S], one after the other, token by token; yield each position but the last, and the logits [B, V]
+    after it.
+    """
+    plan, decoder = scene.plan, scene.decoder
+    (rows, count), page = parts[0].shape, plan.page if plan.cache == "paged" else 0
+    cache = make_cache(
+        decoder.shape, decoder.weights.dtype, rows=rows, room=count, page=page, device=decoder.weights.device
+    )
+    for row in range(rows):
+        cache.reserve(row, count)
+    place = Place.at(parts[0][:, 0], [0] * rows)
+    form = "ops" if chosen.form == "graph" else chosen.form  # avoids a new capture for every token
+    step = write(decoder, cache, place, chosen.chain, form=form, fp=scene.fp) if plan.prealloc else None
+    run = Direct(decoder.weights)
+    for part, tokens in enumerate(parts):
+        for i in range(count - 1):
+            scene.listener.stage("quality", name, part * (count - 1) + i, len(parts) * (count - 1))
+            place.tokens.copy_(tokens[:, i])
+            if step is not None:
+                step.run()
+                step.settle()
+            yield i, step.logits if step is not None else at_once(decoder, cache, place, run, chosen.chain)
+            place.advance()
+        place.advance(1 - count)
 
 
 def windows(tokens: Sequence[int], rows: int, context: int = MOST_TOKENS) -> list[list[int]]:
@@ -101,18 +126,37 @@ class _Scores:
         self.same_first += int((logits.argmax(-1) == reference.argmax(-1)).sum())
 
     def quality(self, text: Text) -> Quality:
-        differences = [a - b for a, b in zip(self.timed, self.reference, strict=True)]
-        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
         return Quality(
             text=text.name,
             text_sha256=text.sha256,
             tokenizer=text.tokenizer,
-            tokens=len(differences),
-            perplexity=math.exp(min(700.0, statistics.fmean(self.timed))),
-            reference_perplexity=math.exp(min(700.0, statistics.fmean(self.reference))),
-            difference=statistics.fmean(differences),
-            difference_error=spread / math.sqrt(len(differences)),
-            mean_divergence=statistics.fmean(self.divergence),
-            max_divergence=max(self.divergence),
-            same_first=self.same_first / len(differences),
+            reference_perplexity=_perplexity(self.reference),
+            **self._common(),
         )
+
+    def format_quality(self, known: Original) -> FormatQuality:
+        ordered = sorted(self.divergence)
+        return FormatQuality(
+            original=known.source,
+            stored=known.stored,
+            original_perplexity=_perplexity(self.reference),
+            p999_divergence=ordered[math.ceil(0.999 * len(ordered)) - 1],
+            **self._common(),
+        )
+
+    def _common(self) -> dict[str, Any]:
+        differences = [a - b for a, b in zip(self.timed, self.reference, strict=True)]
+        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        return {
+            "tokens": len(differences),
+            "perplexity": _perplexity(self.timed),
+            "difference": statistics.fmean(differences),
+            "difference_error": spread / math.sqrt(len(differences)),
+            "mean_divergence": statistics.fmean(self.divergence),
+            "max_divergence": max(self.divergence),
+            "same_first": self.same_first / len(differences),
+        }
+
+
+def _perplexity(nats: Sequence[float]) -> float:
+    return math.exp(min(700.0, statistics.fmean(nats)))
