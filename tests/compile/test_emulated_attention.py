@@ -18,6 +18,7 @@ from autosel.ops.contract import Case, Inputs, Mismatch
 from autosel.ops.stored import tensors
 from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName, Workload
+from tests import drawn
 from tests.compile.emulate import emulated
 from tests.operands import SCALED_HEADS, passed
 
@@ -79,7 +80,7 @@ def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
 
 
 @pytest.mark.in_turns(
-    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=2
+    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=4
 )
 def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName, int]) -> None:
     kernel, dtype, shape = choice
@@ -94,7 +95,7 @@ def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName
 
 
 @pytest.mark.in_turns(CONTIGUOUS, label=named)
-@pytest.mark.parametrize("width", [1, 7, 8, 40, 72, 112, 192, 320, 512])
+@pytest.mark.parametrize("width", drawn.share([1, 7, 8, 40, 72, 112, 192, 320, 512], days=3))
 def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> None:
     kernel, dtype = choice
     if kernel.endswith("_mma") and width > 256:
@@ -129,7 +130,7 @@ def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> 
         assert run("attn_decode", w, inputs, cut)[0].isnan().any(-1).tolist() == [[True, False, False, True]] * 2
 
 
-@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
+@pytest.mark.parametrize("kernel", drawn.share(["attn_decode_fp8", "attn_decode", "attn_decode_mma"], days=3))
 def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
     op = OPS[KERNELS[kernel]]
     w = workload(kernel, "bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
@@ -150,7 +151,7 @@ def test_more_tiles_of_query_rows_split_the_keys_into_fewer_parts(kernel: str) -
     assert torch.equal(run(kernel, w, inputs, (32, 2, 32, 0)), run(kernel, w, inputs, (32, 2, 1 << 20, 0)))
 
 
-@pytest.mark.parametrize("kernel", ["attn_decode", "attn_decode_mma", "attn_decode_fp8"])
+@pytest.mark.parametrize("kernel", drawn.share(["attn_decode", "attn_decode_mma", "attn_decode_fp8"], days=3))
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
     """Run blocks forwards in one call and backwards in the next."""
     op = OPS[KERNELS[kernel]]
@@ -160,7 +161,7 @@ def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> No
         assert torch.equal(run(kernel, w, inputs, cut), run(kernel, w, inputs, cut))
 
 
-@pytest.mark.parametrize("kernel", ["paged_attn_decode", "paged_attn_decode_mma"])
+@pytest.mark.parametrize("kernel", drawn.share(["paged_attn_decode", "paged_attn_decode_mma"], days=2))
 def test_a_page_that_does_not_exist_is_not_read(kernel: str) -> None:
     op = OPS["paged_attn"]
     w = op.workload("bf16", {**CACHE, "B": 1, "L": 64, "page": 16})

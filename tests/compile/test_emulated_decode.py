@@ -281,28 +281,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_three_forms_of_a_step_are_raced_and_the_best_is_measured(
-    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def medians(scene: Any, steps: Any) -> list[float]:
-        return [{Step: 2.0, graph.GraphStep: 1.0, LaunchStep: 1.5}[type(s)] * 1e6 for s in steps]
-
-    monkeypatch.setattr(choose, "step_medians", medians)
-    made = measure(plan_of(), load_weights(plan_of()))
-    assert [(w.form, w.taken) for w in made.ways if w.half == "step"] == [
-        ("ops", False),
-        ("graph", True),
-        ("team", False),
-    ]
-    assert made.mode_key.startswith("graph.") and made.tokens_equal == made.tokens_checked
-    assert captures == [14, 14] and "step: a graph of its ops, replayed" in made.notes
-    assert made.python_overhead_share and len({t.label for t in made.per_op}) > 5
-    certificate = issue(made, {}, IssueRequest(repro_cmd="autosel run"))
-    assert certificate.verification_ok and certificate.mode.startswith("graph.")
-    told = [(a.taken, a.other) for a in audit(certificate).attribution if a.op == "step"]
-    assert sorted(told) == [("graph", "ops"), ("graph", "team")]
-
-
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Give each form of a step its time; return the forms that were sampled."""
@@ -357,26 +335,6 @@ def test_the_winner_of_three_forms_is_stored_and_the_next_run_uses_it_without_a_
         assert any(f"by decision {decision.id}: " in note for note in made.notes)
         (taken,) = [w.form for w in made.ways if w.half == "step" and w.taken]
         assert {"ops": "eager.", "graph": "graph.", "team": "team."}[taken] == mode
-
-
-def test_a_launch_with_too_little_predicted_gain_leaves_the_decision_between_the_others(
-    on_h200: None,
-    captures: list[int],
-    timed: Callable[..., list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
-    asked = timed(ops=20.0, graph=15.0)
-    with open_ledger(home=tmp_path, alone=True) as ledger:
-        first = measure(plan_of(), load_weights(plan_of()), ledger=ledger)
-        assert first.mode_key.startswith("graph.") and set(asked) == {"ops:step", "graph:step"}
-        assert any("no whole-step launch: by this device's" in note for note in first.notes)
-        asked.clear()
-        assert measure(plan_of(), load_weights(plan_of()), ledger=ledger).mode_key.startswith("graph.") and asked == []
-        for forced in ({"step": "graph"}, {"step": "ops"}, {"step": "whole"}):
-            measure(plan_of(**forced), load_weights(plan_of()), ledger=ledger)
-        assert len(ledger.history("step")) == 1 and asked == [], "a plan that sets the form must not read the ledger"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.compile.emulate import emulated, overlapped
 from tests.compile.test_emulated_linear import BUILDS
-from tests.drawn import todays
+from tests.drawn import share, todays
 
 Tensors = dict[str, Tensor]
 Calls = Iterator[tuple[str, tuple[Any, ...]]]  # entry, arguments without the last: whether the launch is dependent
@@ -168,18 +168,18 @@ def check(calls: Callable[[Tensors], Calls], source: str, *macros: str) -> None:
         assert same, f"{source}: {name} differs"
 
 
-@pytest.mark.parametrize("calls", ROWS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("calls", share(ROWS, days=2), ids=lambda f: f.__name__)
 def test_row_kernels_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
     check(calls, calls.__name__)
 
 
-@pytest.mark.parametrize("calls", PRODUCTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("calls", share(PRODUCTS, days=3), ids=lambda f: f.__name__)
 def test_projections_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
     rows, loads = todays(BUILDS)
     macros = (f"AUTOSEL_ROWS={rows}", f"AUTOSEL_UNROLL={loads}") if calls is not gemv_fp8 else ()
     check(calls, calls.__name__, *macros)  # the builds of the other emulated tests
 
 
-@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize("kernel", share(ATTENTION, days=3))
 def test_attention_in_a_chain(kernel: str) -> None:
     check(attention(kernel), kernel)

@@ -34,6 +34,7 @@ from autosel.devices.cuda.bench import Bench
 from autosel.devices.device import Drift
 from autosel.errors import UsageError
 from autosel.native.compile import find_compiler
+from autosel.values import Fingerprint
 from tests.compile import cupy_stand_in
 from tests.compile.emulate import HERE, _built
 from tests.compile.machine_code import functions
@@ -91,9 +92,10 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(gpu_bench.ctypes, "CDLL", lambda name: load(str(probes)))
         # A launch here has ended when it returns, so a wait for the gate never succeeds.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
-        less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4, "LOOK_WINDOW_S": 1e-4}
+        less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4}
         for name, value in less.items():
-            monkeypatch.setattr(gpu_probe, name, value)
+            monkeypatch.setattr(gpu_bench, name, value)
+        monkeypatch.setattr(gpu_probe, "LOOK_WINDOW_S", 1e-4)
         monkeypatch.setattr(gpu_arithmetic, "STEPS", 64)
         monkeypatch.setattr(gpu_arithmetic, "PRODUCT_STEPS", 64)
         monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 4 << 20)
@@ -147,20 +149,13 @@ def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
     assert kept is not None and kept.rates == taken.rates
 
 
-def test_rates_of_a_device_that_stays_slowed_are_marked_and_not_stored(played: Played) -> None:
-    played()
-    slow(1_000_000)
-    taken = fingerprint.take("cuda")
-    assert taken.contended and set(taken.rates) >= RATES
-    assert any("thermal slowdown (0x20)" in note and "not stored" in note for note in taken.notes)
-    assert store.read(taken.env_id) is None
-
-
 def test_healthy_rates_outlive_a_refresh_on_a_slowed_device(played: Played) -> None:
     played()
     healthy = fingerprint.take("cuda")
     slow(1_000_000)
-    assert fingerprint.take("cuda", refresh=True).contended
+    taken = fingerprint.take("cuda", refresh=True)
+    assert taken.contended and set(taken.rates) >= RATES
+    assert any("thermal slowdown (0x20)" in note and "not stored" in note for note in taken.notes)
     slow(0)
     assert fingerprint.take("cuda").rates == healthy.rates
 
@@ -347,9 +342,8 @@ def test_refusals_of_the_driver_are_reported(driver_library: Path, monkeypatch: 
 # --- drift ------------------------------------------------------------------------------------------------------------
 
 
-def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float]) -> Drift:
+def looked(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint, reads: list[float], nodes: list[float]) -> Drift:
     """Check drift on a device whose checks give these shares of the stored rates."""
-    fp = fingerprint.take("cuda")
     read, node = fp.rates["read_bytes_per_s"].value, fp.rates["graph_node_s"].value
     found = [
         gpu_probe.Look(read_bytes_per_s=r * read, graph_node_s=node / n) for r, n in zip(reads, nodes, strict=True)
@@ -358,22 +352,18 @@ def looked(monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[floa
     return fingerprint.drifted(fp, "cuda:0")
 
 
-@pytest.mark.parametrize(
-    ("reads", "nodes", "moved"),
-    [
+def test_a_rate_of_a_gpu_has_moved_if_every_measurement_is_off(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    played()
+    fp = fingerprint.take("cuda")
+    for reads, nodes, moved in (
         ([0.9, 0.8, 0.9], [1.0, 1.0, 1.0], True),
         ([1.2, 1.1, 1.1], [1.0, 1.0, 1.0], True),
         ([1.0, 1.0, 1.0], [0.7, 0.9, 0.9], True),
         ([0.5, 0.95, 0.5], [0.5, 1.05, 0.5], False),
-    ],
-)
-def test_a_rate_of_a_gpu_has_moved_if_every_measurement_is_off(
-    played: Played, monkeypatch: pytest.MonkeyPatch, reads: list[float], nodes: list[float], moved: bool
-) -> None:
-    played()
-    found = looked(monkeypatch, reads, nodes)
-    assert found.moved == moved and not found.shared
-    assert found.read == pytest.approx(max(reads)) and "graph node speed" in found.reason
+    ):
+        found = looked(monkeypatch, fp, reads, nodes)
+        assert found.moved == moved and not found.shared
+        assert found.read == pytest.approx(max(reads)) and "graph node speed" in found.reason
 
 
 def test_a_drift_check_reads_memory_and_replays_a_graph(played: Played) -> None:
@@ -401,9 +391,9 @@ def test_a_gpu_in_use_by_others_is_not_checked_for_drift(played: Played, monkeyp
 
 def test_heat_is_not_drift(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     played()
-    fingerprint.take("cuda")
+    fp = fingerprint.take("cuda")
     slow(1)
-    found = looked(monkeypatch, [0.5, 0.5, 0.5], [1.0, 1.0, 1.0])
+    found = looked(monkeypatch, fp, [0.5, 0.5, 0.5], [1.0, 1.0, 1.0])
     assert found.moved and found.shared
 
 

@@ -22,7 +22,7 @@ def of_ampere() -> list[Build]:
     return [build for build in builds() if build.source == "gemm_sm80"]
 
 
-@pytest.mark.in_turns(of_ampere, label=attrgetter("label"), days=2)
+@pytest.mark.in_turns(of_ampere, label=attrgetter("label"), days=4)
 def test_a_build_has_the_expected_machine_code(choice: Build) -> None:
     _whole(choice)
 

@@ -59,7 +59,7 @@ def cases(dtype: DTypeName) -> Iterator[Case]:
             yield from OP.cases(w)
 
 
-@in_turns
+@pytest.mark.in_turns(choices, label=lambda b: b.label, days=3)
 def test_the_product_meets_its_contract_in_every_case(choice: Build, request: pytest.FixtureRequest) -> None:
     wrong, entry = [], product(choice).entry("gemm_sm90")
     halves = (0, 1) if request.config.getoption("--every-target") else (drawn.turn() // len(choices()) % 2,)

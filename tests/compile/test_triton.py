@@ -33,9 +33,9 @@ SHARE = 47  # share of the hostile cases per day; not a multiple of the dtypes, 
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
-@pytest.mark.parametrize("name", drawn.share(list(KERNELS), days=2))
+@pytest.mark.parametrize("name", drawn.share(list(KERNELS), days=4))
 def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(name: str) -> None:
-    """Compile half of the kernels per day, for two targets and two shapes."""
+    """Compile a quarter of the kernels per day, for two targets and two shapes."""
     kernel, number = KERNELS[name], list(KERNELS).index(name)
     shapes, devices = SHAPES[kind_of(kernel)], list(TARGETS.values())
     found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)
@@ -44,7 +44,7 @@ def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(name: str) 
     assert found == []
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS), ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
+@pytest.mark.parametrize("target", drawn.share(sorted(TARGETS), days=3), ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
 def test_weights_and_keys_are_loaded_16_bytes_at_a_time(target: tuple[int, int]) -> None:
     device = TARGETS[target]
     (gemv,) = launches(KERNELS["linear triton:gemv"], device, workload("linear", 0, "bf16"))
@@ -78,13 +78,13 @@ def test_attention_is_interpreted_at_its_widest_head_and_with_capped_scores(op: 
 
 
 def test_triton_kernels_meet_their_contracts_in_the_interpreter() -> None:
-    """A 47th of every kernel's hostile cases and of its array's rows, in one dtype each; compiled, test_ptx_triton.py
-    has more of the cases."""
+    """A 47th of the hostile cases and of the array's rows of a third of the kernels, in one dtype each; compiled,
+    test_ptx_triton.py has more of the cases."""
     command = [sys.executable, str(HERE / "some_cases.py"), str(drawn.turn()), str(SHARE)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == ""
-    assert ran.stderr.count(" s  ") == len(PLANS)  # each plan reports its time
+    assert ran.stderr.count(" s  ") in (len(PLANS) // 3, len(PLANS) // 3 + 1)  # each plan reports its time
 
 
 def test_fp32_rows_meet_their_contracts_with_a_gpus_own_exponentials_roots_and_quotients() -> None:

@@ -24,6 +24,7 @@ from autosel.guard import Allowance, Policy
 from autosel.ledger.faults import Fault
 from autosel.ledger.store import open_ledger
 from autosel.values import Decision, DTypeName, Fingerprint, Workload
+from tests import drawn
 from tests.cpu.test_decode import PROMPTS, Oracle, compiled, one_thread, oracle
 from tests.cpu.test_decode_weights_formats import weights
 from tests.homes import furnish
@@ -75,7 +76,7 @@ def test_no_task_of_a_right_step_is_suspected(oracle: Oracle, fp: Fingerprint, d
     assert worst <= SUSPECT / 2, "more than half of the error at which a task is suspected"
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.5])
+@pytest.mark.parametrize("scale", drawn.share([1.0, 3.5], days=2))
 def test_a_step_on_weights_in_a_format_has_checks_of_its_plain_operands(fp: Fingerprint, scale: float) -> None:
     found = weights("int8-row", embedding_scale=scale)
     cache = make_cache(found.shape, "bf16", rows=2, room=16)

@@ -12,6 +12,7 @@ import pytest
 
 from autosel import resources
 from autosel.native.compile import find_compiler
+from tests import drawn
 
 SOURCE = Path(__file__).parent / "team.cpp"
 CPUS = sorted(os.sched_getaffinity(0))
@@ -176,7 +177,7 @@ print(threads.use(openmp=False, place=False))
 """
 
 
-@pytest.mark.parametrize("placing", ["1", "0"])
+@pytest.mark.parametrize("placing", drawn.share(["1", "0"], days=2))
 def test_kernels_run_on_the_threads_that_pytorch_has(tmp_path: Path, placing: str) -> None:
     environment = {**os.environ, "AUTOSEL_HOME": str(tmp_path), "AUTOSEL_PLACE_WORKERS": placing}
     done = subprocess.run([sys.executable, "-c", IN_PYTHON], env=environment, capture_output=True, text=True)

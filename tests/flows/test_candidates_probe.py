@@ -14,16 +14,13 @@ from autosel.candidates import inductor, probe
 from autosel.candidates.libraries import base, sdpa
 from autosel.candidates.libraries.base import Library
 from autosel.fingerprint import known
-from autosel.native.compile import find_compiler
 from autosel.ops import OPS
-from autosel.values import Accepted, Rejected
-from tests.homes import shared
+from autosel.values import Rejected
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 CPU = replace(known.load("h200"), kind="cpu", identity={"cpus": 2})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 8, "S": 1, "D": 64, "L": 512})
-NORM = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 SDPA, COMPILED = f"{sdpa.__name__}:called", f"{inductor.__name__}:called"
 # Code that replaces a part of PyTorch before the child's first line, as sitecustomize.
 WHAT = {"sdpa": "import torch.nn.functional as it\nit.scaled_dot_product_attention = planted\n",
@@ -108,20 +105,3 @@ def test_a_version_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probe.forget()
     monkeypatch.setattr(probe, "_tried", None)
     assert base.unimportable(gone, "1") == first
-
-
-def test_torch_compile_is_accepted_if_it_works_and_rejected_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "home" / "cache").mkdir(parents=True)
-    (tmp_path / "home" / "cache" / "inductor").symlink_to(shared("cache", "inductor"))
-    norm = next(c for c in inductor.INDUCTOR if c.op == "rmsnorm")
-    assert norm.supports(NORM, CPU) == Accepted()
-    planted(tmp_path, monkeypatch, "compile", HOW["raises"][0])
-    probe.forget()
-    assert norm.supports(NORM, CPU) == Accepted()  # the result is cached
-    found = norm.supports(NORM, replace(CPU, identity={"cpus": 3}))
-    assert isinstance(found, Rejected)
-    assert found.reason == "torch.compile does not work here: RuntimeError: no such kernel"

@@ -13,7 +13,6 @@ from autosel.cli.main import run
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import known
 from autosel.integrations.engines import ask, experts, vllm
-from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import Row, Target
 from autosel.testing.serving import pinned
 from autosel.values import Decision
@@ -88,21 +87,6 @@ def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
     assert not missed and not stale
     assert heard.here == len(asked)  # only the flag's row, because the device differs
     assert "VLLM_TUNED_CONFIG_FOLDER" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting
-
-
-@asks_vllm
-def test_doctor_names_both_versions_and_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = vllm.export(target(derives=False), tmp_path)
-    manifest = json.loads((tmp_path / folders.MANIFEST).read_text())
-    manifest["engine_version"] = "0.31.0"
-    manifest["rows"] = manifest["rows"][:1]
-    (tmp_path / folders.MANIFEST).write_text(json.dumps(manifest))
-    assert run(["doctor", "--engine", "vllm", str(tmp_path)]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "vllm 0.33.0 is installed, the files were written for 0.31.0" in said
-    assert "0 of 1 rows would be loaded here: the device is cpu, the files are for NVIDIA_H200" in said
-    assert f"export AUTOSEL_ENGINE_FILES={tmp_path}" in said
-    assert folders.changed(tmp_path, made) == ()
 
 
 def test_a_python_without_vllm_is_named_with_the_version_that_is_wanted(

@@ -102,7 +102,7 @@ def test_killed_at_any_step_of_its_creation_a_ledger_opens_the_next_time(home: P
         if finished:
             break
         shutil.rmtree(home)
-        steps += 13  # not every statement, to save time
+        steps += 29  # not every statement, to save time
     assert steps > 40
 
 
@@ -146,7 +146,7 @@ def test_killed_at_any_step_of_its_migration_a_ledger_is_the_old_one_or_the_new_
         shutil.rmtree(home)
         if finished:
             break
-        steps += 5  # every fifth statement, to save time
+        steps += 11  # not every statement, to save time
     assert steps > 15
 
 

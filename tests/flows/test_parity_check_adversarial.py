@@ -61,7 +61,7 @@ WRONG = {
         "sample_divides_negative_logits", "sample_takes_top_p_of_all", "sample_looks_at_the_first_half",
         "sample_shares_top_p_beyond_the_eighth",),
 }  # fmt: skip
-DAYS = 4  # a day's share takes half a minute
+DAYS = 8  # a day's share takes 20 s
 KERNELS = drawn.share([(op, function) for op, functions in WRONG.items() for function in functions], DAYS)
 INT8 = "int8-row"
 IN_INT8 = ("linear_takes_scales_of_the_rest_as_positive", "linear_keeps_weights_by_the_first_codes")

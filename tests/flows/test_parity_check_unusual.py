@@ -43,7 +43,7 @@ ALLOCATING = (
     "swiglu_in_double", "gate_up_interleaved", "head_in_double", "sample_all_rows",
 )  # fmt: skip
 ALL = [(op, function) for op, functions in WAYS.items() for function in functions]
-KERNELS = drawn.share(ALL, days=3)
+KERNELS = drawn.share(ALL, days=6)
 
 
 def proof_of(op: str, function: str, seed: int) -> Proof:

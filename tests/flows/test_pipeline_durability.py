@@ -19,10 +19,11 @@ from autosel.errors import LedgerError
 from autosel.ledger import engine, open_ledger, snapshot
 from autosel.ledger.commands import Demote
 from autosel.tuning import contend
+from tests import drawn
 from tests.cpu.killed import Graveyard, Pipe, Told, fork, hold_to, kill_at_moments, kill_at_step, outcome
 from tests.cpu.test_ledger import ATTN, race, record
 
-KILLS = 12  # more than 1,000 in tests/soak
+KILLS = 4  # more than 1,000 in tests/soak
 STEPS = (3, 77, 160, 251, 290, 337)
 
 
@@ -40,7 +41,7 @@ def test_tunes_killed_at_random_moments_lose_nothing_and_reach_the_same_decision
     assert kill_at_moments(graveyard, KILLS, Random(20), graveyard.whole()) >= KILLS
 
 
-@pytest.mark.parametrize("fuse", STEPS)
+@pytest.mark.parametrize("fuse", drawn.share(STEPS, days=3))
 def test_a_tune_killed_at_a_failpoint_loses_nothing_and_reaches_the_same_decisions(
     graveyard: Graveyard, fuse: int
 ) -> None:

@@ -17,7 +17,7 @@ SHARE_OF_ATTENTION = 0.08  # whose references take long
 POINTS = 100
 
 
-@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=4), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=8), ids=lambda op: op.name)
 def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
     share = SHARE_OF_ATTENTION if op.name in ("attn", "paged_attn", "prefill_attn") else SHARE
     found = score(op, SEED, share=share, points=POINTS, calls=False)
@@ -27,6 +27,6 @@ def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
     assert sum(found.killed.values()) + len(found.equivalent) == found.mutants
 
 
-@pytest.mark.parametrize(("op", "name"), drawn.share(list(REASONS), days=3))
+@pytest.mark.parametrize(("op", "name"), drawn.share(list(REASONS), days=6))
 def test_a_mutant_that_agrees_has_a_reason_only_if_it_exists(op: str, name: str) -> None:
     assert name in {m.name for m in Trial(OPS[op], "bf16", SEED).mutants}, f"{op} has no mutant {name!r}"

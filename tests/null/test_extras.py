@@ -40,9 +40,7 @@ main(sys.argv[2:])
     [
         ("uvicorn", "daemon", "serve"),
         ("starlette", "daemon", "serve --systemd-unit"),
-        ("plotly", "daemon", "serve"),
         ("matplotlib", "plots", "run --report page"),
-        ("matplotlib", "plots", "sweep --report page"),
         ("cryptography", "sign", "export --sign bundle.json"),
         ("ray", "ray", "tune --ray local:1"),
         ("psycopg", "fleet", "explain --history"),

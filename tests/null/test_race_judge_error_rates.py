@@ -34,6 +34,7 @@ from autosel.race.session import Trial, screen
 from autosel.testing.rates import studies as error_rates
 from autosel.testing.rates.noise import NOISES, attempt, confirmed, screened
 from autosel.testing.rates.studies import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
+from tests import drawn
 
 # Races a cell, so that all of it takes about ten seconds of one core.
 RACES = {
@@ -51,7 +52,7 @@ RACES = {
 }
 
 
-@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("study", drawn.share(list(STUDIES), days=2))
 def test_rates_are_within_their_limits_and_common_rules_fail(study: str) -> None:
     assert broken(error_rates.measure(list(STUDIES[study]()), RACES[study])) == []
 
