@@ -79,11 +79,16 @@ def test_the_probes_compile_and_run_in_every_instruction_set(isa: Isa) -> None:
 
 
 @needs_compiler
-def test_the_ceiling_is_about_the_fingerprints_best_read_rate(rates: dict[str, Rate]) -> None:
-    """Compare within a factor of four: the machine's rate may change in between, but a wrong unit fails."""
+def test_the_ceiling_is_about_the_fingerprints_best_read_rate() -> None:
+    """Compare within a factor of four, three times at most: other work may change the machine's rate in between, but a
+    wrong unit fails."""
     cpus = machine.identity()["cpus"]
-    ceiling = max(probe.read_rate(cpus, 0.05) for _ in range(3))
-    assert 0.25 < ceiling / rates[f"read_bytes_per_s@{cpus}"].value < 4
+
+    def ratio() -> float:
+        rate = probe.measure(budget_s=0.4)[f"read_bytes_per_s@{cpus}"].value
+        return max(probe.read_rate(cpus, 0.05) for _ in range(3)) / rate
+
+    assert any(0.25 < ratio() < 4 for _ in range(3))
 
 
 @needs_compiler
