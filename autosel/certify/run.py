@@ -65,6 +65,7 @@ class Request:
     text: Text | None = None  # to score
     objectives: Sequence[Objective] = ()
     price_per_hour: float | None = None
+    forced: bool = False  # whole steps race again, whatever is decided
     traced: bool = False  # also time the threads of a step, for a trace
     original: str = ""  # the model that the codes were made from: the format is scored against it
     accept_quality: bool = False  # certify a format that loses more than its limit
@@ -118,7 +119,8 @@ def certified(request: Request, ledger: Ledger | None, listener: RunListener) ->
     source, text = request.compared_with, request.text
     known = original(plan, text, source, listener) if source and text else None
     weights = load_weights(plan, listener)
-    run = measure(plan, weights, text=text, listener=listener, ledger=ledger, traced=request.traced, original=known)
+    asked: dict[str, Any] = {"forced": request.forced, "traced": request.traced, "original": known}
+    run = measure(plan, weights, text=text, listener=listener, ledger=ledger, **asked)
     stated = issue.IssueRequest(
         repro_cmd=request.repro_cmd,
         objectives=request.objectives,

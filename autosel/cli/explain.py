@@ -238,7 +238,7 @@ def _how_to_reproduce(evidence: Evidence) -> str:
 
     d, fp = evidence.decision, evidence.fingerprint
     if d.op == WHOLE_STEP:
-        return f"{settings.spelling()} decide {d.id} --demote, then run that model again: whole steps race again"
+        return f"{settings.spelling()} run --force, with that model, --seq and --batch: whole steps race again"
     if d.arm.recipe.layout is not None or (fp is not None and not devices.on_host(fp.kind)):
         return again(d)
     return f"{settings.spelling()} export --repro {d.id}      one file that needs only torch"

@@ -40,7 +40,7 @@ def script(evidence: Evidence) -> str:
         raise UsageError(
             f"decision {d.id} is about whole decode steps",
             why="a model's weights do not go into one file",
-            todo=f"{settings.spelling()} decide {d.id} --demote, then run that model again: it races again",
+            todo=f"{settings.spelling()} run --force, with that model, --seq and --batch: whole steps race again",
         )
     if evidence.fingerprint is not None and not devices.on_host(evidence.fingerprint.kind):
         raise UsageError(

@@ -79,6 +79,7 @@ PATH = click.Path(path_type=Path)
     metavar="FORM",
     help="ops, graph (GPU), whole (one thread team or launch), auto (as decided, else raced)  [default: auto]",
 )
+@click.option("--force", is_flag=True, help="race whole steps again, whatever is decided")
 @click.option("--persistent", is_flag=True, help="the same as --step whole")
 @click.option(
     "--weights-layout",
@@ -200,6 +201,7 @@ def measured(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> tuple
         repro_cmd=asked.repro,
         objectives=objectives,
         price_per_hour=asked["price_per_hour"],
+        forced=asked["force"],
         traced=asked["trace_to"] is not None,
         original=asked["original"],
         accept_quality=asked["accept_quality"],

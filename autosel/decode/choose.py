@@ -35,14 +35,15 @@ TAKEN: Mapping[StepForm, str] = {
 UNCHAINED = (*WHOLE, "torch")  # forms that the race of chains does not affect
 
 
-def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True) -> Chosen:
+def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True, forced: bool = False) -> Chosen:
     """Return the form of the scene's steps: from the plan, else from a stored decision, else from a race of whole
     steps.
 
     The race is recorded if `decides` and the ledger can be written; else it is short, and applies to this run only.
+    `forced`: race again, whatever is decided.
     Raises UsageError, BuildError, ParityError, DeviceFault if the form that the plan requires fails.
     """
-    question = ask(scene, ledger)
+    question = ask(scene, ledger, forced=forced)
     scene.listener.stage("chain", "whole steps", 0, 1)
     chained = scene.plan.listed and question.form not in UNCHAINED
     chain, ways = choose_chain(scene) if chained else (FUSED, ())

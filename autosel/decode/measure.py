@@ -59,6 +59,7 @@ def measure(
     clock: Clock = time.perf_counter_ns,
     ledger: Ledger | None = None,
     decides: bool = True,
+    forced: bool = False,
     chosen: Chosen | None = None,
     traced: bool = False,
     original: Original | None = None,
@@ -67,7 +68,8 @@ def measure(
     nanoseconds.
 
     `choose` selects the form of the steps with the ledger; `chosen` is the result of an earlier run on this model and
-    layout of the cache, and is used instead. `traced`: also time the threads of a step, for a trace.
+    layout of the cache, and is used instead. `forced`: whole steps race again, whatever is decided. `traced`: also time
+    the threads of a step, for a trace.
 
     Raises UsageError, BadConfig.
     """
@@ -81,7 +83,7 @@ def measure(
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
         earlier = chosen is not None
-        chosen = choose(scene, ledger, decides=decides) if chosen is None else again(scene, chosen)
+        chosen = choose(scene, ledger, decides=decides, forced=forced) if chosen is None else again(scene, chosen)
         if chosen.form != "packed":
             forget(weights)
         ours, theirs = our_arm(scene, chosen), Baseline(scene)

@@ -61,9 +61,7 @@ class Products:
     def __init__(self, engine: str, module: Any, folder: Path, wanted: str, named: str) -> None:
         self.module, self.folder, self.wanted, self.named = module, folder, wanted, named
         self.elsewhere = f"{engine} looks for products in its own package alone"
-        self.setting = (
-            f"export AUTOSEL_ENGINE_FILES={folder}   # the plug-in, in {engine}'s Python, hands it over"
-        )
+        self.setting = f"export AUTOSEL_ENGINE_FILES={folder}   # the plug-in, in {engine}'s Python, hands it over"
 
     def here(self, row: Mapping[str, Any]) -> bool:
         ask = row["ask"]
