@@ -27,10 +27,10 @@ from autosel import files, models
 from autosel.decode.compressed import PACKED, SCALE, SHAPE, WORD_BYTES
 from autosel.decode.run import Listener, Silent
 from autosel.decode.safetensors import BITS, CHUNK, INDEX, SINGLE, Entry, Tensors, open_folder
+from autosel.decode.weights import refuse_other_tensors
 from autosel.errors import BadConfig, UsageError
-from autosel.formats import PLAIN, WeightFormat, find_weight_format
-from autosel.models.config import FILE_LIMIT_BYTES
-from autosel.models.shape import ModelShape
+from autosel.formats import WeightFormat, find_weight_format
+from autosel.models.quantised import FILE_LIMIT_BYTES, scheme_of
 from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Weight, quantise
 from autosel.values import parse_json
@@ -76,11 +76,11 @@ def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | 
     Raises UsageError (out exists, no room on the disk), BadConfig (unreadable, already in codes, not whole groups).
     """
     found, shape, tensors = find_weight_format(format), models.load(folder), open_folder(folder)
-    if shape.stored != PLAIN:
+    if scheme_of(folder) is not None:
         raise BadConfig(
-            f"{folder} is in {shape.stored} already", why="rounding codes again loses more", todo="name the original"
+            f"{folder} is in codes already", why="rounding codes again loses more", todo="name the original"
         )
-    _refuse_missing(tensors, shape)
+    refuse_other_tensors(tensors, shape)
     shards = _shards(tensors, found, STORED[shape.dtype])
     need = sum(part.size for parts in shards.values() for part in parts)
     with _renamed(out, need + SPARE_BYTES) as making:
@@ -97,21 +97,6 @@ def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | 
         source_bytes=sum(entry.size for entry in tensors.entries.values()),
         bytes=need,
         bits_per_weight=_bits(tensors, shards, found),
-    )
-
-
-def _refuse_missing(tensors: Tensors, shape: ModelShape) -> None:
-    """Raise BadConfig unless there are the seven projections of every layer."""
-    found, layer = {match[0] for name in tensors.entries if (match := PROJECTION.search(name))}, "layers.{}."
-    each = [*(f"self_attn.{part}" for part in "qkvo"), *(f"mlp.{part}" for part in ("gate", "up", "down"))]
-    expected = {f"{layer.format(i)}{name}_proj.weight" for i in range(shape.layers) for name in each}
-    if found == expected:
-        return
-    other = sorted(expected - found) or sorted(found - expected)
-    raise BadConfig(
-        f"{tensors.place} {'lacks' if expected - found else 'has'} {other[0]}",
-        why=f"config.json describes {shape.layers} layers",
-        todo="fetch the checkpoint again: its config.json may belong to other weights",
     )
 
 

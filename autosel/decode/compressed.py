@@ -3,6 +3,10 @@
 A matrix [N, K] is stored as `weight_packed` int32 [N, K / codes of a word], the first code in the lowest bits and
 offset by half the range, `weight_scale` [N, groups] and `weight_shape` [2]. Codes of 4 bits have autosel's own order;
 codes of 8 bits differ in the offset.
+
+Asymmetric codes also have `weight_zero_point`, packed along N with the same offset: int32 [N / codes of a word,
+groups]; older files have int8 [N, groups] without offset. `weight_g_idx` [K] is the group of each column, if groups are
+not of neighbours. Both are dequantised.
 """
 
 from __future__ import annotations
@@ -10,18 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from autosel.decode.safetensors import Entry, Tensors
+from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
-from autosel.formats import WeightFormat, find_weight_format
-from autosel.ops.weight import Weight, empty
+from autosel.formats import PLAIN
+from autosel.models.quantised import Scheme
+from autosel.ops.weight import BLOCK, Weight
 
-PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
-WORD_BYTES = 4
+PACKED, SCALE, SHAPE, ZERO, ORDER = (
+    f".weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx")
+)  # fmt: skip
+WORD_BYTES = WORD_BITS // 8
+SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +43,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """Tensors of a checkpoint whose layers are stored in one weight format."""
+    """Tensors of a checkpoint whose layers are stored in one scheme."""
 
     described_by: ClassVar[str] = "config.json"
     tensors: Tensors
-    format: WeightFormat
+    scheme: Scheme
     entries: Mapping[str, Place]
 
     @property
@@ -46,47 +55,84 @@ class Compressed:
         return self.tensors.place
 
     def note(self, format: str, dtype: str) -> str:
-        """Describe the stored format, and what the weights are read as."""
-        read = "read as they are" if format == self.format.name else f"dequantised to {dtype} when loaded"
-        return f"weights: {self.format.name} (compressed-tensors) in {self.place.name}, {read}"
+        """Describe how matrices are stored, and what the weights are read as."""
+        return self.scheme.note(self.place.name, format, dtype)
 
     def codes(self, format: str) -> Callable[[str, Weight], None] | None:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""
-        return self._read_codes if format == self.format.name else None
+        return self._read_codes if PLAIN != format == self.scheme.format else None
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor, dequantised and rounded once. Raises BadConfig."""
         if not self.entries[name].packed:
             self.tensors.read_into(name, out)
             return
-        stored = empty(self.format, *out.shape, dtype=self._scale_dtype(name))
-        self._read_codes(name, stored)
-        out.copy_(stored.dequantised(out.dtype))
+        base, (n, k) = name.removesuffix(".weight"), out.shape
+        words, scales, groups = self._words(name, n, k), self._scales(base), self._groups(base, k)
+        if scales.shape != (n, -(-k // (self.scheme.group or k))):
+            self._refuse(base + SCALE, f"has {list(scales.shape)} scales, groups of {self.scheme.group or k} expected")
+        zeros, each = self._zeros(base, *scales.shape), max(1, BLOCK // 8 // k)
+        for first in range(0, n, each):
+            rows = slice(first, first + each)
+            found = unpacked(words[rows], self.scheme.bits)[:, :k]
+            out[rows] = exact(found, zeros[rows], scales[rows], groups).to(out.dtype)
+        if not out.isfinite().all():
+            self._refuse(base + SCALE, f"makes weights that are not finite in {_name(out.dtype)}")
 
     def _read_codes(self, name: str, out: Weight) -> None:
         base, (n, k) = name.removesuffix(".weight"), out.shape
-        if tuple(out.shape) != self.entries[name].shape:
-            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {[n, k]}")
-        words = torch.empty(n, -(-k * self.format.bits // (8 * WORD_BYTES)), dtype=torch.int32)
-        self._raw(base + PACKED, words, "I32")
-        codes = words.view(torch.uint8)
-        if self.format.bits == 8:
+        codes = self._words(name, n, k).view(torch.uint8)
+        if self.scheme.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)[:, :k]
         out.codes[:, : codes.shape[1]] = codes
-        scales = torch.empty(self._entry(base + SCALE).shape, dtype=self._scale_dtype(name))
-        self._raw(base + SCALE, scales, self._entry(base + SCALE).dtype)
+        scales = self._scales(base)
         if scales.numel() != out.scales.numel():
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, {list(out.scales.shape)} are expected")
         out.scales.copy_(scales.view(out.scales.shape))
-        if not out.scales.isfinite().all() or not torch.equal(out.scales.double().flatten(), scales.double().flatten()):
-            self._refuse(base + SCALE, f"is not finite, or not exact in {str(out.scales.dtype).removeprefix('torch.')}")
+        if not torch.equal(out.scales.double().flatten(), scales.double().flatten()):
+            self._refuse(base + SCALE, f"is not exact in {_name(out.scales.dtype)}")
 
-    def _scale_dtype(self, name: str) -> torch.dtype:
-        known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-        stored = self._entry(name.removesuffix(".weight") + SCALE).dtype
-        if stored not in known:
-            self._refuse(name.removesuffix(".weight") + SCALE, f"is {stored}; supported: {', '.join(known)}")
-        return known[stored]
+    def _words(self, name: str, n: int, k: int) -> Tensor:
+        if self.entries[name].shape != (n, k):
+            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {[n, k]}")
+        words = torch.empty(n, -(-k * self.scheme.bits // WORD_BITS), dtype=torch.int32)
+        self._raw(name.removesuffix(".weight") + PACKED, words, "I32")
+        return words
+
+    def _scales(self, base: str) -> Tensor:
+        entry = self._entry(base + SCALE)
+        if entry.dtype not in SCALE_DTYPES:
+            self._refuse(base + SCALE, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
+        scales = torch.empty(entry.shape, dtype=SCALE_DTYPES[entry.dtype])
+        self._raw(base + SCALE, scales, entry.dtype)
+        if not scales.isfinite().all():
+            self._refuse(base + SCALE, "is not finite")
+        return scales
+
+    def _zeros(self, base: str, n: int, groups: int) -> Tensor:
+        """Return the zero points [N, groups] of unsigned codes."""
+        half = 1 << self.scheme.bits - 1
+        if not self.scheme.zeros:
+            return torch.full((n, groups), half, dtype=torch.int32)
+        if self._entry(base + ZERO).dtype == "I8":
+            plain = torch.empty(n, groups, dtype=torch.int8)
+            self._raw(base + ZERO, plain, "I8")
+            return plain.int() + half
+        words = torch.empty(-(-n * self.scheme.bits // WORD_BITS), groups, dtype=torch.int32)
+        self._raw(base + ZERO, words, "I32")
+        return unpacked(words.T, self.scheme.bits)[:, :n].T
+
+    def _groups(self, base: str, k: int) -> Tensor:
+        """Return the group of each column, int64 [K]."""
+        size = self.scheme.group or k
+        if not self.scheme.ordered:
+            return torch.arange(k) // size
+        found = torch.empty(k, dtype=torch.int32)
+        self._raw(base + ORDER, found, "I32")
+        wrong = found[(found < 0) | (found >= -(-k // size))]
+        if wrong.numel():
+            self._refuse(base + ORDER, f"names the group {int(wrong[0])} of {-(-k // size)}")
+        return found.long()
 
     def _entry(self, name: str) -> Entry:
         if name not in self.tensors.entries:
@@ -99,26 +145,34 @@ class Compressed:
             self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
         self.tensors.read_raw(name, out)
 
-    def _refuse(self, name: str, why: str) -> None:
+    def _refuse(self, name: str, why: str) -> NoReturn:
         raise BadConfig(
             f"{self.place}: {name} {why}",
             todo="fetch the checkpoint again: its config.json may belong to other weights",
         )
 
 
-def open_compressed(tensors: Tensors, format: str) -> Compressed:
-    """Return the tensors by the names of matrices. Raises BadConfig for packed weights that config.json denies."""
+def open_compressed(tensors: Tensors, scheme: Scheme) -> Compressed:
+    """Return the tensors by the names of matrices."""
     packed = [name.removesuffix(PACKED) for name in tensors.entries if name.endswith(PACKED)]
-    found = find_weight_format(format)
-    if found.plain:
-        raise BadConfig(
-            f"{tensors.place} has {packed[0]}{PACKED}, and its config.json no quantization_config",
-            todo="fetch the checkpoint again",
-        )
     hidden = {base + part for base in packed for part in (PACKED, SCALE, SHAPE)}
+    hidden |= {base + ZERO for base in packed if scheme.zeros} | {base + ORDER for base in packed if scheme.ordered}
     entries = {n: Place(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
     for base in packed:
-        words = tensors.entries[base + PACKED].shape
-        n, k = words if len(words) == 2 else (0, 0)
-        entries[f"{base}.weight"] = Place(shape=(n, k * 8 * WORD_BYTES // found.bits), packed=True)
-    return Compressed(tensors=tensors, format=found, entries=entries)
+        n, k = words_shape(tensors, base + PACKED)
+        entries[f"{base}.weight"] = Place(shape=(n, k * WORD_BITS // scheme.bits), packed=True)
+    return Compressed(tensors=tensors, scheme=scheme, entries=entries)
+
+
+def words_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    """Return the shape of a tensor of words. Raises BadConfig if it is no matrix, or empty."""
+    shape = tensors.entries[name].shape
+    if len(shape) == 2 and min(shape):
+        return shape[0], shape[1]
+    raise BadConfig(
+        f"{tensors.place}: {name} is {list(shape)}", why="a matrix is expected", todo="fetch the checkpoint again"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

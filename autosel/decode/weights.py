@@ -18,13 +18,15 @@ from autosel import devices
 from autosel.decode.cache import cache_bytes
 from autosel.decode.compressed import PACKED, open_compressed
 from autosel.decode.gguf import ReadCodes, open_gguf
+from autosel.decode.gptq import CODES, open_packed_rows
 from autosel.decode.pages import Arena, padded
 from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
-from autosel.decode.safetensors import open_folder
+from autosel.decode.safetensors import Tensors, open_folder
 from autosel.errors import BadConfig, UsageError
 from autosel.formats import WeightFormat, find_weight_format
-from autosel.models import is_gguf, load
+from autosel.models import is_gguf
+from autosel.models.quantised import Scheme, scheme_of
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
 from autosel.ops.eager_stored import held_bytes
@@ -174,9 +176,24 @@ def _opened(path: Path) -> Source:
     if is_gguf(path):
         return open_gguf(path)
     found = open_folder(path)
-    if not any(name.endswith(PACKED) for name in found.entries):
+    scheme = scheme_of(path) if (path / "config.json").is_file() else None
+    _refuse_contradiction(found, scheme)
+    if scheme is None:
         return found
-    return open_compressed(found, load(path).weight)
+    return open_compressed(found, scheme) if scheme.method == "compressed-tensors" else open_packed_rows(found, scheme)
+
+
+def _refuse_contradiction(tensors: Tensors, scheme: Scheme | None) -> None:
+    """Raise BadConfig for codes that config.json does not describe, and for a description without codes."""
+    expected = "" if scheme is None else PACKED if scheme.method == "compressed-tensors" else CODES
+    packed = next((name for name in tensors.entries if name.endswith((PACKED, CODES))), "")
+    if (scheme is None and not packed) or (scheme is not None and packed.endswith(expected)):
+        return
+    told = f"has {packed}" if packed else f"has no tensor that ends in {expected}"
+    raise BadConfig(
+        f"{tensors.place} {told}, and its config.json {scheme.method if scheme else 'no'} quantization_config",
+        todo="fetch the checkpoint again: its config.json belongs to other weights",
+    )
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from autosel.errors import BadConfig, UnknownName
 from autosel.models.config import read_config
 from autosel.models.gguf import gguf_shape, read_gguf
 from autosel.models.presets import PRESETS
+from autosel.models.quantised import scheme_of
 from autosel.models.shape import SIZES, ModelShape, Rope
 from autosel.models.workloads import Named, labels, step, workloads
 
@@ -63,9 +64,12 @@ def stored_as(shape: ModelShape, format: str | None) -> ModelShape:
 
 
 def weights_note(name_or_path: str, format: str, dtype: str) -> str:
-    """Describe the formats of a GGUF file, and what its weights are read as; "" for any other model."""
+    """Describe the formats of a GGUF file or a checkpoint in codes, and what its weights are read as; else ""."""
     path = Path(name_or_path).expanduser()
-    return read_gguf(path).note(format, dtype) if is_gguf(path) else ""
+    if is_gguf(path):
+        return read_gguf(path).note(format, dtype)
+    scheme = scheme_of(path) if (path / "config.json").is_file() and str(name_or_path).lower() not in PRESETS else None
+    return scheme.note(path.name, format, dtype) if scheme else ""
 
 
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import os
 import socket
 import struct
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as terms
 from hypothesis import strategies as st
@@ -36,6 +38,7 @@ from autosel.cli.main import run
 from autosel.cli.repro import script
 from autosel.cli.tune import parse_budget
 from autosel.decode.gguf import open_gguf
+from autosel.decode.weights import _opened
 from autosel.devices import store
 from autosel.dispatch import resolve
 from autosel.dispatch.board import _served, this_device
@@ -265,6 +268,21 @@ def config(data: bytes, folder: Path) -> None:
     if shape is not None:
         assert models.step(shape)
         assert shape.weight_bytes() > 0
+
+
+def quantised(drawn: tuple[dict[str, Any], dict[str, Any], bytes], folder: Path) -> None:
+    """Read every matrix of a checkpoint in codes whose scheme, header or data were changed."""
+    scheme, header, data = drawn
+    place = folder / "quantised"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_bytes(as_json({"quantization_config": scheme}))
+    head = as_json(header)
+    (place / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + data)
+    found = refused_in_words(lambda: _opened(place))
+    for name, entry in () if found is None else found.entries.items():
+        if math.prod(entry.shape) <= 1 << 16:
+            out = torch.empty(entry.shape, dtype=torch.float32)
+            refused_in_words(lambda name=name, out=out: found.read_into(name, out))  # type: ignore[misc]
 
 
 def gguf_file(data: bytes, folder: Path) -> None:
@@ -571,6 +589,58 @@ def ggufs_changed(draw: Any) -> bytes:
     )
 
 
+SCHEMES = (
+    lambda: {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True, "lm_head": False},
+    lambda: {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "gemm"},
+    lambda: {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"g": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32,
+            "actorder": "group",
+        }}},
+    },
+)  # fmt: skip
+PARTS = (
+    {"qweight": ("I32", [8, 8]), "qzeros": ("I32", [2, 1]), "scales": ("F16", [2, 8]), "g_idx": ("I32", [64])},
+    {"qweight": ("I32", [64, 1]), "qzeros": ("I32", [2, 1]), "scales": ("F16", [2, 8])},
+    {"weight_packed": ("I32", [8, 8]), "weight_scale": ("F16", [8, 2]), "weight_zero_point": ("I32", [1, 2]),
+     "weight_g_idx": ("I32", [64]), "weight_shape": ("I64", [2])},
+)  # fmt: skip
+SIZES = {"I32": 4, "F16": 2, "I64": 8}
+
+
+def header_of(parts: Mapping[str, tuple[str, list[int]]]) -> dict[str, Any]:
+    """Return the header of a file with these tensors, one after the other."""
+    at, made = 0, {}
+    for name, (dtype, shape) in parts.items():
+        end = at + SIZES[dtype] * math.prod(shape)
+        made[f"model.layers.0.mlp.up_proj.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    return made
+
+
+@st.composite
+def checkpoints_in_codes(draw: Any) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Draw scheme, header and data of a checkpoint; shapes are exchanged so that a header still fits its file."""
+    kind = draw(st.integers(0, 2))
+    parts = dict(PARTS[kind])
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(parts)))
+        shape = parts[name][1]
+        parts[name] = (
+            parts[name][0],
+            draw(st.sampled_from([shape[::-1], [math.prod(shape)], [1, *shape], [0, 8], []])),
+        )
+    if draw(st.booleans()):
+        parts.pop(draw(st.sampled_from(sorted(parts))))
+    header = header_of(parts)
+    size = max((end["data_offsets"][1] for end in header.values()), default=0)
+    data = draw(st.binary(min_size=size, max_size=size) | st.just(bytes(size)) | st.just(b"\x01" * size))
+    changes = draw(st.integers(0, 3))
+    scheme = draw(changed(SCHEMES[kind])) if changes == 1 else SCHEMES[kind]()
+    return scheme, draw(changed(lambda: header)) if changes == 2 else header, data
+
+
 URLS = st.sampled_from(["sqlite:///", "sqlite:////x?y=z", "postgresql://h:x/y", "postgresql://h:99999999/y", "a+b://"])
 REPLIES = (lambda: {"id": 1, "ok": {"ns": {"a": [1.0]}}}), (lambda: {"id": 1, "error": {"type": "x", "message": "y"}})
 TARGETS = st.sampled_from(["mykernels:fast", "mykernels:fast.x", "a.b:c", "sys:x", "os.path:join", "mykernels:"])
@@ -580,6 +650,7 @@ PARSERS: Mapping[str, Parser] = {
     "json": Parser(BYTES | PLAIN.map(as_json), json_text),
     "value": Parser(changed(lambda: to_json(decision())), value),
     "config.json": Parser(BYTES | changed(lambda: CONFIG).map(as_json), config),
+    "quantised": Parser(checkpoints_in_codes(), quantised),
     "gguf": Parser(BYTES | BYTES.map(b"GGUF".__add__) | ggufs_changed(), gguf_file),
     "settings": Parser(st.tuples(ENVIRONMENTS, TOML), settings_of),
     "database url": Parser(TEXTS | URLS | st.text(max_size=8).map("postgresql://{}".format), url),

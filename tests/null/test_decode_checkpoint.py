@@ -198,11 +198,11 @@ def with_scheme(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "format", "told"),
     [
-        (with_scheme, "int4-g32", "is in int4-g32 already"),
+        (with_scheme, "int4-g32", "is in codes already"),
         (lambda m: changed(m, f"{UP}.weight", torch.full((256, 128), float("nan"))), "int8-row", "has the weight nan"),
         (lambda m: (m / "tokenizer.json").unlink() or os.mkfifo(m / "tokenizer.json"), "int8-row", ""),
         (lambda m: (m / "model-00002-of-00002.safetensors").unlink(), "int8-row", "lacks model-00002-of-00002"),
-        (lambda m: without(m, f"{UP}.weight"), "int8-row", "lacks layers.1.mlp.up_proj.weight"),
+        (lambda m: without(m, f"{UP}.weight"), "int8-row", "lacks model.layers.1.mlp.up_proj.weight"),
     ],
     ids=["in codes", "not finite", "pipe", "no file", "no tensor"],
 )

@@ -89,6 +89,76 @@ def test_layers_are_read_as_codes_and_tables_are_plain(tmp_path: Path, bits: int
     assert sum(w.nbytes for w in found.named.values()) == found.bytes
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "old"),
+    [(4, 32, False), (4, 32, True), (8, 32, False), (4, 0, False), (8, 0, True)],
+)
+def test_codes_with_zero_points_are_dequantised_exactly_and_rounded_once(
+    tmp_path: Path, bits: int, group: int, old: bool
+) -> None:
+    """A zero point is packed along the outputs like codes; older files have int8."""
+    folder, exact = write(tmp_path / "m", bits, group)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in exact:
+        base, scales = name.removesuffix("weight"), tensors[name + "_scale"]
+        zeros = torch.randint(-(1 << bits - 1), 1 << bits - 1, scales.shape, generator=generator)
+        tensors[base + "weight_zero_point"] = zeros.to(torch.int8) if old else packed(zeros.T, bits).T.contiguous()
+        shift = zeros.double() * scales.double()
+        exact[name] -= shift.repeat_interleave(group or exact[name].shape[1], 1)[:, : exact[name].shape[1]]
+    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, config_groups=scheme(bits, group, symmetric=False)["config_groups"])
+    assert (models.load(folder).weight, models.load(folder).stored) == ("plain", "plain")
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        found = loaded(folder, dtype=dtype)
+        assert torch.equal(found.layers[1].down, exact["model.layers.1.mlp.down_proj.weight"].to(kind))
+    named = f"int{bits}-{f'g{group}' if group else 'row'}"
+    assert found.note == f"weights: {named} with zero points (compressed-tensors) in m, dequantised to bf16 when loaded"
+    assert models.weights_note(str(folder), "plain", "bf16") == found.note
+
+
+def test_columns_in_activation_order_are_dequantised(tmp_path: Path) -> None:
+    folder, exact = write(tmp_path / "m", 4, 32)
+    tensors = load_file(folder / "model.safetensors")
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(2))
+    for name in [n for n in exact if exact[n].shape[1] == 64]:
+        groups = (torch.arange(64) // 32)[order]
+        codes = exact[name] / tensors[f"{name}_scale"].double().repeat_interleave(32, 1)
+        exact[name] = codes.round() * tensors[f"{name}_scale"].double()[:, groups]
+        tensors[f"{name}_g_idx"] = groups.int()
+    for name in [n for n in exact if exact[n].shape[1] == 96]:
+        tensors[f"{name}_g_idx"] = (torch.arange(96) // 32).int()
+    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, config_groups=scheme(4, 32, actorder="group")["config_groups"])
+    found = loaded(folder, dtype="fp32")
+    for part in ("gate", "up"):
+        assert torch.equal(getattr(found.layers[0], part), exact[f"model.layers.0.mlp.{part}_proj.weight"].float())
+    assert torch.equal(found.layers[0].down, exact["model.layers.0.mlp.down_proj.weight"].float())
+    damage(folder, f"{UP}_g_idx", lambda t: t.fill_(2))
+    with pytest.raises(BadConfig, match="names the group 2 of 2"):
+        loaded(folder)
+
+
+def test_groups_that_no_kernel_reads_are_dequantised(tmp_path: Path) -> None:
+    folder, exact = write(tmp_path / "m", 4, 16)
+    found = loaded(folder, dtype="fp32")
+    assert torch.equal(found.layers[2].up, exact["model.layers.2.mlp.up_proj.weight"].float())
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_scheme_without_codes_is_refused(tmp_path: Path) -> None:
+    folder = steps.write_model(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": scheme(4, 32)}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadConfig, match=r"has no tensor that ends in .weight_packed, and its config.json compressed"):
+        loaded(folder)
+
+
 def test_plain_dequantises_and_says_so(tmp_path: Path) -> None:
     folder, exact = write(tmp_path / "m", 4, 32)
     found = loaded(folder, weight="plain", dtype="fp32")
@@ -99,15 +169,16 @@ def test_plain_dequantises_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"quant_method": "awq"}, "quantization_config awq"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config bitsandbytes"),
         ({"format": "int-quantized"}, "format = 'int-quantized'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"ignore": ["model.layers.0.mlp.up_proj"]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),
-        ({"config_groups": scheme(4, 32, symmetric=False)["config_groups"]}, "symmetric"),
-        ({"config_groups": scheme(4, 16)["config_groups"]}, "int4-g16 is no known format"),
-        ({"config_groups": scheme(4, 0)["config_groups"]}, "int4-row is no known format"),
-        ({"config_groups": scheme(4, 32, actorder="group")["config_groups"]}, "actorder"),
+        ({"config_groups": scheme(4, 32, symmetric="no")["config_groups"]}, "symmetric"),
+        ({"config_groups": scheme(4, -1)["config_groups"]}, "group_size = -1"),
+        ({"config_groups": scheme(3, 32)["config_groups"]}, "num_bits = 3"),
+        ({"config_groups": scheme(4, 32, strategy="tensor")["config_groups"]}, "strategy"),
+        ({"config_groups": scheme(4, 32, actorder="most")["config_groups"]}, "actorder"),
         ({"config_groups": scheme(4, 32, type="float")["config_groups"]}, "type"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

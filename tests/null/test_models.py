@@ -307,7 +307,7 @@ def test_dtype_defaults_to_bf16_and_is_otherwise_obeyed(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "quantised": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config awq"),
+    "quantised": ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "quantization_config hqq"),
     "mixture of experts": ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "mixture-of-experts"),
     "mixtral": ({"architectures": ["MixtralForCausalLM"]}, "mixture-of-experts"),
     "experts under a dense name": ({"num_local_experts": 8}, "num_local_experts = 8"),

@@ -1,0 +1,218 @@
+"""A checkpoint of GPTQ or AWQ as named tensors: `x.weight` stands for its packed parts.
+
+Both store a matrix [N, K] transposed, in words of 32 bits, with unsigned codes q and zero points z; a weight is
+s (q - z), and s is fp16.
+
+    GPTQ   `qweight` [K / 8, N]: 8 codes of a column, the first in the lowest bits; `g_idx` [K] is the group of a column
+    AWQ    `qweight` [K, N / 8]: nibble i of a word is output 8 j + (0, 2, 4, 6, 1, 3, 5, 7)[i]
+    both   `qzeros` [groups, N / 8], in words along N, in AWQ with the same order; `scales` [groups, N]
+
+GPTQ of version 1 stores z - 1. A zero point of 0 is then stored as 15, or as a borrow from its neighbour: libraries
+disagree, so it is refused.
+
+Codes whose zero point is half of the range everywhere, in groups of neighbours, are read as the symmetric weight
+formats. Others are dequantised, exactly, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from autosel.decode.compressed import Place, words_shape
+from autosel.decode.safetensors import Entry, Tensors
+from autosel.decode.words import WORD_BITS, exact, unpacked
+from autosel.errors import BadConfig
+from autosel.models.quantised import Scheme
+from autosel.ops.weight import BLOCK, Weight
+
+CODES, ZEROS, SCALES, ORDER, BIAS = ".qweight", ".qzeros", ".scales", ".g_idx", ".bias"
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds output 8 j + i
+BIAS_BYTES = 1 << 20  # of an output: more are no bias
+SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Tensors of a GPTQ or AWQ checkpoint. A layer that was left out is read as it is, where weights are
+    dequantised."""
+
+    described_by: ClassVar[str] = "config.json"
+    tensors: Tensors
+    scheme: Scheme
+    entries: Mapping[str, Place]
+
+    @property
+    def place(self) -> Path:
+        return self.tensors.place
+
+    def note(self, format: str, dtype: str) -> str:
+        return self.scheme.note(self.place.name, format, dtype)
+
+    def codes(self, format: str) -> Callable[[str, Weight], None] | None:
+        """Return the function that reads a matrix as it is stored, if that is the weight format."""
+        return self._read_codes if format == self.scheme.format else None
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor, dequantised and rounded once. Raises BadConfig."""
+        if not self.entries[name].packed:
+            self.tensors.read_into(name, out)
+            return
+        self._refuse_shape(name, tuple(out.shape))
+        base = name.removesuffix(".weight")
+        zeros, scales, groups = self._zeros(base), self._scales(base), self._groups(base)
+        for rows, codes in self._rows(base):
+            out[rows] = exact(codes, zeros[:, rows].T, scales[:, rows].T, groups).to(out.dtype)
+            if not out[rows].isfinite().all():
+                self._refuse(base + SCALES, f"makes weights of {name} that are not finite in {_name(out.dtype)}")
+
+    def _read_codes(self, name: str, out: Weight) -> None:
+        """Read codes and scales whose zero point is half of the range. Raises BadConfig."""
+        if not self.entries[name].packed:
+            self._refuse(name, "is no code, unlike other layers. --format plain dequantises those")
+        self._refuse_shape(name, tuple(out.shape))
+        base, half, k = name.removesuffix(".weight"), 1 << self.scheme.bits - 1, out.shape[1]
+        zeros = self._zeros(base)
+        if not bool((zeros == half).all()):
+            other = int(zeros[zeros != half][0])
+            self._refuse(base + ZEROS, f"has the zero point {other}; {half} is expected. --format plain dequantises")
+        if not torch.equal(self._groups(base), torch.arange(k) // (self.scheme.group or k)):
+            self._refuse(base + ORDER, "puts columns into other groups. --format plain dequantises")
+        stored = self._scales(base).T
+        out.scales.copy_(stored.reshape(out.scales.shape))
+        if not torch.equal(out.scales.double().flatten(), stored.double().flatten()):
+            self._refuse(
+                base + SCALES, f"is not exact in {_name(out.scales.dtype)}. Use --dtype fp16, or --format plain"
+            )
+        for rows, codes in self._rows(base):
+            if self.scheme.bits == 8:
+                out.codes[rows] = (codes - half).to(torch.int8)
+                continue
+            whole = torch.nn.functional.pad(codes, (0, -k % 2), value=half).to(torch.uint8).unflatten(1, (-1, 2))
+            out.codes[rows, : whole.shape[1]] = whole[..., 0] | whole[..., 1] << 4
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, base: str) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some outputs and their codes [n, K], as int32."""
+        n, k = self.entries[f"{base}.weight"].shape
+        words = self._words(base + CODES, (k, n // self._per) if self._awq else (k // self._per, n))
+        each = max(1, BLOCK // 8 // k // self._per) * self._per
+        for first in range(0, n, each):
+            rows = slice(first, min(n, first + each))
+            if self._awq:
+                columns = slice(first // self._per, rows.stop // self._per)
+                yield rows, self._along_outputs(words[:, columns]).T
+            else:
+                yield rows, unpacked(words[:, rows].T, self.scheme.bits)
+
+    def _zeros(self, base: str) -> Tensor:
+        """Return the zero points [groups, N]. Raises BadConfig for one that versions of GPTQ read differently."""
+        n = self.entries[f"{base}.weight"].shape[0]
+        found = self._along_outputs(self._words(base + ZEROS, (self._groups_of(base), n // self._per)))
+        if not self.scheme.less_one:
+            return found
+        most = (1 << self.scheme.bits) - 1
+        if bool((found == most).any()):
+            self._refuse(base + ZEROS, f"has the zero point 0, stored as {most}: versions of GPTQ read it differently")
+        return found + 1
+
+    def _scales(self, base: str) -> Tensor:
+        """Return the scales [groups, N]."""
+        name, n = base + SCALES, self.entries[f"{base}.weight"].shape[0]
+        entry = self._entry(name)
+        if entry.dtype not in SCALE_DTYPES:
+            self._refuse(name, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
+        found = torch.empty(self._groups_of(base), n, dtype=SCALE_DTYPES[entry.dtype])
+        self._raw(name, found, entry.dtype)
+        if not found.isfinite().all():
+            self._refuse(name, "is not finite")
+        return found
+
+    def _groups(self, base: str) -> Tensor:
+        """Return the group of each column, int64 [K]."""
+        k, count = self.entries[f"{base}.weight"].shape[1], self._groups_of(base)
+        neighbours = torch.arange(k) // (self.scheme.group or k)
+        if self._awq or base + ORDER not in self.tensors.entries:
+            return neighbours
+        found = torch.empty(k, dtype=torch.int32)
+        self._raw(base + ORDER, found, "I32")
+        if int(found.min()) < 0 or int(found.max()) >= count:
+            wrong = found[(found < 0) | (found >= count)]
+            self._refuse(base + ORDER, f"names the group {int(wrong[0])} of {count}")
+        return found.long()
+
+    def _groups_of(self, base: str) -> int:
+        k = self.entries[f"{base}.weight"].shape[1]
+        return -(-k // (self.scheme.group or k))
+
+    def _along_outputs(self, words: Tensor) -> Tensor:
+        """Return codes [R, N] of words [R, N / codes of a word]."""
+        found = unpacked(words, self.scheme.bits)
+        return found.unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1) if self._awq else found
+
+    @property
+    def _awq(self) -> bool:
+        return self.scheme.method == "awq"
+
+    @property
+    def _per(self) -> int:
+        return WORD_BITS // self.scheme.bits
+
+    def _words(self, name: str, shape: tuple[int, int]) -> Tensor:
+        found = torch.empty(shape, dtype=torch.int32)
+        self._raw(name, found, "I32")
+        return found
+
+    def _raw(self, name: str, out: Tensor, dtype: str) -> None:
+        entry = self._entry(name)
+        if entry.dtype != dtype or entry.shape != tuple(out.shape):
+            self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
+        self.tensors.read_raw(name, out)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.tensors.entries:
+            self._refuse(name, "is missing")
+        return self.tensors.entries[name]
+
+    def _refuse_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if self.entries[name].shape != expected:
+            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {list(expected)}")
+
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        raise BadConfig(
+            f"{self.place}: {name} {why}",
+            todo="fetch the checkpoint again if its config.json may belong to other weights",
+        )
+
+
+def open_packed_rows(tensors: Tensors, scheme: Scheme) -> PackedRows:
+    """Return the tensors by the names of matrices. Only headers and biases are read. Raises BadConfig."""
+    bases = [name.removesuffix(CODES) for name in tensors.entries if name.endswith(CODES)]
+    hidden = {base + part for base in bases for part in (CODES, ZEROS, SCALES, ORDER)}
+    hidden |= {base + BIAS for base in bases if _is_zero(tensors, base + BIAS)}  # GPTQ writes one for every layer
+    entries = {n: Place(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
+    per = WORD_BITS // scheme.bits
+    for base in bases:
+        first, second = words_shape(tensors, base + CODES)
+        shape = (second * per, first) if scheme.method == "awq" else (second, first * per)
+        entries[f"{base}.weight"] = Place(shape=shape, packed=True)
+    return PackedRows(tensors=tensors, scheme=scheme, entries=entries)
+
+
+def _is_zero(tensors: Tensors, name: str) -> bool:
+    entry = tensors.entries.get(name)
+    if entry is None or entry.size > BIAS_BYTES:
+        return False
+    found = torch.empty(entry.size, dtype=torch.uint8)
+    tensors.read_raw(name, found)
+    return not bool(found.any())
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

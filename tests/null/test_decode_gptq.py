@@ -1,0 +1,227 @@
+"""Test that checkpoints of GPTQ and AWQ are read by their documented layout: as codes, dequantised, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from autosel import models
+from autosel.decode.run import Plan
+from autosel.decode.weights import Weights, load_weights
+from autosel.errors import BadConfig
+from autosel.ops.weight import Weight
+from tests import steps
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: nibble i of a word is output 8 j + ORDER[i]
+UP = "model.layers.1.mlp.up_proj"
+SIGNED = 1 << 32
+
+
+def words(codes: Tensor, bits: int, place: Callable[[int], int] = int) -> Tensor:
+    """Pack codes [R, C] along C into int32: code i of a word has the bits from place(i) * bits on."""
+    per = 32 // bits
+    made = torch.zeros(codes.shape[0], codes.shape[1] // per, dtype=torch.int64)
+    for i in range(codes.shape[1]):
+        made[:, i // per] |= codes[:, i].long() << bits * place(i % per)
+    return torch.where(made >= SIGNED // 2, made - SIGNED, made).int()
+
+
+def write(
+    folder: Path, config: dict[str, Any], *, half: bool = False, order: bool = False
+) -> tuple[Path, dict[str, Tensor]]:
+    """Write a small model with random codes, scales and zero points (`half`: of the range); `order` permutes columns
+    among the groups. Return its folder and every exact matrix in float64.
+    """
+    steps.write_model(folder, "llama")
+    tensors, exact = load_file(folder / "model.safetensors"), {}
+    bits, size, awq = config["bits"], config["group_size"], config["quant_method"] == "awq"
+    generator, most = torch.Generator().manual_seed(bits), (1 << bits) - 1
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        (n, k), base = tensors.pop(name).shape, name.removesuffix("weight")
+        group = k if size == -1 else size
+        codes = torch.randint(0, most + 1, (n, k), generator=generator)
+        zeros = torch.randint(1, most, (k // group, n), generator=generator)
+        zeros = torch.full_like(zeros, 1 << bits - 1) if half else zeros
+        scales = torch.rand(k // group, n, generator=generator).add(0.1).mul(0.01).half()
+        groups = torch.arange(k) // group
+        groups = groups[torch.randperm(k, generator=generator)] if order else groups
+        less = 1 if config.get("checkpoint_format", "gptq") == "gptq" and not awq else 0
+        if awq:
+            tensors[base + "qweight"] = words(codes.T, bits, ORDER.index)
+            tensors[base + "qzeros"] = words(zeros, bits, ORDER.index)
+        else:
+            tensors[base + "qweight"] = words(codes, bits).T.contiguous()
+            tensors[base + "qzeros"] = words(zeros - less, bits)
+            tensors[base + "g_idx"] = groups.int()
+            tensors[base + "bias"] = torch.zeros(n, dtype=torch.float16)
+        tensors[base + "scales"] = scales
+        exact[name] = scales.double().T[:, groups] * (codes - zeros.T[:, groups])
+    save_file(tensors, folder / "model.safetensors")
+    told = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float16", "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder, exact
+
+
+def loaded(folder: Path, dtype: str = "fp16", weight: str = "") -> Weights:
+    shape = models.load(folder)
+    shape = replace(shape, weight=weight) if weight else shape
+    return load_weights(Plan(model=shape, weights=str(folder), dtype=dtype))  # type: ignore[arg-type]
+
+
+def of_layer(exact: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """Return the matrices of a layer by autosel's names."""
+    at = f"model.layers.{i}."
+    stacked = torch.cat([exact[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])
+    mlp = {p: exact[f"{at}mlp.{p}_proj.weight"] for p in ("gate", "up", "down")}
+    return {"qkv": stacked, "o": exact[f"{at}self_attn.o_proj.weight"], **mlp}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "int4-g32"),
+        ({"checkpoint_format": "gptq_v2"}, "int4-g32"),
+        ({"bits": 8, "group_size": -1}, "int8-row"),
+        ({"quant_method": "awq", "zero_point": False, "version": "GEMM"}, "int4-g32"),
+    ],
+)
+def test_symmetric_codes_of_neighbours_are_read_as_they_are(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+    folder, exact = write(tmp_path / "m", GPTQ | changes, half=True)
+    shape = models.load(folder)
+    assert (shape.weight, shape.table, shape.stored, shape.dtype) == (name, "plain", name, "fp16")
+    found = loaded(folder)
+    for i, layer in enumerate(found.layers):
+        for part, matrix in of_layer(exact, i).items():
+            ours = getattr(layer, part)
+            assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
+    assert found.note == f"weights: {name} ({(GPTQ | changes)['quant_method']}) in m, read as they are"
+
+
+@pytest.mark.parametrize(
+    ("config", "order", "told"),
+    [
+        (AWQ, False, "int4-g32 with zero points (awq)"),
+        ({**AWQ, "group_size": -1}, False, "int4-row with zero points (awq)"),
+        (GPTQ | {"sym": False}, False, "int4-g32 with zero points (gptq)"),
+        (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, False, "int4-g32 with zero points (gptq)"),
+        (GPTQ | {"sym": False, "desc_act": True}, True, "int4-g32 with zero points in activation order (gptq)"),
+        (GPTQ | {"sym": False, "bits": 8, "group_size": 16}, False, "int8-g16 with zero points (gptq)"),
+    ],
+)
+def test_other_codes_are_dequantised_exactly_and_rounded_once(
+    tmp_path: Path, config: dict[str, Any], order: bool, told: str
+) -> None:
+    folder, exact = write(tmp_path / "m", config, order=order)
+    assert (models.load(folder).weight, models.load(folder).stored) == ("plain", "plain")
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        found = loaded(folder, dtype)
+        for i, layer in enumerate(found.layers):
+            for part, matrix in of_layer(exact, i).items():
+                assert torch.equal(getattr(layer, part), matrix.to(kind))
+        assert found.note == f"weights: {told} in m, dequantised to {dtype} when loaded"
+
+
+def test_symmetric_codes_in_activation_order_are_dequantised(tmp_path: Path) -> None:
+    folder, exact = write(tmp_path / "m", GPTQ | {"desc_act": True}, half=True, order=True)
+    assert torch.equal(loaded(folder, "fp32").layers[0].up, of_layer(exact, 0)["up"].float())
+
+
+def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    made = edit(tensors.pop(name))
+    save_file(tensors | ({} if made is None else {name: made}), folder / "model.safetensors")
+
+
+def entry(row: int, value: int) -> Callable[[Tensor], Tensor]:
+    def edit(t: Tensor) -> Tensor:
+        t.view(-1)[row] = value
+        return t
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "told"),
+    [
+        ("scales", lambda t: None, "scales is missing"),
+        ("qzeros", lambda t: None, "qzeros is missing"),
+        ("scales", lambda t: t[:-1].contiguous(), r"scales is F16 \[1, 96\], F16 \[2, 96\] is expected"),
+        ("scales", lambda t: t.fill_(float("inf")), "scales is not finite"),
+        ("scales", lambda t: t.int(), "scales is I32; supported"),
+        ("qweight", lambda t: t[:, :-1].contiguous(), r"weight is \[95, 64\], config.json says \[96, 64\]"),
+        ("qweight", lambda t: t.float(), "qweight is F32"),
+        ("qzeros", entry(0, 0x77777779), "qzeros has the zero point 10; 8 is expected. --format plain"),
+        ("qzeros", entry(0, 0x777777F7), "qzeros has the zero point 0, stored as 15"),
+        ("g_idx", entry(0, 1), "g_idx puts columns into other groups. --format plain"),
+        ("g_idx", entry(0, 2), "g_idx names the group 2 of 2"),
+        ("bias", lambda t: t.fill_(0.5), "unexpected tensor model.layers.1.mlp.up_proj.bias"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_tensor_and_value(
+    tmp_path: Path, name: str, edit: Callable[[Tensor], Tensor | None], told: str
+) -> None:
+    folder, _ = write(tmp_path / "m", GPTQ, half=True)
+    change(folder, f"{UP}.{name}", edit)
+    with pytest.raises(BadConfig, match=told):
+        loaded(folder)
+
+
+def test_a_layer_that_is_left_out_is_read_where_weights_are_dequantised(tmp_path: Path) -> None:
+    folder, exact = write(tmp_path / "m", AWQ)
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("qweight", "qzeros", "scales"):
+        del tensors[f"{UP}.{part}"]
+    tensors[f"{UP}.weight"] = exact[f"{UP}.weight"].half()
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(loaded(folder, "fp16").layers[1].up, tensors[f"{UP}.weight"])
+    told = json.loads((folder / "config.json").read_text())
+    told["quantization_config"]["zero_point"] = False
+    (folder / "config.json").write_text(json.dumps(told))
+    change(folder, "model.layers.0.mlp.up_proj.qzeros", lambda t: t.fill_(-0x77777778))
+    with pytest.raises(BadConfig, match=r"zero point .* --format plain|is no code, unlike other layers"):
+        loaded(folder, "fp16")
+
+
+def test_a_scale_that_the_dtype_cannot_hold_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder, exact = write(tmp_path / "m", GPTQ, half=True)
+    with pytest.raises(BadConfig, match=r"is not exact in bfloat16. Use --dtype fp16, or --format plain"):
+        loaded(folder, "bf16")
+    assert torch.equal(loaded(folder, "bf16", "plain").layers[0].up, of_layer(exact, 0)["up"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (GPTQ | {"bits": 3}, "quantization_config.bits = 3"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        (GPTQ | {"format": "gptq_p"}, "quantization_config.format = 'gptq_p'"),
+        (GPTQ | {"dynamic": {"-:.*": {}}}, "dynamic"),
+        (GPTQ | {"lm_head": True}, "lm_head = True"),
+        (GPTQ | {"group_size": 0}, "group_size = 0"),
+        (GPTQ | {"sym": 1}, "sym = 1"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv'"),
+        (AWQ | {"w_bit": 3}, "w_bit = 3"),
+        (AWQ | {"q_group_size": "g"}, "q_group_size = 'g'"),
+        (AWQ | {"zero_point": None, "version": 4}, "version = 4"),
+        ({"quant_method": "hqq"}, "quantization_config hqq"),
+        ({"quant_method": 4}, "quantization_config 4"),
+        ("gptq", "quantization_config"),
+    ],
+)
+def test_another_scheme_is_refused_by_field(tmp_path: Path, config: Any, told: str) -> None:
+    folder = steps.write_model(tmp_path / "m", "llama")
+    data = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(data))
+    with pytest.raises(BadConfig, match=told):
+        models.load(folder)
