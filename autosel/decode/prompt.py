@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 
 from autosel import extras
+from autosel.decode import gguf_tokenizer
 from autosel.decode.run import Plan, PromptDigest, Text
 from autosel.decode.weights import refuse_other_tokens
 from autosel.errors import BadConfig, UsageError
 from autosel.files import read_named
+from autosel.models import is_gguf
 from autosel.values import parse_json
 
 FILE_LIMIT_BYTES = 256 << 20
@@ -74,15 +76,15 @@ def _chosen(rows: list[list[int]], plan: Plan) -> list[list[int]]:
 
 
 def text_to_score(path: Path, plan: Plan) -> Text:
-    """Return the text of --quality: token ids of a .json file, else by the checkpoint's tokenizer, else bytes as
-    tokens.
+    """Return the text of --quality: token ids of a .json file, else by the tokenizer of the checkpoint or GGUF file,
+    else bytes as tokens.
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
     text = _text(path, _content(path))
     if path.suffix == ".json":
         tokenizer, tokens = "ids", [t for row in _token_rows(path, text) for t in row]
-    elif (Path(plan.weights) / TOKENIZER).is_file():
+    elif _has_tokenizer(Path(plan.weights)):
         tokenizer, tokens = "checkpoint", _tokenize(text, Path(plan.weights))
     else:
         tokenizer, tokens = "bytes", list(text.encode())
@@ -128,14 +130,21 @@ def _token_rows(path: Path, text: str) -> list[list[int]]:
     return rows
 
 
-def _tokenize(text: str, folder: Path) -> list[int]:
-    path = folder / TOKENIZER
-    if not path.is_file():
+def _has_tokenizer(weights: Path) -> bool:
+    return gguf_tokenizer.has_tokenizer(weights) if is_gguf(weights) else (weights / TOKENIZER).is_file()
+
+
+def _tokenize(text: str, weights: Path) -> list[int]:
+    """Tokenize by the tokenizer of a checkpoint folder or a GGUF file. Raises UsageError, BadConfig."""
+    path = weights if is_gguf(weights) else weights / TOKENIZER
+    if not _has_tokenizer(weights):
         raise UsageError(
             "a text prompt needs the checkpoint's tokenizer",
-            why=f"{path} does not exist",
+            why=f"{path} {'holds none' if is_gguf(weights) else 'does not exist'}",
             todo="give token ids in a .json file, or name a checkpoint folder with --weights",
         )
+    if is_gguf(weights):
+        return gguf_tokenizer.encode(text, weights)
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
