@@ -17,6 +17,7 @@ from autosel.certify.certificate import decode, encode, seal
 from autosel.cli.main import run
 from autosel.decode.measure import EARLIER
 from autosel.values import digest
+from tests import steps
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -165,3 +166,21 @@ def test_a_text_is_scored_by_the_path_that_was_timed(ran: dict[str, Any], folder
     assert found["perplexity"] == pytest.approx(found["reference_perplexity"], rel=0.02)
     assert 0 < found["mean_divergence"] < 1e-3 and not found["suspect"]
     assert verb("verify", str(folder / "c.jsonl"))["certificates"] >= 2
+
+
+def test_a_written_format_is_scored_against_its_original_and_again(folder: Path) -> None:
+    original, codes, text = folder / "original", folder / "codes", folder / "ids.json"
+    steps.write_model(original, "llama")
+    verb("quantise", str(original), "--format", "int4-g32", "-o", str(codes))
+    text.write_text(json.dumps([(7 * i + i * i // 3) % steps.VOCABULARY for i in range(300)]))
+    asked = ("run", "--model", str(codes), "--original", str(original), "--quality", str(text), "--step", "ops")
+    short = ("--seq", "16", "--iters", "8", "--warmup", "0", "--certify", str(folder / "format.jsonl"))
+    refused = verb(*asked, *short, codes=(2,))["error"]
+    assert "at least 4096 are needed" in refused["why"] and "--accept-quality" in refused["todo"]
+    made = verb(*asked, *short, "--accept-quality")["certificate"]
+    found = made["format_quality"]
+    assert found["original"] == str(original) and found["accepted"] is True and 200 < found["tokens"] < 300
+    assert made["quality"]["mean_divergence"] < found["mean_divergence"] <= found["p999_divergence"]
+    assert verb("verify", str(folder / "format.jsonl"))["certificates"] == 1
+    again = verb("verify", "--rerun", str(folder / "format.jsonl"), codes=(0, 3, 5))["rerun"]
+    assert again["format"]["why"] == "" and again["format"]["certified"] == pytest.approx(found["difference"])

@@ -13,7 +13,7 @@ from autosel import models
 from autosel.certify import rerun, verify
 from autosel.certify.audit import audit
 from autosel.certify.certificate import Certificate, decode, encode, seal
-from autosel.certify.limits import BeyondLimit, beyond, limit_of, refuse_beyond
+from autosel.certify.limits import LIMITS, BeyondLimit, beyond, limit_of, refuse_beyond
 from autosel.certify.run_again import original_again
 from autosel.certify.words import compared_format, unjudged
 from autosel.cli.certificate import summary
@@ -52,8 +52,7 @@ def with_format(accepted: bool = False, seed: int = 1, weight: str = FORMAT, **c
 def test_every_format_with_codes_has_a_limit() -> None:
     assert {name for name in WEIGHT_FORMATS if limit_of(name) is None} == {"plain"}
     for name, found in WEIGHT_FORMATS.items():
-        if not found.plain:
-            assert limit_of(name) == limit_of("int4-g32" if found.bits == 4 else "int8-row")
+        assert found.plain or limit_of(name) == LIMITS[found.bits]
 
 
 @pytest.mark.parametrize(
