@@ -154,7 +154,15 @@ def hook_a_module(model: Any) -> None:
     model.model.norm.register_forward_hook(lambda _module, _args, out: out * 1.01)
 
 
-@pytest.mark.parametrize("change", [add_to_weights, replace_a_weight, replace_a_module, hook_a_module])
+def replace_a_forward(model: Any) -> None:
+    norm = model.model.norm
+    norm.forward = lambda x, forward=norm.forward: forward(x) * 1.01
+
+
+CHANGES = [add_to_weights, replace_a_weight, replace_a_module, hook_a_module, replace_a_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_runs_its_own_forward(decided: dispatch.Board, change: Callable[[Any], None]) -> None:
     model = tiny()
     autosel.patch(model)

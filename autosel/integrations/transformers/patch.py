@@ -73,6 +73,7 @@ def patch(model: Any) -> Patched:
             forward = around_steps(type(model).forward, whole)
             model.__dict__["forward"] = types.MethodType(forward, model)
             _OURS.add(forward)
+            whole.begin()
     except BaseException:
         _restore(model)
         raise

@@ -65,7 +65,7 @@ def whole_of(model: nn.Module) -> Whole:
         raise NotReplaceable(str(error).splitlines()[0]) from error
     if shape.window:
         raise NotReplaceable("layers with a sliding window keep another cache")
-    return Whole(model=weakref.ref(model), shape=shape, unchanged=_Unchanged.of(model))
+    return Whole(model=weakref.ref(model), shape=shape)
 
 
 def _described(model: nn.Module) -> ModelShape:
@@ -111,6 +111,7 @@ class _Unchanged:
     """Modules, hooks and parameters of a model, to notice that another module or tensor would run now."""
 
     modules: tuple[tuple[Slot, nn.Module], ...]
+    forwards: tuple[tuple[nn.Module, Any], ...]  # of a module that has its own; None: its class's
     hooks: tuple[Mapping[int, Any], ...]
     parameters: tuple[Slot, ...]
     versions: tuple[tuple[int, int], ...]
@@ -121,6 +122,7 @@ class _Unchanged:
         parameters = tuple((m._parameters, name) for m in modules for name, _ in m.named_parameters(recurse=False))
         return _Unchanged(
             modules=tuple(((m._modules, name), child) for m in modules for name, child in m.named_children()),
+            forwards=tuple((m, m.__dict__.get("forward")) for m in modules),
             hooks=tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
             parameters=parameters,
             versions=_versions(parameters),
@@ -130,6 +132,7 @@ class _Unchanged:
         return (
             all(hook.__module__ == INACTIVE for hooks in self.hooks if hooks for hook in hooks.values())
             and all(parent.get(name) is child for (parent, name), child in self.modules)
+            and all(module.__dict__.get("forward") is own for module, own in self.forwards)
             and _versions(self.parameters) == self.versions
         )
 
@@ -263,7 +266,7 @@ class Whole:
 
     model: weakref.ref[nn.Module]
     shape: ModelShape
-    unchanged: _Unchanged
+    unchanged: _Unchanged | None = None  # None: not patched yet
     decoder: Decoder | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest of a decided arm -> why it does not serve this model
     _sessions: weakref.WeakKeyDictionary[Any, _Session] = field(default_factory=weakref.WeakKeyDictionary)
@@ -293,6 +296,11 @@ class Whole:
             session.held.show(asked.held + 1)
             dispatch.board().ran_whole(decision)
             return _output(session.step.logits[:, None].clone(), asked.cache)
+
+    def begin(self) -> None:
+        """Take the model as it is now for unchanged."""
+        model = self.model()
+        self.unchanged = _Unchanged.of(model) if model is not None else None
 
     def decided(self, batch: int, context: int) -> Decision | None:
         """Return the decision by which whole steps of this batch and context serve, in this process."""
@@ -358,7 +366,8 @@ class Whole:
         if self.decoder is None:
             with torch.inference_mode(mode=next(model.parameters()).is_inference()), torch.no_grad():
                 weights = weights_of(_Parameters(model), self.shape, self.shape.dtype)
-            self.decoder, self.unchanged = Decoder(weights), _Unchanged.of(model)
+            self.decoder = Decoder(weights)
+            self.begin()
         return self.decoder
 
     def _prove(self, session: _Session, asked: _Asked, own: Tensor) -> None:
