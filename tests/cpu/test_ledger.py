@@ -354,7 +354,12 @@ def test_a_failure_from_before_a_release_is_forgotten(ledger: Ledger) -> None:
     assert ledger.parity_known(FP.hw_id, CPP.digest, ATTN, since=released[CPP.digest]) == again
 
 
-DIE_IN_A_TRIAL = "with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, 'attn', CPP): die()"
+def die_in_a_trial(home: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def struck(home: Path) -> list[tuple[str, int, bool]]:
@@ -368,7 +373,7 @@ def test_a_candidate_on_trial_when_the_machine_went_down_twice_in_a_row_is_quara
 ) -> None:
     record(open_ledger(home=home))
     for strikes in (1, 2):
-        run_and_kill(home, DIE_IN_A_TRIAL)
+        die_in_a_trial(home)
         monkeypatch.setattr(containment, "boot", lambda strikes=strikes: f"boot {strikes}")
         assert struck(home) == [("cpp:attn", strikes, strikes == 2)]
         assert struck(home) == []
@@ -381,13 +386,13 @@ def test_a_candidate_on_trial_when_the_machine_went_down_twice_in_a_row_is_quara
 
 def test_a_candidate_on_trial_in_five_killed_tunes_in_a_row_is_quarantined(home: Path) -> None:
     for strikes in (1, 2, 3):
-        run_and_kill(home, DIE_IN_A_TRIAL)
+        die_in_a_trial(home)
         assert struck(home) == [("cpp:attn", strikes, False)]
     ledger = open_ledger(home=home)
     with ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
         """Finish one trial of the candidate, so that earlier kills no longer count against it."""
     for strikes in (1, 2, 3, 4, 5):
-        run_and_kill(home, DIE_IN_A_TRIAL)
+        die_in_a_trial(home)
         assert struck(home) == [("cpp:attn", strikes, strikes == 5)]
     assert CPP.digest in ledger.quarantined(FP.hw_id, "attn")
 
@@ -622,7 +627,6 @@ module = importlib.util.module_from_spec(spec)
 sys.modules["ledger_tests"] = module
 spec.loader.exec_module(module)
 globals().update(vars(module))
-def die(): os.kill(os.getpid(), signal.SIGKILL)
 home = Path({home!r})
 ledger = open_ledger(home=home)
 """
@@ -630,11 +634,6 @@ ledger = open_ledger(home=home)
 
 def child_command(home: Path, script: str) -> list[str]:
     return [sys.executable, "-c", PREAMBLE.format(tests=__file__, home=str(home)) + script]
-
-
-def run_and_kill(home: Path, script: str) -> None:
-    done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def read_snapshot(home: Path) -> snapshot.Snapshot:

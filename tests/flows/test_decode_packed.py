@@ -329,7 +329,7 @@ def test_only_bf16_on_a_cpu_with_the_instruction_is_packed(fp: Fingerprint) -> N
 # --- op by op --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", drawn.share([1, 3], days=2))
 def test_single_ops_on_packed_weights_give_the_bits_of_plain_ones_and_report_saved_bytes(
     fp: Fingerprint, batch: int, tmp_path: Path
 ) -> None:

@@ -85,10 +85,9 @@ def other(tmp_path: Path, home: Path) -> Path:
     return tmp_path / "other"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_the_same_decisions_agree(tmp_path: Path, home: Path, ranks: int) -> None:
-    said = job(tmp_path, [home] * ranks, [1] * ranks)
-    assert [one["ranks"] for one in said] == [ranks] * ranks
+def test_ranks_with_the_same_decisions_agree(tmp_path: Path, home: Path) -> None:
+    said = job(tmp_path, [home] * 4, [1] * 4)
+    assert [one["ranks"] for one in said] == [4] * 4
     assert len({one["digest"] for one in said}) == 1 and len(said[0]["digest"]) == 64
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,19 +72,6 @@ def test_cheap_commands_of_the_documentation_run(home: Path, tmp_path: Path, lin
     assert done.stdout.strip()
 
 
-def test_the_command_of_the_figures_measures_one_alone(tmp_path: Path) -> None:
-    done = python(
-        tmp_path, tmp_path, str(ROOT / "benchmarks" / "figures.py"), "--quick", "--only", "start/import", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    (found,) = document["figures"]
-    assert found["name"] == "start/import"
-    assert 0 < found["lo"] <= found["value"] <= found["hi"]
-    assert "torch not loaded" in found["note"]
-    assert document["quick"] is True
-
-
 # --- docs/kernels.md --------------------------------------------------------------------------------------------------
 
 
@@ -97,19 +83,6 @@ def test_the_example_kernel_passes_parity_and_is_raced(home: Path, folder: Path)
     (found,) = json.loads(done.stdout)["races"]
     assert found["parity"]["outcome"] == "passed"
     assert {"user:fused", "torch:rmsnorm"} <= set(found["verdict"]["timings"])
-
-
-def test_the_careless_kernel_is_refused_and_its_failure_reproduced(home: Path, folder: Path) -> None:
-    done = autosel(home, folder, "race rmsnorm --candidate mykernels:careless")
-    assert done.returncode == 4, done.stderr
-    assert 'failed parity (check "elements"' in done.stderr
-    assert re.search(r"got \S+, reference \S+, allowed ±\S+", done.stderr)
-    again = re.search(r"autosel (race rmsnorm --candidate mykernels:careless --case .*)", done.stderr)
-    assert again is not None
-    repeated = python(home, folder, "-m", "autosel.cli.main", *shlex.split(again[1]))
-    assert repeated.returncode == 4
-    (element,) = re.findall(r"element .*", done.stderr)
-    assert element in repeated.stderr  # the same failure
 
 
 def test_a_kernel_that_restricts_its_workloads_gives_its_reason(home: Path, folder: Path) -> None:
