@@ -36,14 +36,14 @@ import torch
 
 from autosel import dispatch, fingerprint, models
 from autosel.certify.statistics import median_interval
-from autosel.decode.arms import Written
+from autosel.decode.arms import WrittenArm
 from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import Scene, set_scene
 from autosel.decode.team import ATTEND, EMBED, PROJECT, TeamStep
 from autosel.decode.watch import SHARE, STOP_NS, StepWatch
 from autosel.decode.weights import load_weights
 from autosel.guard import Allowance, Policy
-from autosel.race.waits import Watch, watch
+from autosel.race.waits import WaitWatch, watch
 
 RATES = (1.0, 0.1, 0.01)
 TIMED = 60  # checks of random tasks
@@ -63,7 +63,7 @@ def main() -> int:
     plan = Plan(model=model, layers=options.layers, seq=options.context, prompt="synthetic")
     with torch.inference_mode(), dispatch.measuring():
         scene = set_scene(plan, load_weights(plan), fingerprint.take("cpu"), Silent(), time.perf_counter_ns)
-        step = Written(scene, Chosen(form="whole")).list
+        step = WrittenArm(scene, Chosen(form="whole")).list
         assert isinstance(step, TeamStep) and step.watch is not None
         found = right_steps(step, options.right) if options.right else measured(scene, step, options)
     print(json.dumps(found, indent=1) if options.json else told(found))
@@ -104,7 +104,7 @@ def in_two(step: TeamStep, task: int) -> None:
     step.part(task + 1, len(step.tasks))
 
 
-def sample_us(watching: Watch, call: Callable[[], object]) -> float | None:
+def sample_us(watching: WaitWatch, call: Callable[[], object]) -> float | None:
     """Return the time of a call without waits for a core used by another process; None if none succeeds in two
     seconds."""
 
@@ -118,7 +118,7 @@ def sample_us(watching: Watch, call: Callable[[], object]) -> float | None:
     return found[0] if found else None
 
 
-def check_us(step: TeamStep, task: int, rng: Random, watching: Watch) -> float:
+def check_us(step: TeamStep, task: int, rng: Random, watching: WaitWatch) -> float:
     """Return the time of a check of a task that has just run."""
     check = step.checks[task]
     assert check is not None

@@ -34,7 +34,7 @@ from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed
 from autosel.decode.account import overhead_ns, saved_bytes
-from autosel.decode.arms import Arm, Baseline, Written, step
+from autosel.decode.arms import Baseline, StepArm, WrittenArm, step
 from autosel.decode.run import Chosen, Plan, Silent
 from autosel.decode.scene import set_scene
 from autosel.decode.team import TeamStep
@@ -91,10 +91,10 @@ def _serve_our_kernels(fp: Fingerprint) -> None:
 def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namespace) -> dict[str, Any]:
     """Time all arms at one context; return medians in milliseconds and ratios with their intervals."""
     scene = set_scene(plan, weights, fp, Silent(), time.perf_counter_ns)
-    ops, team, eager = Written(scene, Chosen()), Written(scene, Chosen(form="whole")), Baseline(scene)
-    arms: dict[str, Arm] = {"ops": ops, "team": team, "eager": eager}
+    ops, team, eager = WrittenArm(scene, Chosen()), WrittenArm(scene, Chosen(form="whole")), Baseline(scene)
+    arms: dict[str, StepArm] = {"ops": ops, "team": team, "eager": eager}
     if isinstance(packed.supports(plan.dtype, fp), Accepted):
-        arms["packed"] = Written(scene, Chosen(form="packed"))
+        arms["packed"] = WrittenArm(scene, Chosen(form="packed"))
     times: dict[str, list[float]] = {name: [] for name in arms}
     waits, rng = [], Random(options.seed)
     for arm in arms.values():
@@ -116,7 +116,7 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
     )
     bytes_read = bytes_per_step(plan.shape, plan.dtype, plan.batch, plan.seq)
     floors = [bytes_read / rate * 1e3 for rate in scene.probes]
-    less = {"packed": saved_bytes(arms["packed"].list)} if isinstance(arms.get("packed"), Written) else {}
+    less = {"packed": saved_bytes(arms["packed"].list)} if isinstance(arms.get("packed"), WrittenArm) else {}
     gain, speedup = speedup_interval(times["ops"], times["team"]), median(times["eager"]) / median(times["team"])
     return {
         "seq": plan.seq,

@@ -18,7 +18,7 @@ EXPLAINED = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpRow:
+class AuditRow:
     """One op of the step: all its calls together, in microseconds. `share` is of all timed ops and the rest."""
 
     label: str
@@ -74,7 +74,7 @@ class Audit:
 
     model: str
     step_us: float
-    rows: tuple[OpRow, ...]
+    rows: tuple[AuditRow, ...]
     rest_us: float
     read_bytes_per_s: float
     peak_flops: float
@@ -151,11 +151,11 @@ def _time_us(o: OpFigures) -> float:
     return (o.median_us or 0.0) * o.calls
 
 
-def _row(label: str, o: OpFigures, made: Certificate, whole_us: float) -> OpRow:
+def _row(label: str, o: OpFigures, made: Certificate, whole_us: float) -> AuditRow:
     time_us = _time_us(o)
     moved, flops = (o.bytes or 0) * o.calls, (o.flops or 0) * o.calls
     roofline, limit = _limits(time_us, moved, flops, made)
-    return OpRow(
+    return AuditRow(
         label=label,
         calls=o.calls,
         call_us=o.median_us or 0.0,

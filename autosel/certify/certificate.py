@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from autosel.certify.slo import Asked, Judged
+from autosel.certify.slo import AskedObjective, Judged
 from autosel.certify.statistics import Interval
 from autosel.values import LATER, Scalar, canonical_json, from_json, parse_json, to_json
 
@@ -224,7 +224,7 @@ class Measured:
     ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
     baseline_ttft_ms: float | None  # the baseline's
     cost: Paid
-    slo: tuple[Asked, ...]
+    slo: tuple[AskedObjective, ...]
     # against the limits of the device
     bytes_per_step: int  # bytes that must cross the memory bus: weights, and keys and values in reach, once
     flops_per_step: int  # a multiply-add counts as two

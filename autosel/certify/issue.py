@@ -18,7 +18,7 @@ from autosel.certify.evidence import Grounds
 from autosel.certify.limits import refuse_beyond
 from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
-from autosel.certify.slo import Asked, Objective
+from autosel.certify.slo import AskedObjective, Objective
 from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
 from autosel.errors import UsageError
 from autosel.fingerprint.describe import remarks
@@ -79,7 +79,7 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         ttft_ms=_ms(run.ttft_ns),
         baseline_ttft_ms=_ms(run.baseline_ttft_ns),
         cost=c.Paid(price_per_hour=request.price_per_hour, energy_joules=run.energy_joules),
-        slo=tuple(Asked(objective=o.text) for o in request.objectives),
+        slo=tuple(AskedObjective(objective=o.text) for o in request.objectives),
         bytes_per_step=run.bytes_per_step,
         flops_per_step=run.flops_per_step,
         read_bytes_per_s=run.read_bytes_per_s,

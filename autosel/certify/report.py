@@ -9,7 +9,7 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from autosel.certify.audit import Audit, OpRow, audit, proof_of_use
+from autosel.certify.audit import Audit, AuditRow, audit, proof_of_use
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import arithmetic, claimed_interval, headline_roofline
 from autosel.certify.plots import pictures, png, svg
@@ -151,7 +151,7 @@ def _ops_table(found: Audit) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}{rest}</tbody></table></div>'
 
 
-def _op_row(row: OpRow) -> list[str]:
+def _op_row(row: AuditRow) -> list[str]:
     return [
         row.label,
         percent(row.share),

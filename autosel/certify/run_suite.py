@@ -45,7 +45,7 @@ class SuiteRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredSuite:
     """A suite and its `trouble`: what ended it early, else what is wrong with the first bad run."""
 
     suite: Suite
@@ -71,7 +71,7 @@ def parts_of(level: Level, base: Plan, *, model: str = "", layers: int | None = 
     return tuple(parts)
 
 
-def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunListener) -> Measured:
+def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunListener) -> MeasuredSuite:
     """Measure and certify a suite. Ctrl-C or a failed run ends it; finished rows are kept, else it is raised."""
     made = _Made()
     ended: AutoselError | None = None
@@ -93,7 +93,7 @@ def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunLis
     if ended is not None and not made.rows:
         raise ended
     left = sum(len(part.configurations) for part in request.parts) - len(made.rows)
-    return Measured(suite=_suite(request.level, made, left), trouble=_trouble(made, left, ended))
+    return MeasuredSuite(suite=_suite(request.level, made, left), trouble=_trouble(made, left, ended))
 
 
 @dataclass(slots=True)

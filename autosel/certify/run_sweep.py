@@ -88,7 +88,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredSweep:
     """A sweep and its `trouble`: wrong results first, then an early end, then undecided workloads."""
 
     sweep: Sweep
@@ -104,7 +104,7 @@ class _Sized:
     why: str
 
 
-def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener) -> Measured:
+def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener) -> MeasuredSweep:
     """Measure a decode step at every context and batch, baseline and optimised in turn.
 
     Settled decisions are not measured again. A cell that does not fit or fails does not stop the others; Ctrl-C skips
@@ -140,7 +140,7 @@ def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener)
         changes=changes,
         traffic=sweep.weigh(request.traffic, cells, request.traffic_file) if request.traffic else None,
     )
-    return Measured(sweep=found, trouble=wrong(found) or ended or left or narrowed)
+    return MeasuredSweep(sweep=found, trouble=wrong(found) or ended or left or narrowed)
 
 
 def _sized(plan: Plan, memory_bytes: int) -> _Sized:

@@ -40,14 +40,14 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedObjective:
     """A requested objective."""
 
     objective: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged(Asked):
+class Judged(AskedObjective):
     """A requested objective with its measured value, in its unit."""
 
     measured: float

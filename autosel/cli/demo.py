@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from autosel.certify.certificate import Certificate
     from autosel.cli.progress import Progress
-    from autosel.demo.show import ArmName, Request, Shown
+    from autosel.demo.show import ArmName, DemoRequest, Shown
     from autosel.models.workloads import Named
     from autosel.pipeline import Report
 
@@ -67,11 +67,11 @@ def demo_command(question: str, tokens: int, budget: str, wheelhouse: Path | Non
     from autosel.certify import store
     from autosel.certify.run import failed
     from autosel.cli.writable import refuse_folder
-    from autosel.demo.show import QUESTION, Request
+    from autosel.demo.show import QUESTION, DemoRequest
 
     refuse_absent(device)
     certificates = settings.home() / "certificates.jsonl"
-    request = Request(
+    request = DemoRequest(
         question=question or QUESTION,
         tokens=tokens,
         budget_s=parse_budget(budget),
@@ -92,7 +92,7 @@ def demo_command(question: str, tokens: int, budget: str, wheelhouse: Path | Non
     leave([trouble] if trouble else [])
 
 
-def shown(request: Request, screen: Terminal) -> Shown:
+def shown(request: DemoRequest, screen: Terminal) -> Shown:
     """Run the demo. Raise Stopped on Ctrl-C, with the command that continues."""
     from autosel.demo import fetch
     from autosel.demo.show import show

@@ -27,7 +27,7 @@ ENGINES = ("vllm", "sglang", "inductor", "flashinfer", "hf-kernels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EngineOptions:
     """Options of `export --to` other than the engine and the folder."""
 
     model: str
@@ -36,7 +36,7 @@ class Asked:
     tp: int
 
 
-def export_to(engine: str, folder: Path, asked: Asked) -> None:
+def export_to(engine: str, folder: Path, asked: EngineOptions) -> None:
     if str(folder) == "-":
         raise UsageError("--to needs a folder", todo=f"{settings.spelling()} export --to {engine} {engine}/")
     if engine == "flashinfer":
@@ -100,7 +100,7 @@ def _written(made: Manifest, folder: Path) -> Iterator[str]:
         yield f"  {count} {WORDS[source]}"
 
 
-def _target(engine: str, asked: Asked) -> Target:
+def _target(engine: str, asked: EngineOptions) -> Target:
     """Return the device of --fingerprint, for which formulas may derive rows; else the GPU that the ledger knows."""
     from autosel import models
     from autosel.integrations.engines import experts
@@ -193,7 +193,7 @@ def _gpu_decisions() -> Mapping[str, tuple[Fingerprint, list[Decision]]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ExamLine:
     """One result of the examination. `ok` is False if the files would not serve."""
 
     what: str
@@ -202,7 +202,7 @@ class Line:
     todo: str = ""
 
 
-def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
+def examine(engine: str, folder: Path, python: str | None) -> Iterator[ExamLine]:
     """Check with the engine's own lookup that it would read the folder's files. Raises AutoselError if it fails."""
     from autosel.integrations.engines import ask
     from autosel.integrations.engines import folder as folders
@@ -215,19 +215,19 @@ def examine(engine: str, folder: Path, python: str | None) -> Iterator[Line]:
         )
     for name in folders.changed(folder, made):
         text = f"{name} has been changed or removed"
-        yield Line(what="files", ok=False, text=text, todo="export again, or ignore this if you changed it")
+        yield ExamLine(what="files", ok=False, text=text, todo="export again, or ignore this if you changed it")
     reply = ask.ask(engine, folder, made, python or sys.executable)
     yield from _versions(made, reply)
     yield from _hits(made, reply)
 
 
-def _versions(made: Manifest, reply: Reply) -> Iterator[Line]:
+def _versions(made: Manifest, reply: Reply) -> Iterator[ExamLine]:
     if reply.version == made.engine_version:
-        yield Line(what="version", ok=True, text=f"{made.engine} {reply.version}, the version of the files")
+        yield ExamLine(what="version", ok=True, text=f"{made.engine} {reply.version}, the version of the files")
         return
     stale = sum(not row.same for row in reply.rows)
     moved = f"; {stale} rows hold defaults that it no longer has" if stale else ""
-    yield Line(
+    yield ExamLine(
         what="version",
         ok=not stale,
         text=f"{made.engine} {reply.version} is installed, the files were written for {made.engine_version}{moved}",
@@ -235,12 +235,12 @@ def _versions(made: Manifest, reply: Reply) -> Iterator[Line]:
     )
 
 
-def _hits(made: Manifest, reply: Reply) -> Iterator[Line]:
+def _hits(made: Manifest, reply: Reply) -> Iterator[ExamLine]:
     total = len(made.rows)
     whys = sorted({row.why for row in reply.rows if row.why})
     text = f"{reply.here} of {total} rows would be loaded here"
     why = f": {'; '.join(whys[:3])}" + (f"; {len(whys) - 3} more reasons" if len(whys) > 3 else "") if whys else ""
-    yield Line(what="here", ok=reply.here == total, text=text + why, todo=reply.setting)
+    yield ExamLine(what="here", ok=reply.here == total, text=text + why, todo=reply.setting)
     if reply.here < total:
         there = f"{reply.there} of {total} rows are found on {made.device} by {made.engine}'s own lookup"
-        yield Line(what="there", ok=reply.there == total, text=there)
+        yield ExamLine(what="there", ok=reply.there == total, text=there)

@@ -22,7 +22,7 @@ from autosel.cli.output import WIDTH, paragraph
 from autosel.ledger.describe import contended
 from autosel.race.plan import SESSIONS
 from autosel.tuning.job import Rejection
-from autosel.tuning.underway import Command, Underway, now
+from autosel.tuning.underway import RunningCommand, Underway, now
 from autosel.values import Decision
 
 # Share of each stage in a cold tune, measured on two cores (docs/figures.md). Only the ETA depends on it.
@@ -40,7 +40,7 @@ class Progress:
     ) -> None:
         self.clock, self.budget_s = clock, budget_s
         self.seen = Underway(settings.home())
-        self.command = Command(command=command or _command(), pid=os.getpid(), started_at=now())
+        self.command = RunningCommand(command=command or _command(), pid=os.getpid(), started_at=now())
         self.started = self.said_at = clock()
         self.live = sys.stderr.isatty() and settings.colour() is None
         self.now = ("", "", 0, 0)  # stage, detail, done, total

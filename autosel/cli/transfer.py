@@ -11,7 +11,7 @@ import click
 
 from autosel import settings
 from autosel.cli import completion
-from autosel.cli.engines import ENGINES, Asked, export_to
+from autosel.cli.engines import ENGINES, EngineOptions, export_to
 from autosel.cli.lock import lock
 from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, paragraph
@@ -114,7 +114,7 @@ def export_command(
         _export_baked(baked)
         return
     if engine is not None:
-        export_to(engine, path, Asked(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
+        export_to(engine, path, EngineOptions(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
         return
     if model or dtype or device or tp != 1:
         raise UsageError("--model, --dtype, --tp and --fingerprint need --to ENGINE", todo="add --to ENGINE")

@@ -19,7 +19,7 @@ from autosel import devices
 from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
-from autosel.daemon.jobs import CPU, Job, Jobs
+from autosel.daemon.jobs import CPU, Jobs, QueuedJob
 from autosel.daemon.metrics import Metrics
 from autosel.daemon.uses import UseCounts
 from autosel.daemon.view import View
@@ -27,7 +27,7 @@ from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
 from autosel.ledger.key import at_threads, matters, threads_of
 from autosel.ledger.store import Ledger, Served, open_ledger
-from autosel.tuning.underway import Command
+from autosel.tuning.underway import RunningCommand
 from autosel.values import Decision, to_json
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Hub:
         self.jobs = Jobs(
             home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
         )
-        self.commands: list[Command] = []  # that other processes of this home run
+        self.commands: list[RunningCommand] = []  # that other processes of this home run
         self._reloading = asyncio.Lock()
         self._wanted = False
 
@@ -142,7 +142,7 @@ class Hub:
                 self.events.tell("decision", {**decision_json(s.decision), "recorded": s.decision.state})
         self.events.tell("epoch", {"epoch": epoch})
 
-    def see(self, commands: list[Command]) -> None:
+    def see(self, commands: list[RunningCommand]) -> None:
         """Keep the commands that run now, and report a change."""
         if commands != self.commands:
             self.commands = commands
@@ -192,7 +192,7 @@ class Hub:
         """Return the bytes moved per call, by decision."""
         return {number: size for f in self.known.values() for number, size in f.moved.items()}
 
-    def _tuned(self, job: Job) -> None:
+    def _tuned(self, job: QueuedJob) -> None:
         self.metrics.tuned.labels(job.state).inc()
 
     def figures(self) -> bytes:

@@ -18,7 +18,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class CpuReading:
     """Hold CPU time since boot, in seconds: of all work on the usable cores, and of the daemon's own processes."""
 
     at_s: float
@@ -26,7 +26,7 @@ class Reading:
     own_s: float
 
 
-def others(before: Reading, now: Reading) -> float:
+def others(before: CpuReading, now: CpuReading) -> float:
     """Return the number of cores that other work kept busy between two readings."""
     elapsed = now.at_s - before.at_s
     if elapsed <= 0:
@@ -35,15 +35,15 @@ def others(before: Reading, now: Reading) -> float:
     return max(0.0, (now.busy_s - before.busy_s - own) / elapsed)
 
 
-class Meter:
+class BusyMeter:
     """Average the cores that other work keeps busy (`busy`) over about `over_s` seconds. Starts as if all were busy."""
 
     def __init__(self, *, over_s: float = 5.0, cores: int | None = None) -> None:
         self.over_s = over_s
         self.busy = float(cores or len(os.sched_getaffinity(0)))
-        self._last: Reading | None = None
+        self._last: CpuReading | None = None
 
-    def take(self, reading: Reading) -> float:
+    def take(self, reading: CpuReading) -> float:
         if self._last is not None:
             found = others(self._last, reading)
             self.busy += _share(self._last.at_s, reading.at_s, self.over_s) * (found - self.busy)
@@ -152,9 +152,9 @@ def _family(pid: int) -> frozenset[int]:
         return frozenset({pid})
 
 
-def read(at_s: float, trees: Iterable[int], proc: Path = Path("/proc")) -> Reading:
+def read(at_s: float, trees: Iterable[int], proc: Path = Path("/proc")) -> CpuReading:
     """Take a reading now; `trees` are the daemon's processes, each with all descendants."""
-    return Reading(at_s=at_s, busy_s=_busy(proc), own_s=sum(_tree(pid) for pid in trees))
+    return CpuReading(at_s=at_s, busy_s=_busy(proc), own_s=sum(_tree(pid) for pid in trees))
 
 
 def _busy(proc: Path) -> float:

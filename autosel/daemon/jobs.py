@@ -47,7 +47,7 @@ MOST_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class QueuedJob:
     """Describe a workload to tune. Times are UTC, ISO 8601."""
 
     id: int
@@ -107,15 +107,15 @@ class Jobs:
         *,
         busy_limit: float,
         tell: Callable[[str, Any], None],
-        ended: Callable[[Job], None],
+        ended: Callable[[QueuedJob], None],
         effort: str = "quick",
     ) -> None:
         self.path, self.busy_limit, self.effort = path, busy_limit, effort
-        self.meters: dict[str, idle.Meter | idle.GpuMeter] = {CPU: idle.Meter()}
+        self.meters: dict[str, idle.BusyMeter | idle.GpuMeter] = {CPU: idle.BusyMeter()}
         self.live: Live | None = None
         self.held = ""  # why no tune runs now
         self._tell, self._ended = tell, ended
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, QueuedJob] = {}
         self._child: asyncio.subprocess.Process | None = None  # the device that is being tuned
         self._children: set[asyncio.subprocess.Process] = set()
         self._cancelled: set[int] = set()
@@ -131,20 +131,20 @@ class Jobs:
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[QueuedJob]:
         """Return open jobs in the order of tuning, then ended ones, latest first."""
         jobs = list(self._jobs.values())
         ended = sorted((j for j in jobs if j.state not in OPEN), key=lambda j: (j.ended_at, j.id), reverse=True)
         return [*sorted((j for j in jobs if j.state in OPEN), key=_turn), *ended]
 
-    def get(self, job_id: int) -> Job | None:
+    def get(self, job_id: int) -> QueuedJob | None:
         return self._jobs.get(job_id)
 
     @property
-    def meter(self) -> idle.Meter:
+    def meter(self) -> idle.BusyMeter:
         """Return the CPU's meter."""
         found = self.meters[CPU]
-        assert isinstance(found, idle.Meter)
+        assert isinstance(found, idle.BusyMeter)
         return found
 
     def know(self, device: str, unit: str) -> None:
@@ -162,7 +162,7 @@ class Jobs:
         force: bool = False,
         device: str = CPU,
         threads: int = 0,
-    ) -> Job | None:
+    ) -> QueuedJob | None:
         """Return the open job for the workload's bucket on a device with so many threads, adding one if there is none;
         it is on disk when this returns. Return None for a miss that was tried recently. Raises Full."""
         own = (device, workload.bucket, threads)
@@ -177,7 +177,7 @@ class Jobs:
             raise Full("the queue is full", why=f"{MOST_OPEN} workloads wait", todo="they are tuned as time allows")
         else:
             number = max(self._jobs, default=0) + 1
-            made = Job(
+            made = QueuedJob(
                 id=number,
                 workload=workload,
                 device=device,
@@ -191,7 +191,7 @@ class Jobs:
         self._put(made, save=known is None or made.source != known.source or made.force != known.force)
         return made
 
-    def cancel(self, job_id: int) -> Job | None:
+    def cancel(self, job_id: int) -> QueuedJob | None:
         """Cancel a job. A queued job ends at once; a running one with its batch, whose other jobs are queued again."""
         job = self._jobs.get(job_id)
         if job is None or job.state not in OPEN:
@@ -210,7 +210,7 @@ class Jobs:
             if number is not None:
                 self._end(job, "done", "decided by another process", number)
 
-    def _put(self, job: Job, *, save: bool = True) -> Job:
+    def _put(self, job: QueuedJob, *, save: bool = True) -> QueuedJob:
         self._jobs[job.id] = job
         ended = sorted((j for j in self._jobs.values() if j.state not in OPEN), key=lambda j: j.id)
         for old in ended[: max(0, len(ended) - KEPT)]:
@@ -220,7 +220,7 @@ class Jobs:
         self._tell("job", document(job))
         return job
 
-    def _end(self, job: Job, state: State, note: str, decision_id: int | None = None) -> Job:
+    def _end(self, job: QueuedJob, state: State, note: str, decision_id: int | None = None) -> QueuedJob:
         if state in ("undecided", "failed"):
             self._again_at[_place(job)] = time.monotonic() + AGAIN_S
         made = self._put(replace(job, state=state, note=note, decision_id=decision_id, ended_at=_now()))
@@ -245,7 +245,7 @@ class Jobs:
     def _load(self) -> None:
         try:
             found = parse_json(files.read(self.path, MOST_FILE_BYTES), what=str(self.path))
-            jobs = from_json(tuple[Job, ...], found)
+            jobs = from_json(tuple[QueuedJob, ...], found)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -300,7 +300,7 @@ class Jobs:
         meter = self.meters.get(device)
         return meter.why(self.busy_limit) if meter is not None else f"{device} is not here"
 
-    async def _tune(self, batch: Sequence[Job]) -> None:
+    async def _tune(self, batch: Sequence[QueuedJob]) -> None:
         self.live = Live()
         running = {j.workload.key: self._put(replace(j, state="running", started_at=_now(), note="")) for j in batch}
         task = {
@@ -331,7 +331,7 @@ class Jobs:
         for job in [self._jobs[j.id] for j in running.values()]:
             self._settle(job, decided.get(job.workload.bucket), problem, code)
 
-    def _settle(self, job: Job, said: dict[str, Any] | None, problem: dict[str, Any], code: int) -> None:
+    def _settle(self, job: QueuedJob, said: dict[str, Any] | None, problem: dict[str, Any], code: int) -> None:
         """Update a job of a batch that ended."""
         if said is not None:
             undecided = said["outcome"] == "undecided"
@@ -366,7 +366,7 @@ class Jobs:
             live.races = {who: row for who, row in live.races.items() if who[0] != said["workload"]}
         self._tell("live", live.document())
 
-    async def _pause_for_others(self, running: dict[str, Job], device: str) -> None:
+    async def _pause_for_others(self, running: dict[str, QueuedJob], device: str) -> None:
         """Pause the tune while other work runs on its device."""
         looks, paused = 0, False
         while True:
@@ -515,18 +515,18 @@ async def _ended(child: asyncio.subprocess.Process) -> int:
     return child.returncode or 0
 
 
-def document(job: Job) -> dict[str, Any]:
+def document(job: QueuedJob) -> dict[str, Any]:
     """Return a job as JSON."""
     found: dict[str, Any] = to_json(job)
     w = job.workload
     return {**found, "workload": w.key, "bucket": w.bucket, "op": w.op}
 
 
-def _place(job: Job) -> tuple[str, str, int]:
+def _place(job: QueuedJob) -> tuple[str, str, int]:
     return job.device, job.workload.bucket, job.threads
 
 
-def _turn(job: Job) -> tuple[int, int, int, int]:
+def _turn(job: QueuedJob) -> tuple[int, int, int, int]:
     """Sort running jobs first, then requests, stale decisions, and misses by their count."""
     return (job.state == "queued", ASKING_FIRST[job.source], -job.calls, job.id)
 

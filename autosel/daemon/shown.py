@@ -40,7 +40,7 @@ MOST_SOURCE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class ShownDevice:
     headline: str
     load: float  # cores busy with other work
     average: float
@@ -48,13 +48,13 @@ class Device:
     contended: bool
 
 
-def device(hub: Hub) -> Device:
+def device(hub: Hub) -> ShownDevice:
     cores, contended, text = 0, False, "being looked at (some seconds after a start)"
     if hub.facts.fingerprint:
         fp: Fingerprint = from_json(Fingerprint, hub.facts.fingerprint)
         text, contended = headline(fp), fp.contended
         cores = int(fp.identity.get("cpus", 0))
-    return Device(
+    return ShownDevice(
         headline=text, load=hub.jobs.meter.busy, average=idle.load_average(), cores=cores, contended=contended
     )
 
@@ -81,7 +81,7 @@ def other_devices(hub: Hub) -> list[OtherDevice]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpRow:
+class ShownOp:
     """Describe one op and its decisions, over all workloads. `speedup`: lowest and highest median; `floor`: lowest
     bound."""
 
@@ -102,19 +102,19 @@ class OpRow:
     measured: tuple[str, str] | None = None  # first and last time of these races
 
 
-def by_op(view: View) -> list[OpRow]:
+def by_op(view: View) -> list[ShownOp]:
     found: dict[tuple[str, str], list[Decision]] = {}
     for d in view.here:
         found.setdefault((d.op, view.device(d) if view.others else ""), []).append(d)
     return [_op_row(*of, rows, view) for of, rows in sorted(found.items())]
 
 
-def overall(view: View) -> OpRow | None:
+def overall(view: View) -> ShownOp | None:
     """Return all ops in one row; None without a decision."""
     return _op_row("", "", view.here, view) if view.here else None
 
 
-def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> OpRow:
+def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> ShownOp:
     won = [v for d in decisions if (v := view.won(d)) is not None]
     effects = [v.effect for v in won if v.effect is not None]
     roof = [v.roofline for v in won if v.roofline is not None]
@@ -123,7 +123,7 @@ def _op_row(op: str, device: str, decisions: Sequence[Decision], view: View) -> 
     stale = [d for d in decisions if str(d.id) in view.stale]
     again = [d for d in decisions if d.stale and d not in stale]
     serving = [d.baseline if d in stale else d.arm for d in decisions]
-    return OpRow(
+    return ShownOp(
         op=op,
         device=device,
         workloads=len(decisions),
@@ -278,7 +278,7 @@ def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ShownSource:
     """Hold the source of a serving kernel as it is now, and how it was compiled."""
 
     candidate: str
@@ -289,8 +289,8 @@ class Source:
     edited: str  # why the compiled kernel differs from this source
 
 
-def sources(decisions: Sequence[Decision]) -> list[Source]:
-    found: dict[str, Source] = {}
+def sources(decisions: Sequence[Decision]) -> list[ShownSource]:
+    found: dict[str, ShownSource] = {}
     for d in decisions:
         recipe = d.arm.recipe
         if isinstance(recipe, NativeRecipe) and d.arm.candidate not in found:
@@ -298,13 +298,13 @@ def sources(decisions: Sequence[Decision]) -> list[Source]:
     return list(found.values())
 
 
-def _source(candidate: str, source: str, build: str) -> Source:
+def _source(candidate: str, source: str, build: str) -> ShownSource:
     path = (resources.kernels() / source).resolve()
     text = "not there any more"
     if path.is_relative_to(resources.kernels().resolve()) and path.is_file():
         text = path.read_bytes()[:MOST_SOURCE_BYTES].decode(errors="replace")
     artefact = find_artefact(build)
-    return Source(
+    return ShownSource(
         candidate=candidate,
         path=f"kernels/{source}",
         text=text,
@@ -339,7 +339,7 @@ def certificates(hub: Hub, most: int = 200) -> Certificates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ShownChoice:
     """Select a side of a comparison: `c7`, a certificate, or `e3`, a device and its software."""
 
     id: str
@@ -347,7 +347,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ShownLine:
     """Compare one figure. `change` above 1: b is faster. `better`: beyond the intervals; None: inconclusive."""
 
     what: str
@@ -367,22 +367,22 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ShownRerun:
     a: str = ""
     b: str = ""
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ShownLine, ...] = ()
     trouble: str = ""
     differs: tuple[tuple[str, str, str], ...] = ()
 
 
-def choices(hub: Hub) -> list[Choice]:
+def choices(hub: Hub) -> list[ShownChoice]:
     found = [
-        Choice(id=f"c{c.sequence}", name=f"certificate {c.sequence}: {c.model} {c.tokens_per_sec:.4g} tok/s")
+        ShownChoice(id=f"c{c.sequence}", name=f"certificate {c.sequence}: {c.model} {c.tokens_per_sec:.4g} tok/s")
         for c in certificates(hub).certificates
     ]
     for number, fp in fingerprints(hub.ledger).items():
         text = f"{fp.name}, torch {_torch(fp)}, env {fp.env_id[:8]}"
-        found.append(Choice(id=f"e{number}", name=f"decisions of {text}"))
+        found.append(ShownChoice(id=f"e{number}", name=f"decisions of {text}"))
     return found
 
 
@@ -400,46 +400,46 @@ def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
         return {r.id: rows.value_of(Fingerprint, r.document) for r in found}
 
 
-def compare(hub: Hub, known: Sequence[Choice], a: str, b: str) -> Compared:
+def compare(hub: Hub, known: Sequence[ShownChoice], a: str, b: str) -> ShownRerun:
     """Compare the chosen sides; by default the last two of a kind, the older first."""
     names = {choice.id: choice.name for choice in known}
     if not a and not b:
         alike = [(x.id, y.id) for x, y in pairwise(known) if x.id[0] == y.id[0]]
         if not alike:
-            return Compared()
+            return ShownRerun()
         b, a = alike[0]
     if a not in names or b not in names:
-        return Compared(trouble="choose two of the listed items")
+        return ShownRerun(trouble="choose two of the listed items")
     if a[0] != b[0]:
-        return Compared(a=a, b=b, trouble="a certificate is compared with a certificate, decisions with decisions")
+        return ShownRerun(a=a, b=b, trouble="a certificate is compared with a certificate, decisions with decisions")
     return _certified(hub, a, b) if a[0] == "c" else _decided(hub.ledger, a, b)
 
 
-def _certified(hub: Hub, a: str, b: str) -> Compared:
+def _certified(hub: Hub, a: str, b: str) -> ShownRerun:
     by = {f"c{c.sequence}": c for c in certificates(hub).certificates}
     one, two = by[a], by[b]
     lines = [
-        Line(
+        ShownLine(
             what="tokens per second",
             a=figure(one.tokens_per_sec),
             b=figure(two.tokens_per_sec),
             change=two.tokens_per_sec / one.tokens_per_sec,
             told=_apart(one, two),
         ),
-        Line(
+        ShownLine(
             what="step, ms (median)",
             a=figure(one.latency_ms.med),
             b=figure(two.latency_ms.med),
             change=one.latency_ms.med / two.latency_ms.med,
             told=_apart(one, two),
         ),
-        Line(
+        ShownLine(
             what="step, ms (p95)",
             a=figure(one.latency_ms.p95),
             b=figure(two.latency_ms.p95),
             change=one.latency_ms.p95 / two.latency_ms.p95,
         ),
-        Line(
+        ShownLine(
             what="speedup over its baseline",
             a=ratio(one.speedup),
             b=ratio(two.speedup),
@@ -451,11 +451,11 @@ def _certified(hub: Hub, a: str, b: str) -> Compared:
     for name in sorted(set(before) & set(after)):
         first, second = before[name].median_us, after[name].median_us
         if first and second:
-            lines.append(Line(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
+            lines.append(ShownLine(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
     fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")
     sides = [[(n, str(getattr(c, n))) for n in fields] + _conditions(c) for c in (one, two)]
     differs = tuple((n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y)
-    return Compared(a=a, b=b, lines=tuple(lines), differs=differs)
+    return ShownRerun(a=a, b=b, lines=tuple(lines), differs=differs)
 
 
 def _conditions(c: Certificate) -> list[tuple[str, str]]:
@@ -469,7 +469,7 @@ def _apart(one: Certificate, two: Certificate) -> bool:
     return x.hi < y.lo or y.hi < x.lo
 
 
-def _decided(ledger: Ledger, a: str, b: str) -> Compared:
+def _decided(ledger: Ledger, a: str, b: str) -> ShownRerun:
     found = fingerprints(ledger)
     one, two = found[int(a[1:])], found[int(b[1:])]
     left, right = _latest(ledger, one), _latest(ledger, two)
@@ -484,7 +484,7 @@ def _decided(ledger: Ledger, a: str, b: str) -> Compared:
     sides = [_ranges(side.values()) for side in (left, right)]
     differs += [(n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y]
     trouble = "" if lines else "no workload was decided under both"
-    return Compared(a=a, b=b, lines=tuple(lines), differs=tuple(differs), trouble=trouble)
+    return ShownRerun(a=a, b=b, lines=tuple(lines), differs=tuple(differs), trouble=trouble)
 
 
 def _ranges(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
@@ -507,10 +507,10 @@ def _latest(ledger: Ledger, fp: Fingerprint) -> dict[str, Decision]:
         return {f"{s.decision.bucket} {s.decision.length_range or ''}": s.decision for s in rows.fetch(c, wanted)}
 
 
-def _beside(one: Decision, two: Decision) -> Line:
+def _beside(one: Decision, two: Decision) -> ShownLine:
     x, y = _served(one), _served(two)
     told = bool(x and y and (x.hi_us < y.lo_us or y.hi_us < x.lo_us))
-    return Line(
+    return ShownLine(
         what=one.workload.key,
         a=_time(one, x),
         b=_time(two, y),
@@ -533,7 +533,7 @@ def _served(d: Decision) -> Timing | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class ShownHost:
     name: str
     device: str
     hw_id: str
@@ -545,9 +545,9 @@ class Host:
     version: str
 
 
-def host(hub: Hub) -> Host:
+def host(hub: Hub) -> ShownHost:
     found = device(hub)
-    return Host(
+    return ShownHost(
         name=platform.node(),
         device=found.headline,
         hw_id=hub.view.hw_id,
@@ -561,33 +561,35 @@ def host(hub: Hub) -> Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class ShownStore:
     name: str
     where: str
     bytes: int
     text: str
 
 
-def stores(hub: Hub) -> list[Store]:
+def stores(hub: Hub) -> list[ShownStore]:
     """List the database and the caches, with path and size."""
     found = []
     ledger = Path(hub.ledger.name)
     if ledger.is_file():
-        found.append(Store(name="ledger", where=str(ledger), bytes=ledger.stat().st_size, text=_counts(hub.ledger)))
+        found.append(
+            ShownStore(name="ledger", where=str(ledger), bytes=ledger.stat().st_size, text=_counts(hub.ledger))
+        )
         log = ledger.with_name(f"{ledger.name}-wal")
         if log.exists():
             text = "writes that are not yet moved into the file"
-            found.append(Store(name="its log", where=str(log), bytes=log.stat().st_size, text=text))
+            found.append(ShownStore(name="its log", where=str(log), bytes=log.stat().st_size, text=text))
     path = hub.home / snapshot.FILE
     if path.exists():
         text = f"read by best(): epoch {hub.view.epoch}, {len(hub.view.served)} rows"
-        found.append(Store(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
+        found.append(ShownStore(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
     for name, what in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
         folder = hub.home / name
         if folder.is_dir():
             sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
             text = f"{what}, {len(sizes)} file{'s' if len(sizes) != 1 else ''}"
-            found.append(Store(name=name, where=str(folder), bytes=sum(sizes), text=text))
+            found.append(ShownStore(name=name, where=str(folder), bytes=sum(sizes), text=text))
     return found
 
 

@@ -101,7 +101,7 @@ def _by_workload(calls: Sequence[Call]) -> dict[str, list[Call]]:
     return found
 
 
-class Uses:
+class UsesSince:
     """Calls since this object was made, by the callables' own counters."""
 
     def __init__(self) -> None:

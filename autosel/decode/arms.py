@@ -21,7 +21,7 @@ from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
 
 
-class Arm(Protocol):
+class StepArm(Protocol):
     logits: Tensor  # [B, V] after the token that was fed
 
     def enqueue(self) -> None:
@@ -34,7 +34,7 @@ class Arm(Protocol):
         """Append these tokens to the arm's stream."""
 
 
-def step(arm: Arm) -> list[list[int]]:
+def step(arm: StepArm) -> list[list[int]]:
     """Run one step and return its tokens."""
     arm.enqueue()
     return arm.tokens()
@@ -63,7 +63,7 @@ def _rows(tokens: Tensor) -> list[list[int]]:
     return [[token] for token in tokens.tolist()]
 
 
-class Written(_Choosing):
+class WrittenArm(_Choosing):
     """The optimised step in one form, with preallocated buffers."""
 
     def __init__(self, scene: Scene, chosen: Chosen) -> None:
@@ -141,11 +141,11 @@ class Baseline(_Choosing):
         self.choose(self.logits)
 
 
-Ours = Written | AtOnce | Speculating
+Ours = WrittenArm | AtOnce | Speculating
 
 
 def our_arm(scene: Scene, chosen: Chosen) -> Ours:
     """Return the optimised arm: speculating or allocating if the plan requires it, else written in the chosen form."""
     if scene.plan.speculate:
         return Speculating(scene)
-    return Written(scene, chosen) if scene.plan.prealloc else AtOnce(scene, chosen.chain)
+    return WrittenArm(scene, chosen) if scene.plan.prealloc else AtOnce(scene, chosen.chain)

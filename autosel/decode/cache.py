@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosel import devices
-from autosel.decode.pages import Arena, padded
+from autosel.decode.pages import PageArena, padded
 from autosel.decode.run import Plan
 from autosel.errors import UsageError
 from autosel.models import cost
@@ -85,7 +85,7 @@ def make_cache(
     """
     size = cost.cache_size(shape, rows, room, page)
     each = math.prod(size) * DTYPE_BYTES[dtype]
-    arena = Arena(2 * shape.layers * padded(each), torch.device(device))
+    arena = PageArena(2 * shape.layers * padded(each), torch.device(device))
     pairs = [(arena.tensor(size, dtype), arena.tensor(size, dtype)) for _ in range(shape.layers)]
     if not devices.on_host(torch.device(device).type):  # values beyond a row's length must be finite
         arena.memory.zero_()

@@ -15,7 +15,7 @@ from torch import Tensor
 from autosel import devices, ops
 from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
-from autosel.candidates.cuda.step import Bound, Entries, StepBuild
+from autosel.candidates.cuda.step import BoundStep, Entries, StepBuild
 from autosel.decode.program import Attend, Embed, Norm, Program, ProgramOp, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Raced, Rewritten, Step
@@ -57,7 +57,7 @@ class LaunchStep(Rewritten):
     program: Program
     compiled: StepBuild
     entries: Entries
-    bound: Bound
+    bound: BoundStep
     reach: int
     ctas: int  # of the launch: as many as can be resident
     said: Tensor  # int32 [1] on the host: why it stopped, after the step's end
@@ -115,7 +115,7 @@ class LaunchStep(Rewritten):
         """Return the same call with almost no work: one CTA that embeds the tokens."""
         state = torch.zeros(kernel.STATE_WORDS + 1, dtype=torch.int32, device=self.logits.device)
         b = self.bound
-        one = Bound(
+        one = BoundStep(
             entry=b.entry,
             program=b.program[:1],
             state=state,
@@ -297,9 +297,9 @@ def _reach(step: Step) -> int:
     return max(longest, min(length_bucket(longest)[1], step.cache.k[0].shape[2]))
 
 
-def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) -> kernel.Program:
+def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) -> kernel.StepProgram:
     """Return the tasks of the program, for contexts up to `reach`."""
-    made = kernel.Program(build)
+    made = kernel.StepProgram(build)
     for op in program.ops:
         if isinstance(op, Embed):
             made.embed(op.tokens, program.weights[op.table], op.out, scale=op.scale)
@@ -314,7 +314,7 @@ def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) ->
     return made
 
 
-def _project(made: kernel.Program, program: Program, op: Project) -> None:
+def _project(made: kernel.StepProgram, program: Program, op: Project) -> None:
     made.project(
         op.x,
         program.weights[op.w],
@@ -328,7 +328,7 @@ def _project(made: kernel.Program, program: Program, op: Project) -> None:
     )
 
 
-def _rotate(made: kernel.Program, program: Program, op: Rotate) -> None:
+def _rotate(made: kernel.StepProgram, program: Program, op: Rotate) -> None:
     made.rotate(
         op.qkv,
         op.positions,
@@ -344,7 +344,7 @@ def _rotate(made: kernel.Program, program: Program, op: Rotate) -> None:
     )
 
 
-def _attend(made: kernel.Program, op: Attend, chunk: int, reach: int) -> None:
+def _attend(made: kernel.StepProgram, op: Attend, chunk: int, reach: int) -> None:
     made.attend(
         _flat(op.q),
         op.k,
@@ -365,7 +365,7 @@ def _chunk(op: Attend, build: StepBuild, fp: Fingerprint, reach: int) -> int:
     return persistent.chunk(attn, int(build.knobs["slots"]), facts(fp))
 
 
-def _norm(made: kernel.Program, program: Program, op: Norm) -> None:
+def _norm(made: kernel.StepProgram, program: Program, op: Norm) -> None:
     weight = program.weights[op.weight]
     made.norm(op.x, weight, op.out, eps=program.eps, offset=program.offset, residual=op.residual)
 

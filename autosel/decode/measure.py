@@ -20,14 +20,14 @@ from autosel import devices, dispatch, fingerprint
 from autosel.candidates.layouts import STORE
 from autosel.decode import graph
 from autosel.decode.account import (
-    Uses,
+    UsesSince,
     choices_of,
     overhead_ns,
     proven,
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Arm, Baseline, Ours, Written, our_arm, step
+from autosel.decode.arms import Baseline, Ours, StepArm, WrittenArm, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
 from autosel.decode.original import Original
@@ -38,7 +38,7 @@ from autosel.decode.rope import frequencies
 from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.timeline import timeline
-from autosel.decode.verdict import Verdict, verdict
+from autosel.decode.verdict import TokenVerdict, verdict
 from autosel.decode.weights import Weights
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.devices.device import StepTimer, Took
@@ -89,12 +89,12 @@ def measure(
         ours, theirs = our_arm(scene, chosen), Baseline(scene)
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs)
-            uses, power, timer = Uses(), device.meter(), device.timer(clock)
+            uses, power, timer = UsesSince(), device.meter(), device.timer(clock)
             pairs = list(_pairs(scene, ours, theirs, timer, power))
             refuse_wrong(getattr(ours, "list", None))
             served = uses.served()
             power.after(lambda: step(ours), len(pairs))
-        written = ours.list if isinstance(ours, Written) else None
+        written = ours.list if isinstance(ours, WrittenArm) else None
         choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
@@ -217,11 +217,11 @@ class _Pair:
     optimised: Took
     baseline: Took
     optimised_first: bool
-    verdict: Verdict  # of its tokens
+    verdict: TokenVerdict  # of its tokens
     kept: int  # tokens per row from the optimised step
 
 
-def _warm_up(scene: Scene, ours: Arm, theirs: Arm) -> None:
+def _warm_up(scene: Scene, ours: StepArm, theirs: StepArm) -> None:
     """Run both arms until clocks, caches, the guard's first checks and the allocator have settled."""
     for i in range(scene.plan.warmup):
         scene.listener.stage("warmup", "", i, scene.plan.warmup)
@@ -229,7 +229,7 @@ def _warm_up(scene: Scene, ours: Arm, theirs: Arm) -> None:
         step(theirs)
 
 
-def _pairs(scene: Scene, ours: Ours, theirs: Arm, timer: StepTimer, power: Meter) -> Iterator[_Pair]:
+def _pairs(scene: Scene, ours: Ours, theirs: StepArm, timer: StepTimer, power: Meter) -> Iterator[_Pair]:
     plan, listener, done = scene.plan, scene.listener, 0
     while done < plan.iters:
         listener.stage("decode", "", done, plan.iters)

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autosel import devices
 from autosel.candidates import registry
 from autosel.candidates.layouts import RESERVE_BYTES, STORE, Packed, Prepare, total
-from autosel.decode.pages import Arena, padded
+from autosel.decode.pages import PageArena, padded
 from autosel.decode.run import Offer, Plan
 from autosel.decode.weights import Weights, arena_bytes, memory_need, reference_bytes
 from autosel.devices.cpu.machine import free_memory
@@ -164,7 +164,7 @@ def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> PackedWeight
     need, free = sum(padded(sizes[name]) for name in new), free_memory() - reserve_bytes
     if need > free:
         raise UsageError("packed weights", why=_no_room(need, free))
-    arena = Arena(need, torch.device(devices.HOST))
+    arena = PageArena(need, torch.device(devices.HOST))
     made = {
         name: STORE.prepare(prepare, weights[name], size=size, allocate=arena.bytes) for name, size in sizes.items()
     }

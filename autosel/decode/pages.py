@@ -16,7 +16,7 @@ from autosel.values import DTYPE_BYTES, DTypeName
 ALIGN = 4096  # alignment of each tensor: whole pages, so that threads share none
 
 
-class Arena:
+class PageArena:
     """One mapping that is divided into tensors, in order. It lives as long as they do."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:

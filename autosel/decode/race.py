@@ -32,9 +32,9 @@ from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
 from autosel.race.contest import Contest, Entrant
 from autosel.race.plan import Margin, Plan, plan
-from autosel.race.run import Disqualified, Terms, Tick, run
+from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.session import BUSY
-from autosel.race.waits import Watch, watch
+from autosel.race.waits import WaitWatch, watch
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
 from autosel.values import WHOLE_STEP, Arm, Deployed, Prepared, Race
 
@@ -70,7 +70,7 @@ def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Rac
         llc_bytes=last_level_bytes(scene.fp),
         read_bytes_per_s=math.inf,  # a step faster than the probe is as uncertain as the probe
     )
-    for found in run([contest], Terms(rng=scene.rng, debit=debit, progress=progress), steps):
+    for found in run([contest], RaceTerms(rng=scene.rng, debit=debit, progress=progress), steps):
         if not isinstance(found, Disqualified):
             race = found[1]
             return replace(race, notes=(*filter(None, [steps.told]), *race.notes))
@@ -136,7 +136,7 @@ class StepSeat:
         self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
         self.written: dict[str, AnyStep] = {}
         self.runs = OPS  # the current arm
-        self.watch: Watch | None = watch() if device.on_host else None
+        self.watch: WaitWatch | None = watch() if device.on_host else None
 
     def sit(self) -> None:
         """Write each step and run it once; make the plan from the time of the step op by op."""

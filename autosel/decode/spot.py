@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autosel import ops
-from autosel.decode.step import Call, Step, Task
+from autosel.decode.step import Call, Step, StepPart
 from autosel.decode.watch import Check
 from autosel.errors import BuildError
 from autosel.guard import spot
@@ -29,7 +29,7 @@ from autosel.values import Fingerprint
 PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
 
 
-def checks_of(step: Step, tasks: Sequence[Task], token: Tensor | None, fp: Fingerprint) -> tuple[Check | None, ...]:
+def checks_of(step: Step, tasks: Sequence[StepPart], token: Tensor | None, fp: Fingerprint) -> tuple[Check | None, ...]:
     """Return each task's check; no checks if they cannot be compiled.
 
     `token` is where the last task writes the index of each row's largest logit.
@@ -52,7 +52,7 @@ NATIVES = (*PRODUCTS, "add_rmsnorm", "sample", "step_attend")
 
 
 def _check_of(
-    step: Step, task: Task, earlier: Task | None, natives: Mapping[str, Spot], token: Tensor | None
+    step: Step, task: StepPart, earlier: StepPart | None, natives: Mapping[str, Spot], token: Tensor | None
 ) -> Check | None:
     main = task.calls[0]
     if main.op == "glue":
@@ -80,7 +80,7 @@ def _embedded(step: Step, call: Call, seed: int) -> float:
     return 0.0 if torch.equal(expected[0], call["out"][row]) else float("inf")
 
 
-def _product(step: Step, task: Task, natives: Mapping[str, Spot]) -> Check:
+def _product(step: Step, task: StepPart, natives: Mapping[str, Spot]) -> Check:
     """Return the check of a projection; if a norm precedes it, whose result is not stored, of both together."""
     main = task.calls[0]
     norm = next((call for call in task.calls[1:] if call.op == "rmsnorm"), None)
@@ -109,7 +109,7 @@ def _largest(head: Call, token: Tensor, native: Spot) -> Check:
     return partial(native, [head["logits"], unused, greedy, unused, unused, torch.ones(len(token)), unused], [token])
 
 
-def _attention(step: Step, task: Task, qkv: Tensor, native: Spot) -> Check:
+def _attention(step: Step, task: StepPart, qkv: Tensor, native: Spot) -> Check:
     """Return the check from qkv to attention's result, including the caches' new slot."""
     attn, by_site = task.calls[0], {call.site: call for call in task.calls}
     append = next(call for call in task.calls if call.op == "kv_append")

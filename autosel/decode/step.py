@@ -200,7 +200,7 @@ class Runnable(Protocol):
     def settle(self) -> None: ...
 
 
-class Task(Protocol):
+class StepPart(Protocol):
     """A part of a whole step. `calls` are the list's calls that it replaces, the slowest first."""
 
     @property
@@ -227,7 +227,7 @@ class WholeStep(Protocol):
         """Return the digest of the compiled code."""
 
     @property
-    def tasks(self) -> Sequence[Task]: ...
+    def tasks(self) -> Sequence[StepPart]: ...
 
     @property
     def rest(self) -> Sequence[Call]: ...

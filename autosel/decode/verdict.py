@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from autosel import ops
-from autosel.decode.arms import Arm, Ours, Speculating
+from autosel.decode.arms import Ours, Speculating, StepArm
 from autosel.decode.scene import Scene
 from autosel.ops.contract import Match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TokenVerdict:
     """Counts for one step's tokens: all, those equal to the baseline's, and judged ones that differ but may."""
 
     checked: int
@@ -39,8 +39,8 @@ class _Seen:
 
 
 def verdict(
-    scene: Scene, ours: Ours, theirs: Arm, kept: list[list[int]], plain: list[list[int]], *, always: bool
-) -> Verdict:
+    scene: Scene, ours: Ours, theirs: StepArm, kept: list[list[int]], plain: list[list[int]], *, always: bool
+) -> TokenVerdict:
     """Judge the step that both arms have just run; logits are compared if a token differs, or if `always`."""
     if isinstance(ours, Speculating) and len(kept[0]) > 1:
         seen = _stream(scene, ours, theirs, kept[0])
@@ -48,17 +48,17 @@ def verdict(
         seen = _step(scene, ours, theirs, kept, plain)
     differ = [i for i, (a, b) in enumerate(zip(seen.ours, seen.plain, strict=True)) if a != b]
     if not differ and not always:
-        return Verdict(checked=len(seen.ours), equal=len(seen.ours), open=0)
+        return TokenVerdict(checked=len(seen.ours), equal=len(seen.ours), open=0)
     exact = seen.exact()
     bound = scene.check_logits(seen.our_logits, seen.plain_logits, exact)
     if scene.plan.sampling.changes_greedy:
         open_ = sum(_drawn(ours, i, seen.ours[i]) for i in differ)
     else:
         open_ = sum(_within(scene, exact[i].double(), seen.ours[i], bound) for i in differ)
-    return Verdict(checked=len(seen.ours), equal=len(seen.ours) - len(differ), open=open_)
+    return TokenVerdict(checked=len(seen.ours), equal=len(seen.ours) - len(differ), open=open_)
 
 
-def _step(scene: Scene, ours: Arm, theirs: Arm, kept: list[list[int]], plain: list[list[int]]) -> _Seen:
+def _step(scene: Scene, ours: StepArm, theirs: StepArm, kept: list[list[int]], plain: list[list[int]]) -> _Seen:
     """Return one token per row."""
     return _Seen(
         ours=[row[0] for row in kept],
@@ -69,7 +69,7 @@ def _step(scene: Scene, ours: Arm, theirs: Arm, kept: list[list[int]], plain: li
     )
 
 
-def _stream(scene: Scene, ours: Speculating, theirs: Arm, kept: list[int]) -> _Seen:
+def _stream(scene: Scene, ours: Speculating, theirs: StepArm, kept: list[int]) -> _Seen:
     """Return all tokens that speculation kept, against plain greedy decoding of the same stream.
 
     The baseline is fed the tokens kept so far, so that consecutive equal tokens are its own stream.

@@ -19,7 +19,7 @@ from autosel.decode.cache import cache_bytes
 from autosel.decode.compressed import PACKED, open_compressed
 from autosel.decode.gguf import ReadCodes, open_gguf
 from autosel.decode.gptq import CODES, open_packed_rows
-from autosel.decode.pages import Arena, padded
+from autosel.decode.pages import PageArena, padded
 from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import Tensors, open_folder
@@ -144,7 +144,7 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     """Load the weights that a plan names. Raises BadConfig (unreadable, or another model's), UsageError (no memory)."""
     shape, device = plan.shape, torch.device(plan.device)
     tensors = refuse_unloadable(plan)
-    arena = Arena(arena_bytes(shape, plan.dtype), device)
+    arena = PageArena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         fill = _random(plan) if tensors is None else tensors.read
         codes = None if tensors is None else tensors.codes(shape.weight)
@@ -155,7 +155,7 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
 def weights_of(source: Source, shape: ModelShape, dtype: DTypeName) -> Weights:
     """Copy the weights of another source, in plain formats, into one arena. Raises BadConfig, UsageError."""
     tensors = _Checkpoint(source, shape, shape.layers)
-    arena = Arena(arena_bytes(shape, dtype), torch.device(devices.HOST))
+    arena = PageArena(arena_bytes(shape, dtype), torch.device(devices.HOST))
     return _Builder(shape, dtype, arena, tensors.read, None, Silent()).build(str(source.place))
 
 
@@ -303,7 +303,7 @@ class _Builder:
         self,
         shape: ModelShape,
         dtype: DTypeName,
-        arena: Arena,
+        arena: PageArena,
         fill: Fill,
         codes: ReadCodes | None,
         listener: Listener,

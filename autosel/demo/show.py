@@ -55,7 +55,7 @@ class Screen(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class DemoRequest:
     """A demo. `tokens` limits the answer, and is the number of timed steps. Raises UsageError.
 
     `again` is the command that continues a stopped demo.
@@ -87,7 +87,7 @@ class Shown:
     differs: Difference | None
 
 
-def show(request: Request, ledger: Ledger, screen: Screen) -> Shown:
+def show(request: DemoRequest, ledger: Ledger, screen: Screen) -> Shown:
     """Fetch and tune the model, time both arms in turn, certify, and let each arm answer the question.
 
     Each part is kept when it ends: a second demo neither downloads nor tunes. Raises UsageError, AutoselError.
@@ -113,7 +113,7 @@ def show(request: Request, ledger: Ledger, screen: Screen) -> Shown:
     )
 
 
-def _planned(request: Request, folder: Path, chat: Chat) -> Plan:
+def _planned(request: DemoRequest, folder: Path, chat: Chat) -> Plan:
     """Return the plan of the measurement: the question as prompt, and a step for each token of the answer."""
     model, tokens = models.load(folder), chat.tokens(request.question)
     if len(tokens) + 1 + request.tokens > model.max_context:
@@ -136,7 +136,7 @@ def _planned(request: Request, folder: Path, chat: Chat) -> Plan:
     return plan
 
 
-def _tuned(plan: Plan, request: Request, ledger: Ledger, screen: Screen) -> pipeline.Report:
+def _tuned(plan: Plan, request: DemoRequest, ledger: Ledger, screen: Screen) -> pipeline.Report:
     """Tune the ops of a decode step; decisions of an earlier tune are used again."""
     context = max(SHORTEST_CONTEXT, 1 << (plan.longest - 1).bit_length())
     asked = pipeline.Request(

@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"  # Ray has no password, so a local cluster listens on thi
 # --- on the worker's side ----------------------------------------------------------------------------------------
 
 
-class Seat:
+class RayActor:
     """Run in the actor: start the child, and keep its messages until they are fetched."""
 
     def __init__(self) -> None:
@@ -272,7 +272,9 @@ class _Seats:
 
         own = {"num_gpus": 1} if devices.accelerated(self.device) else {}
         place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        kind = self.ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=place, **own)(Seat)
+        kind = self.ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, scheduling_strategy=place, **own)(
+            RayActor
+        )
         return kind.remote()
 
     def _worker(self, actor: Any, node: str) -> RayWorker | None:

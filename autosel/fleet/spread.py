@@ -30,7 +30,7 @@ class Lost(Exception):
     """A worker is gone."""
 
 
-class Worker(Protocol):
+class FleetWorker(Protocol):
     """Tune one part at a time. `kind` is its device's hw_id, `device` the device, `name` a label for people."""
 
     name: str
@@ -49,7 +49,7 @@ class Worker(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class FleetPart:
     """Hold workloads for one kind of device. `last` is the worker that had the part before."""
 
     kind: str
@@ -67,11 +67,11 @@ class Outcome:
 
     decided: dict[int, dict[str, Any]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
-    failed: list[Part] = field(default_factory=list)
+    failed: list[FleetPart] = field(default_factory=list)
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parts(workloads: Sequence[Named], workers: Sequence[Worker]) -> list[Part]:
+def parts(workloads: Sequence[Named], workers: Sequence[FleetWorker]) -> list[FleetPart]:
     """Split workloads into parts. Workloads of one op stay together if possible, because they share builds."""
     found = []
     in_order = sorted(workloads, key=lambda n: n.workload.op)
@@ -79,7 +79,7 @@ def parts(workloads: Sequence[Named], workers: Sequence[Worker]) -> list[Part]:
         devices = len({w.device for w in workers if w.kind == kind})
         count = min(len(in_order), devices * PARTS_A_DEVICE if devices > 1 else 1)
         cuts = [len(in_order) * n // count for n in range(count + 1)]
-        found += [Part(kind=kind, workloads=tuple(in_order[a:b])) for a, b in pairwise(cuts) if b > a]
+        found += [FleetPart(kind=kind, workloads=tuple(in_order[a:b])) for a, b in pairwise(cuts) if b > a]
     return found
 
 
@@ -90,18 +90,18 @@ class Spread:
     def __init__(
         self,
         request: Request,
-        workers: Sequence[Worker],
+        workers: Sequence[FleetWorker],
         *,
-        replace: Callable[[Worker], Worker | None] = lambda _: None,
-        hear: Callable[[Worker, dict[str, Any]], None] = lambda *_: None,
+        replace: Callable[[FleetWorker], FleetWorker | None] = lambda _: None,
+        hear: Callable[[FleetWorker, dict[str, Any]], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
         rest: Callable[[float], None] = time.sleep,
     ) -> None:
         self.request, self._replace, self._hear = request, replace, hear
         self._clock, self._rest = clock, rest
-        self._idle: list[Worker] = list(workers)  # in order of waiting time
-        self._resting: list[tuple[float, Worker]] = []
-        self._running: list[tuple[Worker, Part]] = []
+        self._idle: list[FleetWorker] = list(workers)  # in order of waiting time
+        self._resting: list[tuple[float, FleetWorker]] = []
+        self._running: list[tuple[FleetWorker, FleetPart]] = []
         self._waiting = parts(request.workloads, workers)
         self._over_at = clock() + request.budget_s if request.budget_s else float("inf")
         self._done: set[tuple[str, str]] = set()  # (kind, workload) of each decision
@@ -129,7 +129,7 @@ class Spread:
         for worker, _ in self._running:
             worker.stop()
 
-    def _workers(self) -> list[Worker]:
+    def _workers(self) -> list[FleetWorker]:
         return [*self._idle, *(w for _, w in self._resting), *(w for w, _ in self._running)]
 
     def _hand_out(self) -> None:
@@ -145,7 +145,7 @@ class Spread:
                 part.last = worker.name
                 worker.start(self._task(part))
 
-    def _part_for(self, worker: Worker) -> Part | None:
+    def _part_for(self, worker: FleetWorker) -> FleetPart | None:
         """Return the next part for a worker with a free device; a part that it had before only if no other worker can
         take it."""
         if any(other.device == worker.device for other, _ in self._running):
@@ -154,7 +154,7 @@ class Spread:
         mine = [p for p in self._waiting if p.kind == worker.kind]
         return next((p for p in mine if p.last != worker.name or not others), None)
 
-    def _task(self, part: Part) -> dict[str, Any]:
+    def _task(self, part: FleetPart) -> dict[str, Any]:
         asked = self.request
         left = max(1.0, self._over_at - self._clock()) if asked.budget_s else 0.0
         return {
@@ -167,7 +167,7 @@ class Spread:
             "force": asked.force and part.attempts == 0,  # keep the lost worker's new measurements
         }
 
-    def _listen(self, worker: Worker, part: Part) -> None:
+    def _listen(self, worker: FleetWorker, part: FleetPart) -> None:
         try:
             said = worker.news()
         except Lost as error:
@@ -181,7 +181,7 @@ class Spread:
         for event in said:
             self._take(worker, part, event)
 
-    def _take(self, worker: Worker, part: Part, event: dict[str, Any]) -> None:
+    def _take(self, worker: FleetWorker, part: FleetPart, event: dict[str, Any]) -> None:
         if event["event"] == "decided":
             if event["id"] in self.outcome.decided:
                 return  # of a part that started earlier
@@ -196,7 +196,7 @@ class Spread:
             self._ended(worker, part, event["code"])
         self._hear(worker, event)
 
-    def _ended(self, worker: Worker, part: Part, code: int) -> None:
+    def _ended(self, worker: FleetWorker, part: FleetPart, code: int) -> None:
         self._running.remove((worker, part))
         trouble, part.trouble = part.trouble, {}
         if code and trouble.get("kind") == "InUseError" and part.rests < RESTS:
@@ -209,7 +209,7 @@ class Spread:
         if code:
             self._again(part, trouble or {"what": f"the tune on {worker.name} ended with {code}"})
 
-    def _again(self, part: Part, trouble: dict[str, str]) -> None:
+    def _again(self, part: FleetPart, trouble: dict[str, str]) -> None:
         part.attempts += 1
         alone = not any(w.kind == part.kind and w.name != part.last for w in self._workers())
         if part.attempts >= ATTEMPTS or (alone and trouble.get("kind")):  # the same part would be refused again
@@ -217,7 +217,7 @@ class Spread:
         else:
             self._waiting.insert(0, part)
 
-    def _give_up(self, given: Sequence[Part], trouble: dict[str, str]) -> None:
+    def _give_up(self, given: Sequence[FleetPart], trouble: dict[str, str]) -> None:
         """Give up a part. `trouble` is empty if its time ended, which is not a failure."""
         for part in list(given):
             if part in self._waiting:
@@ -229,7 +229,7 @@ class Spread:
                 self.outcome.failed.append(part)
 
 
-def error_of(part: Part) -> AutoselError:
+def error_of(part: FleetPart) -> AutoselError:
     t = part.trouble
     made = AutoselError(t.get("what", ""), why=t.get("why", ""), todo=t.get("todo", ""))
     if t.get("kind") == EnvironmentFault.__name__:

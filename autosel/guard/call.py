@@ -42,7 +42,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class Call:
+class CheckedCall:
     """A call to check. Raises BadArguments for arguments outside the op's contract."""
 
     op: Op

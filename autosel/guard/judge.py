@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autosel.guard.call import Call, Result
+from autosel.guard.call import CheckedCall, Result
 from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Mismatch, Rows
 from autosel.ops.rounding import LAMBDA
 from autosel.ops.stored import leaves, mapped
@@ -29,7 +29,7 @@ Check = Callable[[Sequence[Tensor]], Mismatch | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class WrongResult:
     """A mismatch, and its check, which can be applied to any result of the same call."""
 
     mismatch: Mismatch
@@ -42,18 +42,22 @@ class Judge:
     def __init__(self) -> None:
         self.usual = 0.0
 
-    def look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
+    def look(
+        self, call: CheckedCall, candidate: Result, baseline: Result, seed: int, *, deep: bool
+    ) -> WrongResult | None:
         """Return the first check that the candidate's result fails. `deep` also checks float64 rows without a
         suspicion.
         """
         with torch.device("cpu"):  # float64 is computed there, whatever the process's default device
             return self._look(call, candidate, baseline, seed, deep=deep)
 
-    def _look(self, call: Call, candidate: Result, baseline: Result, seed: int, *, deep: bool) -> Finding | None:
+    def _look(
+        self, call: CheckedCall, candidate: Result, baseline: Result, seed: int, *, deep: bool
+    ) -> WrongResult | None:
         if candidate.spoilt:
             reason = f"it wrote into its input {candidate.spoilt}"
             evidence = {"input": candidate.spoilt}
-            return Finding(mismatch=Mismatch(check="inputs", reason=reason, evidence=evidence), check=_nothing)
+            return WrongResult(mismatch=Mismatch(check="inputs", reason=reason, evidence=evidence), check=_nothing)
         base = baseline.outputs
 
         def form(outputs: Sequence[Tensor]) -> Mismatch | None:
@@ -84,18 +88,18 @@ def _nothing(_: Sequence[Tensor]) -> Mismatch | None:
     return None
 
 
-def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> Finding | None:
+def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> WrongResult | None:
     for check in checks:
         mismatch = check(outputs)
         if mismatch is not None:
-            return Finding(mismatch=mismatch, check=check)
+            return WrongResult(mismatch=mismatch, check=check)
     return None
 
 
 # --- against float64 ----------------------------------------------------------------------------------------------
 
 
-def _against_float64(call: Call, rows: Rows) -> Check:
+def _against_float64(call: CheckedCall, rows: Rows) -> Check:
     """Return a check without the baseline's statistics.
 
     RMS error and bias are tests at four standard deviations. Parity uses them once; a million shadow checks would fail
@@ -111,7 +115,7 @@ def _against_float64(call: Call, rows: Rows) -> Check:
     return check
 
 
-def _everywhere(call: Call, seed: int) -> list[Check]:
+def _everywhere(call: CheckedCall, seed: int) -> list[Check]:
     """Return checks of the whole result.
 
     For an in-place op that is everything kept, which is little. Otherwise it is all of the result, except for a cache
@@ -167,7 +171,7 @@ def more_nonfinite(outputs: Sequence[Tensor], base: Sequence[Tensor]) -> Mismatc
 _VALUES = {"attn": "v", "prefill_attn": "v"}  # ops whose values are available for all heads; [B, Hkv, keys, D]
 
 
-def hull(call: Call) -> list[Check]:
+def hull(call: CheckedCall) -> list[Check]:
     """Return the check that attention averages values.
 
     Each channel of o is between the smallest and the largest of V, or 0 if a query sees nothing. It costs one pass over

@@ -65,7 +65,7 @@ def _latest() -> deque[float]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rate:
+class CheckRate:
     """Count of one bucket's checks, and the gaps between them."""
 
     policy: Policy

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from autosel.guard.call import Arm, Call, Result
-from autosel.guard.judge import Finding
+from autosel.guard.call import Arm, CheckedCall, Result
+from autosel.guard.judge import WrongResult
 
 REPLAYS = 3
 
@@ -46,7 +46,7 @@ class Replay:
         }
 
 
-def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Replay:
+def replay(call: CheckedCall, finding: WrongResult, candidate: Arm, baseline: Result) -> Replay:
     again = [call.run(candidate) for _ in range(REPLAYS)]
     if any(result.broke for result in again):  # that device does not answer any more
         failed = sum(result.error is not None for result in again)
@@ -63,7 +63,7 @@ def replay(call: Call, finding: Finding, candidate: Arm, baseline: Result) -> Re
     return Replay(cause=cause, candidate_wrong=wrong, baseline_wrong=baseline_wrong)
 
 
-def _fails(call: Call, finding: Finding, result: Result, baseline: Result) -> bool:
+def _fails(call: CheckedCall, finding: WrongResult, result: Result, baseline: Result) -> bool:
     """Return True if the result fails the finding's check. Raises OutOfMemoryError for a run without memory: it proves
     nothing.
     """

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from autosel.errors import AutoselError
-from autosel.guard.call import Arm, Call, Clock, Result, captured
+from autosel.guard.call import Arm, CheckedCall, Clock, Result, captured
 from autosel.guard.detector import MIN_DWELL_S, Detector
-from autosel.guard.judge import Finding, Judge
-from autosel.guard.rate import NEVER, Policy, Rate
+from autosel.guard.judge import Judge, WrongResult
+from autosel.guard.rate import NEVER, CheckRate, Policy
 from autosel.guard.replay import replay
 from autosel.guard.spot import Allowance, Spot
 from autosel.ledger.faults import Cause, Fault
@@ -70,7 +70,7 @@ class Watch:
     random: Random = field(default_factory=SystemRandom)
     clock: Clock = time.perf_counter_ns
     now: Callable[[], datetime] = utc_now
-    rate: Rate = field(init=False)
+    rate: CheckRate = field(init=False)
     detector: Detector = field(default_factory=Detector)
     judge: Judge = field(default_factory=Judge)
     fault: Fault | None = None
@@ -82,7 +82,7 @@ class Watch:
     lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.rate = Rate(policy=self.policy, random=self.random, spots=self.subject.spot is not None)
+        self.rate = CheckRate(policy=self.policy, random=self.random, spots=self.subject.spot is not None)
 
     def gap(self) -> int:
         """Return the number of calls up to the next one that must come here."""
@@ -117,7 +117,7 @@ class Watch:
         if captured(args):
             return s.candidate(*args, *outs)
         try:
-            call = Call(s.op, args, outs, self.clock)
+            call = CheckedCall(s.op, args, outs, self.clock)
         except AutoselError:  # outside the contract: the caller is responsible
             return s.candidate(*args, *outs)
         except torch.OutOfMemoryError:  # no memory to copy its operands, so none for the baseline, which needs more
@@ -128,7 +128,7 @@ class Watch:
             return self._trouble(error, args, outs)
         return self._both(call) if s.at_home(args) else s.baseline(*args, *outs)
 
-    def _both(self, call: Call) -> Any:
+    def _both(self, call: CheckedCall) -> Any:
         s, start = self.subject, self.clock()
         number, canary, deep = self.rate.checks, self.rate.canary, self.rate.deep
         first = self.random.random() < 0.5
@@ -202,7 +202,7 @@ class Watch:
             self.rate.spots = False
             return result
         try:
-            call = Call(s.op, args, outs, self.clock)
+            call = CheckedCall(s.op, args, outs, self.clock)
             if not s.at_home(args):
                 return result
             served = call.taken(s.candidate, result)
@@ -231,7 +231,7 @@ class Watch:
             self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
 
     def _account(
-        self, call: Call, candidate: Result, baseline: Result, took_ns: int, *, canary: bool, first: bool
+        self, call: CheckedCall, candidate: Result, baseline: Result, took_ns: int, *, canary: bool, first: bool
     ) -> None:
         """Record the check's cost and, after the first calls, which arm was faster. `first` means that the candidate
         ran first.
@@ -259,7 +259,7 @@ class Watch:
 
     # --- wrong ------------------------------------------------------------------------------------------------------
 
-    def _wrong(self, call: Call, finding: Finding, baseline: Result, number: int, *, canary: bool) -> bool:
+    def _wrong(self, call: CheckedCall, finding: WrongResult, baseline: Result, number: int, *, canary: bool) -> bool:
         """Find the cause and report it; return False if the fault cannot be judged."""
         again = replay(call, finding, self.subject.candidate, baseline)
         mismatch = finding.mismatch
@@ -302,7 +302,7 @@ class Watch:
             self._blame(error, w.key)
         return result
 
-    def _raised(self, error: Exception, call: Call) -> None:
+    def _raised(self, error: Exception, call: CheckedCall) -> None:
         if call.workload.bucket == self.subject.decision.bucket and not _out_of_memory(error):
             self._blame(error, call.workload.key)
 

@@ -29,7 +29,7 @@ from autosel.errors import BadArguments
 from autosel.files import read_named
 from autosel.guard.call import captured
 from autosel.guard.rate import CANARY
-from autosel.integrations.trial import Trial
+from autosel.integrations.trial import EngineTrial
 from autosel.values import DTypeName, Workload, count_bucket, length_bucket
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ MOST_TILES_BYTES = 1 << 20
 MOST_SAID = 8  # different warnings per op
 
 
-class Decided:
+class EngineDecisions:
     """Hold the decisions of an op by the shapes of a call; looked up again for another home or a new shape."""
 
     def __init__(self, op: str) -> None:
@@ -46,7 +46,7 @@ class Decided:
         self.board: Any = None
         self.bound: dict[Any, Any] = {}  # Bound, or Left where the engine runs in any case
         self.left: dict[str, Left] = {}  # by reason
-        self.trials: dict[Any, Trial] = {}
+        self.trials: dict[Any, EngineTrial] = {}
         self.said: set[str] = set()
 
     def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
@@ -67,7 +67,7 @@ class Decided:
             return own()
         trial = self.trials.get(key)
         if trial is None:
-            trial = self.trials[key] = Trial(CANARY + 3 * weights)
+            trial = self.trials[key] = EngineTrial(CANARY + 3 * weights)
         if trial.over:
             made = self._run(found, key, arguments, None)
             return own() if made is None else made
@@ -76,7 +76,7 @@ class Decided:
         self._settle(key, arguments, trial)
         return made
 
-    def _settle(self, key: Any, arguments: tuple[Any, ...], trial: Trial) -> None:
+    def _settle(self, key: Any, arguments: tuple[Any, ...], trial: EngineTrial) -> None:
         """Leave the key to the engine if its own kernel has won the trial."""
         if not trial.over:
             return
@@ -174,10 +174,10 @@ def lacking(thing: Any, *names: str) -> str:
     return f"{type(thing).__name__} has no {', '.join(absent)}" if absent else ""
 
 
-NORM, ADD_NORM = Decided("rmsnorm"), Decided("add_rmsnorm")
-LINEAR = Decided("linear")
-GATED = {"swiglu": Decided("swiglu"), "geglu": Decided("geglu")}
-PAGED = Decided("paged_attn")
+NORM, ADD_NORM = EngineDecisions("rmsnorm"), EngineDecisions("add_rmsnorm")
+LINEAR = EngineDecisions("linear")
+GATED = {"swiglu": EngineDecisions("swiglu"), "geglu": EngineDecisions("geglu")}
+PAGED = EngineDecisions("paged_attn")
 AUTOGRAD = "its tensors require gradients"
 INVARIANT = "the engine wants the same rounding for every batch"
 

@@ -47,7 +47,7 @@ def create(runner: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SharedStep:
     """Hold the data that all layers of a decode step share. `max_len` is at least every length, known on the host."""
 
     batch: Any
@@ -60,7 +60,7 @@ class DecodeSteps:
     """Run before one of SGLang's backends, whose attributes it reads."""
 
     needs_cpu_seq_lens = True  # the longest of a batch, without a synchronisation
-    step: Step | None = None
+    step: SharedStep | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
@@ -73,7 +73,7 @@ class DecodeSteps:
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         self.step = self._step(forward_batch, None)
 
-    def _step(self, batch: Any, longest: int | None) -> Step | None:
+    def _step(self, batch: Any, longest: int | None) -> SharedStep | None:
         pool: Any = getattr(self, "token_to_kv_pool", None)
         another = pool is not None and not isinstance(pool, MHATokenToKVPool)
         if another or not STEPS(lambda: self._other(batch, pool)):
@@ -93,7 +93,7 @@ class DecodeSteps:
             longest = min(slots.shape[1], getattr(self, "max_context_len", slots.shape[1]))
         first = slots[:, : longest : pool.page_size].index_select(0, batch.req_pool_indices)  # first entry of each page
         table = first if pool.page_size == 1 else first // pool.page_size
-        return Step(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
+        return SharedStep(batch=batch, table=table, lengths=batch.seq_lens.to(torch.int32), max_len=longest)
 
     def _other(self, batch: Any, pool: Any) -> str:
         """Return how this SGLang differs from the interface that a step is read from here."""
@@ -150,7 +150,7 @@ class DecodeSteps:
             and all(value is None for value in named.values())  # sinks, score_mod
         )
 
-    def _decided(self, step: Step, rows: Tensor, layer: Any, out: Tensor) -> bool:
+    def _decided(self, step: SharedStep, rows: Tensor, layer: Any, out: Tensor) -> bool:
         pool = self.token_to_kv_pool  # type: ignore[attr-defined]
         pages = (-1, pool.page_size, layer.tp_k_head_num, layer.qk_head_dim)
         return engine_ops.paged(

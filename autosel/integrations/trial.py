@@ -17,7 +17,7 @@ from typing import Any
 TIMED = 24  # calls of each
 
 
-class Trial:
+class EngineTrial:
     """One comparison, for one key of an engine's calls. `settling`: calls of the decided kernel before it, untimed: in
     them its weights are prepared, and the guard checks every result."""
 

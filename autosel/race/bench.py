@@ -34,7 +34,7 @@ from autosel.race.deployed import SITUATIONS
 from autosel.race.drawn import draw
 from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
-from autosel.race.waits import Watch, watch
+from autosel.race.waits import WaitWatch, watch
 from autosel.values import Prepared, Workload
 
 
@@ -48,7 +48,7 @@ class LoadedArm:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seat:
+class ArmSeat:
     """An arm at a workload: its calls, one for each copy of the streamed operands, and its own sets of outputs."""
 
     arm: LoadedArm
@@ -91,9 +91,9 @@ class Bench:
         self.device = devices.named(device)
         self.device.use()
         # Another device is timed by its own clock.
-        self.watch: Watch | None = watch(owner, realtime=realtime) if self.device.on_host else None
+        self.watch: WaitWatch | None = watch(owner, realtime=realtime) if self.device.on_host else None
         self.arms: dict[str, LoadedArm] = {}
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, ArmSeat] = {}
         self.op: Op | None = None
         self.runtime = ""  # the runtime whose threads ran last
         gc.freeze()  # imported objects live as long as the process: do not scan them at every release
@@ -123,7 +123,7 @@ class Bench:
             own = _Operands(op, inputs, copies, self.device) if name == CLONE else shared
             self.seats[name] = self._seat(op, w, self.arms[loaded], own, slots)
 
-    def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands, slots: int) -> Seat:
+    def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands, slots: int) -> ArmSeat:
         outputs = tuple(
             tuple(t.to(self.device.torch_device) for t in op.allocate(w, fill=0.0) if t is not None)
             for _ in range(slots if self.device.on_host else 1)
@@ -132,7 +132,7 @@ class Bench:
         calls = [op.arguments(operands) for operands in private.copies]
         reader = reader_of(arm.call)
         took = [reader.prepare(call) for call in calls] if reader is not None else []
-        return Seat(
+        return ArmSeat(
             arm=arm,
             timed=self.device.timed(arm.call, calls, passed),
             outputs=outputs,

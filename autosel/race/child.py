@@ -70,7 +70,7 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
     if resident:
         bench.refresh(resident)
     before = bench.again
-    look = Kept(places=request["kept"], arenas=arenas, rng=Random(request["draw"])) if request["kept"] else None
+    look = KeptResults(places=request["kept"], arenas=arenas, rng=Random(request["draw"])) if request["kept"] else None
     times, disturbed = bench.pair(request["order"], calls, int(request["samples"]), bool(request["wake"]), look)
     if foretold:
         for name, places in request["outputs"].items():
@@ -80,7 +80,7 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class KeptResults:
     """Copies the results of drawn calls to memory where the parent compares them.
 
     `places`: by arm and number of a sample, one set for each drawn call; `count`: number of copied calls by arm.

@@ -77,7 +77,7 @@ def has_lost(session: Session, candidate: str, rivals: Sequence[str], delta: flo
 # --- the tail --------------------------------------------------------------------------------------------------------
 
 
-class Level:
+class BaselineLevel:
     """The rolling median of the last 15 baseline samples, which removes the drift that both arms share."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Level:
 
 def relative_samples(session: Session, arm: str) -> list[float]:
     """Return each of the arm's samples over the baseline's level."""
-    base, index, level = 0, session.arms.index(arm), Level()
+    base, index, level = 0, session.arms.index(arm), BaselineLevel()
     return [r for pair in session.pairs for r in level.relative(pair.samples_ns[base], pair.samples_ns[index])]
 
 

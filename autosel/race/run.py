@@ -23,7 +23,7 @@ from autosel.race.contest import Contest
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan
-from autosel.race.session import BUSY, Duel, Instrument, Kind, Trial, confirm, screen
+from autosel.race.session import BUSY, Duel, Instrument, Kind, SessionRules, confirm, screen
 from autosel.values import Conditions, Deployed, Prepared, Race, Session
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def _unkept(*_: object) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RaceTerms:
     """The terms that all races of a run share. At `deadline` (on `clock`) no new work starts.
 
     `debit` takes an attempt's error probability from its key's lifetime budget; False: the budget is spent. `quiet`
@@ -235,7 +235,7 @@ class _Attempt:
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
-def run(contests: Sequence[Contest], terms: Terms, venue: Venue) -> Iterator[Finished | Disqualified]:
+def run(contests: Sequence[Contest], terms: RaceTerms, venue: Venue) -> Iterator[Finished | Disqualified]:
     """Race every contest; yield each one's Race as soon as it is complete.
 
     Contests that are unfinished at the deadline are yielded unfinished, and are judged undecided. Raises
@@ -254,7 +254,7 @@ def run(contests: Sequence[Contest], terms: Terms, venue: Venue) -> Iterator[Fin
         venue.close()
 
 
-def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Iterator[Finished | Disqualified]:
+def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
     """Screen every contest in one room; those without a nominee are finished."""
     room = venue.room()
     try:
@@ -275,7 +275,7 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
         room.close()
 
 
-def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Iterator[Finished | Disqualified]:
+def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
     """Hold one confirming session of every pending contest, in one fresh room."""
     room = venue.room()
     try:
@@ -297,11 +297,11 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: Terms) -> Ite
 # --- the two kinds of session ----------------------------------------------------------------------------------------
 
 
-def _screen(attempt: _Attempt, seat: Seat, terms: Terms) -> Session:
+def _screen(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> Session:
     return screen(seat, seat.arms, _trial(attempt, seat, terms, "screening"))
 
 
-def _confirm(attempt: _Attempt, seat: Seat, terms: Terms) -> Session:
+def _confirm(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> Session:
     assert attempt.finalist is not None
     assert attempt.screening is not None
     duel = Duel(arms=tuple(seat.arms), finalist=attempt.finalist, rivals=tuple(attempt.rivals()))
@@ -310,7 +310,7 @@ def _confirm(attempt: _Attempt, seat: Seat, terms: Terms) -> Session:
     return session if session.voided else replace(session, deployed=seat.deployed(session.arms))
 
 
-def _trial(attempt: _Attempt, seat: Seat, terms: Terms, stage: str) -> Trial:
+def _trial(attempt: _Attempt, seat: Seat, terms: RaceTerms, stage: str) -> SessionRules:
     def watch(session: Session) -> None:
         done, total = attempt.place
         name = attempt.finalist or ""
@@ -319,7 +319,7 @@ def _trial(attempt: _Attempt, seat: Seat, terms: Terms, stage: str) -> Trial:
         )
 
     assert seat.plan is not None
-    return Trial(plan=seat.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)
+    return SessionRules(plan=seat.plan, delta=attempt.delta, seed=terms.rng.getrandbits(32), watch=watch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +331,9 @@ class _Held:
     too_fast: Mapping[str, Mismatch] = field(default_factory=dict)  # blamed if it is repeated
 
 
-def _held(attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, Terms], Session], terms: Terms) -> _Held:
+def _held(
+    attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, RaceTerms], Session], terms: RaceTerms
+) -> _Held:
     """Hold the session; a crashed one is void, with its reason."""
     if terms.quiet is not None:
         terms.quiet()
@@ -415,7 +417,7 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
 # --- what follows from a session -------------------------------------------------------------------------------------
 
 
-def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: Terms) -> Iterator[Disqualified]:
+def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
     """Keep the session; renew the room of a voided one; disqualify the arms at fault."""
     session, culprits = held.session, dict(held.culprits)
     attempt.sessions.append(session)

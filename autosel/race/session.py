@@ -13,7 +13,7 @@ from random import Random
 from typing import Literal, Protocol
 
 from autosel.race.evidence import crossed, futile, median, tail_crossed, tail_futile
-from autosel.race.judge import CLONE, Level, beats, tail_counts, tail_threshold
+from autosel.race.judge import CLONE, BaselineLevel, beats, tail_counts, tail_threshold
 from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, Plan
 from autosel.values import Pair, Session
 
@@ -38,7 +38,7 @@ def _unwatched(session: Session) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class SessionRules:
     """The rules of a session: how much to measure, by how much to win, the coins, the watcher."""
 
     plan: Plan
@@ -58,7 +58,7 @@ class Duel:
     rivals: tuple[str, ...]
 
 
-def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session:
+def screen(instrument: Instrument, arms: Sequence[str], trial: SessionRules) -> Session:
     """Race every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes
     nothing.
 
@@ -79,7 +79,7 @@ def screen(instrument: Instrument, arms: Sequence[str], trial: Trial) -> Session
 
 
 def confirm(
-    instrument: Instrument, duel: Duel, trial: Trial, screening: Session, earlier: Sequence[Session] = ()
+    instrument: Instrument, duel: Duel, trial: SessionRules, screening: Session, earlier: Sequence[Session] = ()
 ) -> Session:
     """Race the finalist against baseline and incumbent on fresh data, until E crosses for both or cannot.
 
@@ -135,7 +135,7 @@ class _Tail:
     """Count the finalist's slow samples, as `judge.tail_counts` does over all confirming sessions."""
 
     def __init__(self, duel: Duel, threshold: float, earlier: Sequence[Session]) -> None:
-        self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, Level()
+        self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, BaselineLevel()
         self.slow, self.n = tail_counts(earlier, duel.finalist, threshold)
 
     def add(self, times: Mapping[str, Sequence[float]]) -> None:
@@ -176,7 +176,7 @@ class _Recorder:
     """Takes pairs in coin-flipped order and keeps them."""
 
     def __init__(
-        self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: Trial, tallies: Sequence[_Tally]
+        self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: SessionRules, tallies: Sequence[_Tally]
     ) -> None:
         self.twins = _Twins(arms[0], trial.plan) if CLONE in arms else None
         self.tallies = [*tallies, self.twins] if self.twins else tallies

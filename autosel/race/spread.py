@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 
-class Spread:
+class ThreadPlacement:
     """Binds threads until `release`. Does nothing if there are fewer cores than threads."""
 
     def __init__(self, cpus: Sequence[int]) -> None:

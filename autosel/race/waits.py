@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autosel.devices.cpu import machine
 from autosel.race.realtime import RealTime
-from autosel.race.spread import Spread
+from autosel.race.spread import ThreadPlacement
 
 PROC = Path("/proc")
 TOLERATED = 0.01  # of a sample: a wait this long changes it by at most half of the smallest margin
@@ -122,12 +122,12 @@ class Others:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
+class WaitWatch:
     """Repeats samples during which a thread waited for a core. `again` counts them."""
 
     waits: Waits
     others: Others
-    spread: Spread
+    spread: ThreadPlacement
     realtime: RealTime | None = None  # None: not requested
     clock: Callable[[], int] = time.perf_counter_ns
     again: int = 0
@@ -177,7 +177,9 @@ class Watch:
         return [thread for thread, ns in ran.items() if ns > RUNS * max(ran.values())]
 
 
-def watch(owner: int = 0, *, realtime: bool = False) -> Watch:
+def watch(owner: int = 0, *, realtime: bool = False) -> WaitWatch:
     """Return a watch over this process. `realtime`: samples are repeated at real-time priority."""
     raised = RealTime() if realtime else None
-    return Watch(waits=Waits(), others=Others(owner), spread=Spread(machine.usable_cpus()), realtime=raised)
+    return WaitWatch(
+        waits=Waits(), others=Others(owner), spread=ThreadPlacement(machine.usable_cpus()), realtime=raised
+    )

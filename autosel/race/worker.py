@@ -73,7 +73,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class DeployedTimes:
     """A worker's reply to `deployed`: nanoseconds of one call by arm, for each turn."""
 
     ns: tuple[Mapping[str, float], ...]
@@ -103,8 +103,8 @@ class Workers:
     realtime: bool = False  # samples are repeated at real-time priority
     shelf: dict[str, Operands] = field(default_factory=dict)  # by workload, drawn once
 
-    def room(self) -> Process:
-        return Process(self)
+    def room(self) -> RaceProcess:
+        return RaceProcess(self)
 
     def operands(self, contest: Contest) -> Operands:
         """Return the contest's operands, kept until the race is over."""
@@ -120,7 +120,7 @@ class Workers:
         self.shelf.clear()
 
 
-class Process:
+class RaceProcess:
     """A race worker that is replaced after a void or a death; remembers what it has loaded."""
 
     def __init__(self, workers: Workers) -> None:
@@ -213,7 +213,7 @@ class WorkerSeat:
 
     failures: tuple[type[Exception], ...] = (_WrongOutputError, WorkerError)
 
-    def __init__(self, process: Process, contest: Contest, arms: Sequence[str], plan: Plan | None) -> None:
+    def __init__(self, process: RaceProcess, contest: Contest, arms: Sequence[str], plan: Plan | None) -> None:
         self.process, self.contest, self.rng = process, contest, process.workers.rng
         self.arms, self.plan = list(arms), plan
         self.operands: Operands | None = None
@@ -378,7 +378,7 @@ class WorkerSeat:
         if not self.process.on_host or self.plan is None or self.plan.time_class == "long":
             return ()
         asked = turns(arms, self.rng)
-        calls = self.process.get().told(Called, {"do": "deployed", "turns": asked}, PREPARE_S).ns
+        calls = self.process.get().told(DeployedTimes, {"do": "deployed", "turns": asked}, PREPARE_S).ns
         if len(calls) != len(asked) or any(ns <= 0 for one in calls for ns in one.values()):
             raise WorkerError("other calls came than were asked for", cause="protocol")
         found: dict[str, list[tuple[float, ...]]] = {situation: [] for situation, _ in asked}

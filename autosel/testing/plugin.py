@@ -9,7 +9,7 @@ from functools import cached_property
 import pytest
 
 from autosel.errors import AutoselError
-from autosel.testing.subject import DEVICE, MODEL, SEQ, Check, Order, Subject, of_kind
+from autosel.testing.subject import DEVICE, MODEL, SEQ, Check, Order, TestedCandidate, of_kind
 
 CALL_S = 60.0
 SUITE = "autosel-suite"
@@ -43,17 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Suite(config), SUITE)
+    config.pluginmanager.register(ConformanceRun(config), SUITE)
 
 
-class Suite:
+class ConformanceRun:
     """State of one pytest run: the subject, which is created before collection and closed at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
 
     @cached_property
-    def subject(self) -> Subject:
+    def subject(self) -> TestedCandidate:
         option = self.config.getoption
         if not option("candidate") or not option("op"):
             raise pytest.UsageError("autosel.testing needs --candidate module:function and --op OP")
@@ -69,7 +69,7 @@ class Suite:
             inputs=option("inputs") or secrets.token_hex(8),
         )
         try:
-            return Subject(order)
+            return TestedCandidate(order)
         except AutoselError as error:
             raise pytest.UsageError(str(error)) from error
 
@@ -117,10 +117,10 @@ class Suite:
 
 
 @pytest.fixture(scope="session")
-def autosel_subject(request: pytest.FixtureRequest) -> Subject:
+def autosel_subject(request: pytest.FixtureRequest) -> TestedCandidate:
     """The candidate under test."""
     suite = request.config.pluginmanager.get_plugin(SUITE)
-    assert isinstance(suite, Suite)
+    assert isinstance(suite, ConformanceRun)
     return suite.subject
 
 

@@ -80,7 +80,7 @@ class Check:
         return "size" if self.step.name == f"at {self.step.workload.shape_text}" else "hostile"
 
 
-class Subject:
+class TestedCandidate:
     """One candidate at the workloads of a model's decode step that it supports."""
 
     def __init__(self, order: Order) -> None:

@@ -2,22 +2,22 @@
 
 import pytest
 
-from autosel.testing.subject import Check, Subject
+from autosel.testing.subject import Check, TestedCandidate
 
 
-def test_it_loads(autosel_subject: Subject) -> None:
+def test_it_loads(autosel_subject: TestedCandidate) -> None:
     _no_complaint(autosel_subject.load())
 
 
-def test_what_it_leaves_behind(left: Check, autosel_subject: Subject) -> None:
+def test_what_it_leaves_behind(left: Check, autosel_subject: TestedCandidate) -> None:
     _no_complaint(autosel_subject.run(left))
 
 
-def test_it_rests_between_calls(autosel_subject: Subject) -> None:
+def test_it_rests_between_calls(autosel_subject: TestedCandidate) -> None:
     _no_complaint(autosel_subject.restless())
 
 
-def test_nothing_outlives_it(autosel_subject: Subject) -> None:
+def test_nothing_outlives_it(autosel_subject: TestedCandidate) -> None:
     _no_complaint(autosel_subject.restless())
     ended = autosel_subject.close()
     assert ended is not None

@@ -15,7 +15,7 @@ from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
 from autosel.race.quiet import Quiet
-from autosel.race.run import Disqualified, Terms, run
+from autosel.race.run import Disqualified, RaceTerms, run
 from autosel.race.worker import Workers
 from autosel.tuning.job import Job, Tuning, Way
 from autosel.values import Failed, Fingerprint, Verdict, Workload
@@ -49,7 +49,7 @@ def contests(tuning: Tuning, jobs: Sequence[Job]) -> list[Contest]:
     return [contest_of(job, tuning.fp, margins) for job in jobs if job.ways]
 
 
-def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
+def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> RaceTerms:
     """Return the terms of the races. `jobs` are by workload key."""
 
     def debit(contest: Contest, candidate: str, allowed: Margin) -> bool:
@@ -70,7 +70,7 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> Terms:
         tuning.tally.stage("waiting", f"for a quiet machine, busy: {who}", 0, 1)
 
     quiet = Quiet(tell=tell, deadline=tuning.deadline, clock=tuning.clock).wait if tuning.request.wait else None
-    return Terms(
+    return RaceTerms(
         rng=tuning.rng,
         quiet=quiet,
         debit=debit,

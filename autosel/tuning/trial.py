@@ -16,7 +16,7 @@ from autosel.parity.session import CALL_S
 from autosel.race.contest import Contest
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, margin
-from autosel.race.run import Disqualified, Terms, Tick, run
+from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.worker import Workers
 from autosel.tuning.contend import TIME_CLASSES, contest_of, refuse_without_memory, with_roofline
 from autosel.tuning.job import Job, Listener
@@ -111,7 +111,7 @@ def _race(
     contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}
     workers = Workers(threads=fp.cpus, rng=rng, device=device)
-    for found in run(contests, Terms(rng=rng, progress=tell), workers):
+    for found in run(contests, RaceTerms(rng=rng, progress=tell), workers):
         if isinstance(found, Disqualified):
             fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
             continue

@@ -23,7 +23,7 @@ MOST_TEXT = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class RunningCommand:
     """Describe a command and how far it is; `left_s` is -1 while nobody can tell."""
 
     command: str  # `autosel tune --model llama-8b`
@@ -49,7 +49,7 @@ class Underway:
         self._descriptor = -1
         self._last = b""
 
-    def show(self, command: Command) -> None:
+    def show(self, command: RunningCommand) -> None:
         """Write the file, if anything changed."""
         text = json.dumps(_short(command)).encode()
         if text == self._last or len(text) > MOST_BYTES:
@@ -69,7 +69,7 @@ class Underway:
             self._descriptor = -1
 
 
-def _short(command: Command) -> dict[str, object]:
+def _short(command: RunningCommand) -> dict[str, object]:
     found: dict[str, object] = to_json(command)
     return {name: value[:MOST_TEXT] if isinstance(value, str) else value for name, value in found.items()}
 
@@ -89,14 +89,14 @@ def _create(path: Path, text: bytes) -> int:
     return descriptor
 
 
-def commands(home: Path) -> list[Command]:
+def commands(home: Path) -> list[RunningCommand]:
     """Return the commands that run in this home now, longest first. Removes the files of those that were killed."""
     found = []
     with suppress(OSError):
         for path in sorted(home.joinpath(*FOLDER).glob("[0-9]*.json"))[:MOST_FILES]:
             with suppress(OSError, ValueError):
                 text = _text_of_running(path)
-                found += [from_json(Command, parse_json(text, what=path.name))] if text else []
+                found += [from_json(RunningCommand, parse_json(text, what=path.name))] if text else []
     return sorted(found, key=lambda command: command.started_at)
 
 

@@ -35,7 +35,7 @@ def prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-class Stream:
+class OutputStream:
     """Read one output of the worker as it arrives, so that a flood neither blocks the worker nor fills memory."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Guardian:
         self.config = config
         self.life = socket.socket(fileno=config["life_fd"])
         self.parent = os.getppid()
-        self.out, self.err = Stream(), Stream()
+        self.out, self.err = OutputStream(), OutputStream()
         self.allowance = 0  # bytes of shared memory that the parent has given to the worker
         self.status: int | None = None
         self.usage: Any = None

@@ -30,7 +30,7 @@ from autosel.devices.cuda import identity as gpu
 from autosel.devices.cuda import libcuda, nvml
 from autosel.devices.cuda import probe as gpu_probe
 from autosel.devices.cuda import rates as gpu_rates
-from autosel.devices.cuda.bench import Bench
+from autosel.devices.cuda.bench import ProbeBench
 from autosel.devices.device import Drift
 from autosel.errors import UsageError
 from autosel.native.compile import find_compiler
@@ -197,7 +197,7 @@ def test_matrix_rates_are_measured_on_the_right_device(played: Played, monkeypat
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
     monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
-    made = Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
+    made = ProbeBench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
     gpu_arithmetic.matrix(made)
     assert set(made.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
     assert all(rate.value > 0 for rate in made.rates.values())
@@ -218,7 +218,7 @@ def test_with_a_library_without_fp8_products_only_that_rate_is_missing(
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
     monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
     monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
-    made = Bench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
+    made = ProbeBench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
     monkeypatch.setattr(torch.cuda, "Event", Ticking)
     gpu_arithmetic.matrix(made)
     assert set(made.rates) == {"bf16_matrix_flops"}
@@ -346,7 +346,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, fp: Fingerprint, reads: list[float],
     """Check drift on a device whose checks give these shares of the stored rates."""
     read, node = fp.rates["read_bytes_per_s"].value, fp.rates["graph_node_s"].value
     found = [
-        gpu_probe.Look(read_bytes_per_s=r * read, graph_node_s=node / n) for r, n in zip(reads, nodes, strict=True)
+        gpu_probe.DriftLook(read_bytes_per_s=r * read, graph_node_s=node / n) for r, n in zip(reads, nodes, strict=True)
     ]
     monkeypatch.setattr(gpu_probe, "looks", lambda ordinal, count: found)
     return fingerprint.drifted(fp, "cuda:0")
@@ -406,19 +406,19 @@ def test_a_slice_shares_its_memory(played: Played) -> None:
 
 
 @pytest.fixture
-def bench(played: Played) -> Bench:
+def bench(played: Played) -> ProbeBench:
     played()
-    return Bench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
+    return ProbeBench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
 
 
-def test_data_is_random_to_its_last_word(bench: Bench) -> None:
+def test_data_is_random_to_its_last_word(bench: ProbeBench) -> None:
     assert bench.data.nbytes == 1 << 20
     assert len(numpy.unique(numpy.array(bench.data))) > bench.data.size // 8
     assert int((bench.data == 0).sum()) < 4
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000, 8 * 512 + 5])
-def test_a_copy_copies_every_vector_and_no_more(bench: Bench, count: int) -> None:
+def test_a_copy_copies_every_vector_and_no_more(bench: ProbeBench, count: int) -> None:
     cp = bench.cupy
     other = cp.zeros(bench.data.size, dtype=cp.uint32)
     cp.cuda.Device().synchronize()
@@ -427,7 +427,7 @@ def test_a_copy_copies_every_vector_and_no_more(bench: Bench, count: int) -> Non
     assert not other[4 * count :].any()
 
 
-def test_a_chase_follows_the_cycle(bench: Bench) -> None:
+def test_a_chase_follows_the_cycle(bench: ProbeBench) -> None:
     assert bench._chase(64 * 128) > 0
     at, following = 0, numpy.array(bench.data[: 64 * 32 : 32])
     for _ in range(2 * (64 + 64 * 64)):
@@ -436,7 +436,7 @@ def test_a_chase_follows_the_cycle(bench: Bench) -> None:
     assert sorted(following) == list(range(64))
 
 
-def test_a_chase_through_memory_meets_no_line_twice(bench: Bench) -> None:
+def test_a_chase_through_memory_meets_no_line_twice(bench: ProbeBench) -> None:
     """Check this, because the first walk brings lines into L2, and the second must not find them there."""
     lines = 8192
     bench._chase(lines * 128)
@@ -447,12 +447,12 @@ def test_a_chase_through_memory_meets_no_line_twice(bench: Bench) -> None:
     assert int(bench.word[0]) == at and len(met) == lines
 
 
-def test_all_blocks_meet_at_the_barrier_each_time(bench: Bench) -> None:
+def test_all_blocks_meet_at_the_barrier_each_time(bench: ProbeBench) -> None:
     gpu_cost.barriers(bench, 7)
     assert int(bench.word[0]) == 7 * bench.sms
 
 
-def test_all_blocks_meet_at_the_toolkits_barrier(bench: Bench) -> None:
+def test_all_blocks_meet_at_the_toolkits_barrier(bench: ProbeBench) -> None:
     """Test kernels/cuda/grid_sync.cu: a block that does not wait ends this process, because all threads must meet."""
     synced = gpu_cost._grid_sync(bench)
     assert synced is not None
@@ -471,13 +471,13 @@ def test_only_the_barriers_figure_is_missing_if_it_does_not_compile(
         return plain(code, options)
 
     monkeypatch.setattr(cupy, "RawModule", no_header)
-    made = Bench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
+    made = ProbeBench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
     gpu_cost.measure(made)
     assert "grid_sync_s" not in made.rates and "flag_barrier_s" in made.rates
     assert any("cooperative_groups.h" in note for note in made.notes)
 
 
-def test_rates_of_missing_instructions_are_not_measured(bench: Bench) -> None:
+def test_rates_of_missing_instructions_are_not_measured(bench: ProbeBench) -> None:
     bench.identity = {**bench.identity, "cc": "7.5"}
     gpu_arithmetic.measure(bench)
     assert {"exp_per_s", "shared_bytes_per_s"} <= set(bench.rates)
@@ -487,18 +487,18 @@ def test_rates_of_missing_instructions_are_not_measured(bench: Bench) -> None:
     assert {"mma_bf16_flops", "mma_fp8_flops", "from_fp8_per_s"} <= set(bench.rates)
 
 
-def test_copies_to_and_from_the_host_do_not_change_the_data(bench: Bench) -> None:
+def test_copies_to_and_from_the_host_do_not_change_the_data(bench: ProbeBench) -> None:
     before = numpy.array(bench.data)
     gpu_cost._to_the_host(bench)
     assert numpy.array_equal(bench.data, before)
 
 
-def test_small_reads_are_of_pieces_that_fit_twice(bench: Bench) -> None:
+def test_small_reads_are_of_pieces_that_fit_twice(bench: ProbeBench) -> None:
     sizes = [point.size for point in gpu_cost._small_reads(bench)]
     assert sizes == [size for size in gpu_cost.PIECES if 2 * size <= bench.data.nbytes] and len(sizes) > 1
 
 
-def test_a_gate_holds_until_it_is_opened_or_too_long(bench: Bench) -> None:
+def test_a_gate_holds_until_it_is_opened_or_too_long(bench: ProbeBench) -> None:
     cp, gate = bench.cupy, ctypes.c_uint32.from_address(bench.gate.ptr)
     gate.value = 0
     bench.launch("probe_gate", 1, 1, cp.uint64(bench.gate.ptr), cp.int64(10_000))
@@ -507,7 +507,7 @@ def test_a_gate_holds_until_it_is_opened_or_too_long(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("name", ["probe_read", "probe_read_one"])
-def test_the_sink_is_written_only_for_the_impossible_value(bench: Bench, name: str) -> None:
+def test_the_sink_is_written_only_for_the_impossible_value(bench: ProbeBench, name: str) -> None:
     """Write to the sink if every vector is the word that the sink's condition compares with; random data never does."""
     cp = bench.cupy
     bench.launch(name, 2, 64, bench.data, cp.uint64(4096), bench.word)
@@ -518,7 +518,7 @@ def test_the_sink_is_written_only_for_the_impossible_value(bench: Bench, name: s
     assert not bench.word.any()
 
 
-def test_a_wrong_argument_is_noticed(bench: Bench) -> None:
+def test_a_wrong_argument_is_noticed(bench: ProbeBench) -> None:
     """Pass four bytes for a parameter of eight."""
     with pytest.raises(RuntimeError, match="argument 1 has 4 bytes; the kernel takes 8"):
         bench.launch("probe_read", 1, 32, bench.data, bench.cupy.uint32(4), bench.word)

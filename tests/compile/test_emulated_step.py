@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autosel.candidates.cuda import step as steps
-from autosel.candidates.cuda.step import Program, StepBuild
+from autosel.candidates.cuda.step import StepBuild, StepProgram
 from autosel.fingerprint import known
 from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.persistent import persistent
@@ -108,8 +108,8 @@ class Scene:
         knobs = Knobs(settings=tuple(dataclasses.replace(k, value=forced.get(k.name, k.value)) for k in found.settings))
         return StepBuild(dtype=self.dtype, knobs=knobs, recipe=steps.recipe(self.dtype, knobs, ()))
 
-    def program(self) -> Program:
-        m, made = self.m, Program(self.build())
+    def program(self) -> StepProgram:
+        m, made = self.m, StepProgram(self.build())
         normed: dict[str, Any] = {"eps": EPS, "offset": m.offset}
         made.embed(self.tokens, self.table, self.x, scale=8.0)
         for w in self.layers:
@@ -127,14 +127,14 @@ class Scene:
         made.project(self.h, self.head, self.logits)
         return made
 
-    def _join(self, made: Program, x: Tensor, w: Tensor, norm: Tensor, normed: dict[str, Any]) -> None:
+    def _join(self, made: StepProgram, x: Tensor, w: Tensor, norm: Tensor, normed: dict[str, Any]) -> None:
         if self.m.sandwich:
             made.project(x, w, self.y)
             made.norm(self.y, norm, self.x, residual=self.x, **normed)
         else:
             made.project(x, w, self.x, residual=self.x)
 
-    def bound(self, grid: int = 0, limit_us: int = 1_000_000) -> steps.Bound:
+    def bound(self, grid: int = 0, limit_us: int = 1_000_000) -> steps.BoundStep:
         build = self.build()
         macros = [flag.removeprefix("-D") for flag in build.recipe.flags]
         entry, check = (emulated("step", name, *macros) for name in ("step", "step_check"))

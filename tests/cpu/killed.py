@@ -40,9 +40,9 @@ from autosel.parity.check import Proof
 from autosel.race.contest import Contest
 from autosel.race.judge import has_lost, nominees
 from autosel.race.plan import SESSIONS, plan
-from autosel.race.run import Terms
-from autosel.race.session import Duel, Trial, confirm, screen
-from autosel.testing.rates.noise import Bench, iid
+from autosel.race.run import RaceTerms
+from autosel.race.session import Duel, SessionRules, confirm, screen
+from autosel.testing.rates.noise import SimulatedBench, iid
 from autosel.tuning import contend, prove
 from autosel.values import Decision, NativeRecipe, Parity, Passed, Race, digest
 
@@ -149,7 +149,7 @@ def replace_what_takes_seconds(pipe: Pipe) -> None:
             pipe.tell("proving", proof=f"{arm} {proof.workload.bucket}")
         return [Passed(cases=1, worst=0.5, worst_case="replaced", seconds=0.01, pairs=1, pairs_of=1)] * len(proofs)
 
-    def run(contests: Sequence[Contest], terms: Terms, _: object) -> Iterator[tuple[Contest, Race]]:
+    def run(contests: Sequence[Contest], terms: RaceTerms, _: object) -> Iterator[tuple[Contest, Race]]:
         for contest in contests:
             pipe.tell("racing", workload=contest.workload.key)
             yield contest, race_of(contest, terms)
@@ -158,7 +158,7 @@ def replace_what_takes_seconds(pipe: Pipe) -> None:
     contend.run = run  # type: ignore[assignment]
 
 
-def race_of(contest: Contest, terms: Terms) -> Race:
+def race_of(contest: Contest, terms: RaceTerms) -> Race:
     """A race by the rules, on synthetic samples: our kernels take half the baseline's time, attention's from CROSSOVER
     tokens on; everyone else is slower than the baseline."""
     w, base, incumbent = contest.workload, contest.baseline.candidate, contest.incumbent.candidate
@@ -166,9 +166,9 @@ def race_of(contest: Contest, terms: Terms) -> Race:
     truth = {name: BASE_NS * (0.5 if wins and name.startswith("cpp:") else 1.5) for name in contest.entrants}
     truth[base] = BASE_NS
     p, margin, coin = plan(BASE_NS), contest.margins["short"], Random(f"{w.key} {os.getpid()}")
-    bench, rivals = Bench(truth, iid(), coin), tuple(dict.fromkeys((base, incumbent)))
+    bench, rivals = SimulatedBench(truth, iid(), coin), tuple(dict.fromkeys((base, incumbent)))
     arms = list(dict.fromkeys((*rivals, *truth)))
-    trial = Trial(plan=p, delta=margin.delta, seed=coin.getrandbits(32))
+    trial = SessionRules(plan=p, delta=margin.delta, seed=coin.getrandbits(32))
     sessions = [screen(bench, arms, trial)]
     found = nominees(sessions[0], incumbent, margin.delta)[:1]
     if found and terms.debit(contest, found[0], margin):

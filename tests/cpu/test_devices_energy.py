@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autosel.decode import measure as measuring
-from autosel.decode.arms import Written
+from autosel.decode.arms import WrittenArm
 from autosel.devices.cpu.device import Cpu
 from autosel.devices.energy import BoardMeter, packages
 from tests.flows.test_decode_verdict import Said, folder, ran
@@ -113,7 +113,7 @@ def test_a_run_counts_the_energy_of_its_optimised_steps_alone(
 ) -> None:
     file = domain(tmp_path, "intel-rapl:0", "package-0")
     monkeypatch.setattr(Cpu, "meter", lambda self: packages(tmp_path))
-    for arm, joules in ((Written, 2), (measuring.Baseline, 100)):
+    for arm, joules in ((WrittenArm, 2), (measuring.Baseline, 100)):
         honest = arm.tokens
 
         def stepped(self: object, honest: object = honest, joules: int = joules) -> Said:

@@ -11,7 +11,7 @@ from autosel.candidates.cpp.linear import lossless_12
 from autosel.ops import OPS
 from autosel.race.contest import Contest, Entrant, Operands
 from autosel.race.judge import CLONE
-from autosel.race.worker import Process, Workers, WorkerSeat
+from autosel.race.worker import RaceProcess, Workers, WorkerSeat
 from autosel.tuning.contend import refuse_without_memory, with_roofline
 from autosel.values import Layout, NativeRecipe, Prepared, Timing, Verdict
 
@@ -46,7 +46,7 @@ def test_the_ceiling_of_an_arm_with_a_layout_is_the_smallest_lossless_one(claime
     """Read at 12 bits per weight, 1.33 times the probe's rate is possible; without a layout it is not."""
     c = contest(None, replace(lossless_12("w"), share=claimed))
     workers = Workers(threads=1, rng=Random(1))
-    seat = WorkerSeat(Process(workers), c, ["base", "arm0", "arm1", CLONE], None)
+    seat = WorkerSeat(RaceProcess(workers), c, ["base", "arm0", "arm1", CLONE], None)
     seat.operands = workers.operands(c)
     assert [seat.moved_bytes(arm) for arm in seat.arms] == [BYTES, BYTES, BYTES * 3 // 4, BYTES]
     workers.close()

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from autosel.ledger import Ledger, open_ledger
 from autosel.ledger import schema as t
-from autosel.race.run import Terms, _held
+from autosel.race.run import RaceTerms, _held
 from autosel.tuning import contend
 from autosel.values import Arm, Session
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED
@@ -97,6 +97,6 @@ def test_a_continued_race_is_not_journaled() -> None:
         release=lambda: said.append("release"),
     )
     attempt: Any = SimpleNamespace(contest=None, plan=None, sessions=[])
-    held = _held(attempt, seat, take, Terms(rng=Random(1), journal=kept)).session
+    held = _held(attempt, seat, take, RaceTerms(rng=Random(1), journal=kept)).session
     assert replace(held, conditions=None) == session
     assert said == ["in base cpp", "sit", "out", "race", "release"]

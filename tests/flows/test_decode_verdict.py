@@ -19,7 +19,7 @@ from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
 from autosel.cli.certificate import summary
 from autosel.decode import arms
-from autosel.decode.arms import AtOnce, Written
+from autosel.decode.arms import AtOnce, WrittenArm
 from autosel.decode.measure import measure
 from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
@@ -99,7 +99,7 @@ def twin(token: int) -> int:
 def test_a_token_that_the_logits_do_not_allow_leaves_the_run_unverified(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says(monkeypatch, Written, 3, far)
+    says(monkeypatch, WrittenArm, 3, far)
     run = ran(folder, batch=2)
     assert (run.tokens_checked, run.tokens_equal, run.tokens_open) == (12, 11, 0)
     assert run.max_logit_error > run.logit_bound
@@ -107,7 +107,7 @@ def test_a_token_that_the_logits_do_not_allow_leaves_the_run_unverified(
 
 
 def test_a_token_whose_order_the_bound_leaves_open_may_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(monkeypatch, Written, 3, twin)
+    says(monkeypatch, WrittenArm, 3, twin)
     run = ran(folder, twins)
     assert run.tokens_equal == 5 and run.tokens_open == 1
     assert run.max_logit_error <= run.logit_bound and certified(run).verification_ok
@@ -124,7 +124,7 @@ def test_at_a_fixed_context_one_reference_judges_every_step(folder: Path, monkey
 
     monkeypatch.setattr(Scene, "after", after)
     for step in (2, 4):
-        says(monkeypatch, Written, step, twin)
+        says(monkeypatch, WrittenArm, step, twin)
     run = ran(folder, twins, advance=False)
     assert run.tokens_equal == 4 and run.tokens_open == 2 and asked == [True]
 
@@ -148,15 +148,15 @@ def test_drawn_tokens_that_follow_from_logits_within_the_bound_may_differ(
 def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return twelve tokens of plain decoding, and drafts that are always right."""
     said: list[int] = []
-    honest = Written.tokens
+    honest = WrittenArm.tokens
 
-    def heard(self: Written) -> Said:
+    def heard(self: WrittenArm) -> Said:
         found = honest(self)
         said.append(found[0][0])
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Written, "tokens", heard)
+        patched.setattr(WrittenArm, "tokens", heard)
         ran(folder, iters=12)
     monkeypatch.setattr(arms, "draft", lambda text, count: said[len(text) - 20 :][:count])
     return said

@@ -13,7 +13,7 @@ from autosel.cli.main import run
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import known
 from autosel.integrations.engines import ask, experts, vllm
-from autosel.integrations.engines.rows import Row, Target
+from autosel.integrations.engines.rows import EngineRow, Target
 from autosel.testing.serving import pinned
 from autosel.values import Decision
 from tests import engines
@@ -52,7 +52,7 @@ def target(*decisions: Decision, model: str = "", derives: bool = True, tp: int 
     )
 
 
-def spoiled(scratch: Path, folder: Path) -> list[Row]:
+def spoiled(scratch: Path, folder: Path) -> list[EngineRow]:
     """Return a row whose file has another name in vLLM, and a default that this vLLM does not have."""
     moved, changed = (
         r for r in vllm.export(target(derives=False, tp=16), scratch).rows if r.key == "1" and r.ask["n"] < 4000

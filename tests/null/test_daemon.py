@@ -20,8 +20,8 @@ from autosel.candidates import registry
 from autosel.daemon import bind, charts, idle, jobs, peers, shown, tuner, upkeep
 from autosel.daemon.events import BEHIND, Events
 from autosel.daemon.hub import Options
-from autosel.daemon.idle import Meter, Reading
-from autosel.daemon.jobs import Full, Job, Jobs
+from autosel.daemon.idle import BusyMeter, CpuReading
+from autosel.daemon.jobs import Full, Jobs, QueuedJob
 from autosel.daemon.protocol import Whole
 from autosel.daemon.serve import unit
 from autosel.daemon.view import View, bucket_of
@@ -154,22 +154,22 @@ def test_a_broken_environment_keeps_the_job_waiting_with_the_reason(
 
 
 def test_our_own_work_does_not_count_as_others() -> None:
-    before = Reading(at_s=10.0, busy_s=100.0, own_s=50.0)
-    assert idle.others(before, Reading(at_s=11.0, busy_s=102.0, own_s=52.0)) == 0.0
-    assert idle.others(before, Reading(at_s=12.0, busy_s=102.0, own_s=51.0)) == pytest.approx(0.5)
+    before = CpuReading(at_s=10.0, busy_s=100.0, own_s=50.0)
+    assert idle.others(before, CpuReading(at_s=11.0, busy_s=102.0, own_s=52.0)) == 0.0
+    assert idle.others(before, CpuReading(at_s=12.0, busy_s=102.0, own_s=51.0)) == pytest.approx(0.5)
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 4), st.floats(-5, 5)), max_size=20))
 def test_a_meter_stays_within_the_number_of_cores(steps: list[tuple[float, float, float]]) -> None:
-    meter, now = Meter(cores=4), Reading(at_s=0.0, busy_s=0.0, own_s=0.0)
+    meter, now = BusyMeter(cores=4), CpuReading(at_s=0.0, busy_s=0.0, own_s=0.0)
     for seconds, cores, own in steps:
-        now = Reading(at_s=now.at_s + seconds, busy_s=now.busy_s + cores * seconds, own_s=now.own_s + own)
+        now = CpuReading(at_s=now.at_s + seconds, busy_s=now.busy_s + cores * seconds, own_s=now.own_s + own)
         assert -1e-9 <= meter.take(now) <= 4 + 5 / 0.01  # a child's end can move its time to others for one reading
 
 
 def test_a_meter_starts_busy_and_falls() -> None:
-    meter = Meter(cores=2, over_s=5.0)
-    found = [meter.take(Reading(at_s=float(n), busy_s=0.0, own_s=0.0)) for n in range(20)]
+    meter = BusyMeter(cores=2, over_s=5.0)
+    found = [meter.take(CpuReading(at_s=float(n), busy_s=0.0, own_s=0.0)) for n in range(20)]
     assert found[0] == 2.0
     assert found == sorted(found, reverse=True)
     assert found[-1] < 0.1
@@ -547,7 +547,7 @@ def test_a_crossover_is_between_served_arms_and_shows_its_known_place(ledger: Le
     [(2.0, "2.0x faster"), (0.05, "20x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
 )
 def test_a_ratio_is_shown_as_faster_or_slower_by_a_factor_above_one(change: float | None, words: str) -> None:
-    assert shown.Line(what="", a="", b="", change=change).words == words
+    assert shown.ShownLine(what="", a="", b="", change=change).words == words
 
 
 def test_a_race_that_ended_before_timing_is_not_shown(ledger: Ledger) -> None:
@@ -635,7 +635,7 @@ def test_the_unit_starts_the_daemon_and_lets_it_write_its_home(tmp_path: Path) -
 
 
 def test_a_job_as_json_has_workload_and_bucket() -> None:
-    job = Job(id=1, workload=ATTN, source="miss", reason="", created_at="2026-01-01T00:00:00+00:00")
+    job = QueuedJob(id=1, workload=ATTN, source="miss", reason="", created_at="2026-01-01T00:00:00+00:00")
     found = jobs.document(job)
     assert (found["workload"], found["bucket"]) == (ATTN.key, ATTN.bucket)
     assert to_json(job)["workload"]["op"] == "attn"

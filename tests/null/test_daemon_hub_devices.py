@@ -29,7 +29,7 @@ from autosel.errors import LedgerError
 from autosel.fingerprint import known
 from autosel.ledger.commands import TakeOver
 from autosel.ledger.locks import InUseError
-from autosel.tuning.underway import Command
+from autosel.tuning.underway import RunningCommand
 from autosel.values import Fingerprint, to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
 from tests.null.daemon_app import App, over_socket
@@ -353,10 +353,10 @@ def test_a_queued_workload_leaves_the_queue_when_another_process_decides_it(app:
 
 
 def test_the_pages_show_a_tune_from_the_command_line_until_it_ends(app: App) -> None:
-    tune = Command(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
+    tune = RunningCommand(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
     tune = dataclasses.replace(tune, stage="screening", detail="attn", done=3, total=12, decided=5, left_s=200.0)
 
-    def see(*commands: Command) -> None:
+    def see(*commands: RunningCommand) -> None:
         async def tell() -> None:
             app.hub.see(list(commands))
 

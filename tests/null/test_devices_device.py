@@ -85,7 +85,7 @@ def test_a_run_on_a_gpu_certifies_both_arms_by_events(
 ) -> None:
     """Run steps on this CPU that also enqueue calls of the stand-in, some only when the tokens are read."""
     monkeypatch.setattr(Cpu, "timer", lambda self, clock: EventTimer(clock))
-    for arm, calls in ((arms.Written, 3), (arms.Baseline, 7)):
+    for arm, calls in ((arms.WrittenArm, 3), (arms.Baseline, 7)):
         busy(monkeypatch, cuda, arm, calls)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}
     write(tmp_path, {**LLAMA_8B, **sizes, "num_attention_heads": 4, "num_key_value_heads": 2})

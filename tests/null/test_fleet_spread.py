@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosel.fleet.spread import ATTEMPTS, RESTS, Lost, Part, Spread, error_of, parts
+from autosel.fleet.spread import ATTEMPTS, RESTS, FleetPart, Lost, Spread, error_of, parts
 from autosel.models.workloads import Named
 from autosel.tuning.job import Request
 from autosel.values import Workload, from_json
@@ -178,7 +178,7 @@ def test_a_part_that_one_worker_refuses_goes_to_another() -> None:
 
 @pytest.mark.parametrize(("kind", "code"), [("LedgerError", 1), ("EnvironmentFault", 6)])
 def test_a_workers_broken_environment_keeps_its_exit_code(kind: str, code: int) -> None:
-    part = Part(kind="kind", workloads=(), trouble={"kind": kind, "what": "it broke", "why": "", "todo": ""})
+    part = FleetPart(kind="kind", workloads=(), trouble={"kind": kind, "what": "it broke", "why": "", "todo": ""})
     assert (error_of(part).what, error_of(part).exit_code) == ("it broke", code)
 
 

@@ -24,7 +24,7 @@ from autosel.candidates.load import load
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.guard.detector import ALARM, MIN_DWELL_S, Detector
-from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEAST, MAX_SHARE, Rate
+from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEAST, MAX_SHARE, CheckRate
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode, serving_key
@@ -40,13 +40,13 @@ Kernel = Callable[..., Any]
 # --- rate ---------------------------------------------------------------------------------------------------------
 
 
-def settled(rate: float, seed: int = 1) -> Rate:
+def settled(rate: float, seed: int = 1) -> CheckRate:
     """Return a rate after its first checks."""
-    return Rate(policy=Policy(shadow_rate=rate), random=Random(seed), checks=CANARY + FRESH_CHECKS)
+    return CheckRate(policy=Policy(shadow_rate=rate), random=Random(seed), checks=CANARY + FRESH_CHECKS)
 
 
 def test_the_first_calls_of_a_bucket_are_all_checked_and_the_next_ones_ten_times_as_often() -> None:
-    rate = Rate(policy=Policy(shadow_rate=1e-3), random=Random(1))
+    rate = CheckRate(policy=Policy(shadow_rate=1e-3), random=Random(1))
     for number in range(CANARY + FRESH_CHECKS + 1):
         wanted = 1.0 if number < CANARY else 1e-3 * FRESH_FACTOR if number < CANARY + FRESH_CHECKS else 1e-3
         assert rate.probability == pytest.approx(wanted), number
@@ -93,7 +93,7 @@ def test_a_fault_of_any_rate_is_found_within_the_documented_calls(f: float) -> N
 
 
 def test_the_duration_of_a_call_excludes_checks() -> None:
-    rate = Rate(policy=Policy())
+    rate = CheckRate(policy=Policy())
     for _ in range(CANARY):
         rate.checked(own_ns=50_000, extra_ns=1_000_000, natural=False)
     assert rate.own_ns == 50_000, "only the first duration is known yet"
@@ -113,20 +113,20 @@ def test_checks_take_no_more_than_their_share_of_the_time() -> None:
     rate.checked(own_ns=5_000_000, extra_ns=1_000_000)
     rate.checked(own_ns=5_000, extra_ns=1_000_000)
     assert rate.probability * 1_000_000 <= MAX_SHARE * 5_000 * 1.001, "one slow call must not set the rate"
-    fresh = Rate(policy=Policy(), checks=CANARY)
+    fresh = CheckRate(policy=Policy(), checks=CANARY)
     fresh.checked(own_ns=5_000, extra_ns=1_000_000)
     assert fresh.probability == rate.probability, "the share also holds in a bucket's first hours"
     cheap = settled(1 / 2000)
     cheap.checked(own_ns=5_000_000, extra_ns=1_000_000)
     assert cheap.probability == 1 / 2000
-    asked = Rate(policy=Policy(shadow_rate=0.5, max_share=math.inf), checks=CANARY + FRESH_CHECKS)
+    asked = CheckRate(policy=Policy(shadow_rate=0.5, max_share=math.inf), checks=CANARY + FRESH_CHECKS)
     asked.checked(own_ns=5_000, extra_ns=1_000_000)
     assert asked.probability == 0.5
 
 
 def test_a_rate_of_zero_checks_the_first_calls_only() -> None:
     assert settled(0.0).gap() == NEVER
-    assert Rate(policy=Policy(shadow_rate=0.0)).gap() == 1
+    assert CheckRate(policy=Policy(shadow_rate=0.0)).gap() == 1
 
 
 def test_a_call_without_a_shadow_check_may_have_a_spot_check_with_a_separate_probability() -> None:
@@ -142,7 +142,7 @@ def test_a_call_without_a_shadow_check_may_have_a_spot_check_with_a_separate_pro
 
 def test_three_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
     def deep(n: int) -> bool:
-        return Rate(policy=Policy(), checks=n).deep
+        return CheckRate(policy=Policy(), checks=n).deep
 
     assert [n for n in range(CANARY) if deep(n)] == [0, 7, 31]
     assert all(deep(n) for n in range(CANARY, CANARY + 50))
@@ -150,7 +150,7 @@ def test_three_of_the_first_checks_compute_float64_and_all_later_ones() -> None:
 
 @pytest.mark.parametrize("wanted", [LEAST, 10, 31, CANARY])
 def test_a_second_limits_the_number_of_long_first_calls(wanted: int) -> None:
-    rate = Rate(policy=Policy(shadow_rate=0.0))
+    rate = CheckRate(policy=Policy(shadow_rate=0.0))
     while rate.canary:
         rate.checked(own_ns=1e6, extra_ns=1.01 * FIRST_NS / wanted if wanted < CANARY else 1e6)
     assert rate.checks == rate.first == wanted
@@ -158,7 +158,7 @@ def test_a_second_limits_the_number_of_long_first_calls(wanted: int) -> None:
 
 
 def test_a_call_of_minutes_is_still_checked_a_few_times() -> None:
-    rate = Rate(policy=Policy())
+    rate = CheckRate(policy=Policy())
     for _ in range(LEAST):
         assert rate.gap() == 1
         rate.checked(own_ns=1e9, extra_ns=60e9)

@@ -13,7 +13,7 @@ from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import this_device
 from autosel.guard import judge, rate
-from autosel.guard.call import Call
+from autosel.guard.call import CheckedCall
 from autosel.ops.contract import Match
 from autosel.values import Knobs
 from tests.null import test_guard as guards
@@ -42,7 +42,7 @@ def test_a_wrong_kernel_is_found_under_another_default_device_with_its_check() -
         given = guards.call(watch)
     assert torch.equal(given, guards.right(guards.X))
     assert [fault.cause for fault in told] == ["kernel"]
-    assert rate.Rate(policy=rate.Policy()).deep, "otherwise no rows are checked in float64"
+    assert rate.CheckRate(policy=rate.Policy()).deep, "otherwise no rows are checked in float64"
 
 
 # --- a device with little memory -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_pool_of_pages_is_not_copied_to_the_host_for_the_few_that_a_call_reads
         return against(call, rows)
 
     monkeypatch.setattr(judge, "_against_float64", noted)
-    found = judge._everywhere(Call(op, op.arguments(inputs), (None,)), 1)
+    found = judge._everywhere(CheckedCall(op, op.arguments(inputs), (None,)), 1)
     assert len(found) == len(copied) == asked
     assert max(copied) <= 1 << 16
     made = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})(*op.arguments(inputs), None)
@@ -131,7 +131,7 @@ def test_kept_values_of_a_write_in_place_are_checked_once(monkeypatch: pytest.Mo
     op = guards.KV
     w = op.workload("fp32", {"B": 2, "Hkv": 2, "S": 3, "D": 8})
     monkeypatch.setattr(judge, "WHOLE_BYTES", 0)
-    assert len(judge._everywhere(Call(op, op.arguments(op.inputs(w, 1)), ()), 1)) == 1
+    assert len(judge._everywhere(CheckedCall(op, op.arguments(op.inputs(w, 1)), ()), 1)) == 1
 
 
 # --- an asynchronous device ------------------------------------------------------------------------------------------

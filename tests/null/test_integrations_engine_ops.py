@@ -125,7 +125,7 @@ def test_calls_of_a_capture_are_counted(home: Path, monkeypatch: pytest.MonkeyPa
     publish(home, [])
     with dispatch.use(home) as board:
         monkeypatch.setattr(engine_ops, "captured", lambda values: True)
-        decided = engine_ops.Decided("rmsnorm")
+        decided = engine_ops.EngineDecisions("rmsnorm")
         assert [decided("key", X, WEIGHT, 1e-6, 0.0) for _ in range(2)] == [None] * 2
         assert [(use.reason, use.calls) for use in board.uses() if use.calls] == [
             ("captured in a CUDA graph before its shapes ran", 2)
@@ -137,7 +137,7 @@ def test_after_an_exception_the_engines_kernel_runs_with_one_warning(
     home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, arm("raises"))])
-    decided = engine_ops.Decided("rmsnorm")
+    decided = engine_ops.EngineDecisions("rmsnorm")
     with dispatch.use(home), caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert decided("key", X, WEIGHT, 1e-6, 0.0) is None

@@ -18,9 +18,11 @@ from autosel.fingerprint import known
 from autosel.integrations import sglang_plugin, vllm_plugin
 from autosel.integrations.engines import ask
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import Row
+from autosel.integrations.engines.rows import EngineRow
 
-ROW = Row(file="a.json", key="M=1", label="qkv M1", value={"x": 1}, source="derived", reason="formula", ask={"m": 1})
+ROW = EngineRow(
+    file="a.json", key="M=1", label="qkv M1", value={"x": 1}, source="derived", reason="formula", ask={"m": 1}
+)
 
 
 def put(folder: Path, *names: str, engine: str = "vllm") -> folders.Manifest:

@@ -116,7 +116,7 @@ def test_streaming_reaches_the_readers_it_needs_or_runs_out_of_k(m, n, k, f, dty
 @pytest.mark.parametrize("f", EVERY.values(), ids=EVERY)
 def test_neither_bytes_in_flight_nor_multiply_adds_limit_decode_attention(f):
     """Check llama-8b at 8192 tokens: bytes in flight and multiply-adds, the gains of TMA and wgmma, do not limit it."""
-    cache = attention.Cache(
+    cache = attention.CacheSizes(
         heads=8, query_heads=32, group=4, head_dim=128, length=8192, dtype_bytes=2, page=0, ragged=False
     )
     shape = attention.shape(cache, f)

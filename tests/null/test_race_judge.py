@@ -10,16 +10,16 @@ import pytest
 
 from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
-from autosel.race.session import BUSY, MOST_BUSY, Duel, Trial, confirm, screen
-from autosel.testing.rates.noise import NOISES, Bench, Noise, iid
+from autosel.race.session import BUSY, MOST_BUSY, Duel, SessionRules, confirm, screen
+from autosel.testing.rates.noise import NOISES, Noise, SimulatedBench, iid
 from autosel.values import Conditions, Deployed, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED
 
 
-def drawn(trial: Plan, seed: int, delta: float = DELTA) -> Trial:
-    return Trial(plan=trial, delta=delta, seed=seed)
+def drawn(trial: Plan, seed: int, delta: float = DELTA) -> SessionRules:
+    return SessionRules(plan=trial, delta=delta, seed=seed)
 
 
 def run_race(
@@ -27,14 +27,14 @@ def run_race(
 ) -> Race:
     """Run an attempt like the pipeline, on synthetic arms; `base` is the baseline."""
     random, trial = Random(seed), trial or plan(2e6)
-    screening = screen(Bench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
+    screening = screen(SimulatedBench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
     found = nominees(screening, incumbent, DELTA)
     sessions: list[Session] = [screening]
     if found:
         rivals = list(dict.fromkeys(["base", incumbent]))
         duel = Duel(arms=(*rivals, found[0]), finalist=found[0], rivals=tuple(rivals))
         for _ in range(3):
-            bench = Bench(true_ns, noise, random)
+            bench = SimulatedBench(true_ns, noise, random)
             sessions.append(confirm(bench, duel, drawn(trial, random.getrandbits(32)), screening, sessions[1:]))
     return Race(
         workload=WORK,
@@ -133,7 +133,7 @@ def test_a_heavier_tail_stops_a_promotion() -> None:
 
 
 def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
-    class Throttled(Bench):
+    class Throttled(SimulatedBench):
         def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
             return {}, "the cgroup was throttled"
 
@@ -163,7 +163,7 @@ def test_with_a_random_order_a_clone_wins_no_session_under_a_position_effect() -
     noise = NOISES["position_effect"]()
     crossings = 0
     for seed in range(200):
-        bench = Bench({"base": 2e6, CLONE: 2e6}, noise, Random(seed))
+        bench = SimulatedBench({"base": 2e6, CLONE: 2e6}, noise, Random(seed))
         session = screen(bench, ["base", CLONE], drawn(plan(2e6), seed, delta=0.0))
         crossings += has_won(session, CLONE, ["base"], 0.0)
     assert crossings <= 0.05 * 200 + 3 * (0.05 * 0.95 * 200) ** 0.5
@@ -252,7 +252,7 @@ def test_sessions_in_two_states_of_the_machine_give_their_range() -> None:
 # --- a busy machine ---------------------------------------------------------------------------------------------------
 
 
-class Disturbed(Bench):
+class Disturbed(SimulatedBench):
     """A bench on which other processes disturb every pair after the first `good` ones."""
 
     good: int = 0

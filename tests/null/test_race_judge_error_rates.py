@@ -30,10 +30,21 @@ from autosel.race.plan import (
     margin,
     quiet_sessions_needed,
 )
-from autosel.race.session import Trial, screen
+from autosel.race.session import SessionRules, screen
 from autosel.testing.rates import studies as error_rates
 from autosel.testing.rates.noise import NOISES, attempt, confirmed, screened
-from autosel.testing.rates.studies import LONG, NOMINAL, POWER, RETRIES, SHORT, STUDIES, Rate, attempts, broken, setting
+from autosel.testing.rates.studies import (
+    LONG,
+    NOMINAL,
+    POWER,
+    RETRIES,
+    SHORT,
+    STUDIES,
+    ErrorRate,
+    attempts,
+    broken,
+    setting,
+)
 from tests import drawn
 
 # Races a cell, so that all of it takes about ten seconds of one core.
@@ -60,8 +71,8 @@ def test_rates_are_within_their_limits_and_common_rules_fail(study: str) -> None
 # --- rates and limits ------------------------------------------------------------------------------------------------
 
 
-def rate(events: int, races: int, must: error_rates.Must, limit: float) -> Rate:
-    return Rate(study="s", what="w", noise="iid", must=must, limit=limit, events=events, races=races)
+def rate(events: int, races: int, must: error_rates.Must, limit: float) -> ErrorRate:
+    return ErrorRate(study="s", what="w", noise="iid", must=must, limit=limit, events=events, races=races)
 
 
 def test_a_rate_holds_up_to_three_standard_errors_and_no_further() -> None:
@@ -163,7 +174,7 @@ def twins(seed: int, luck: float) -> tuple[bool | None, int]:
     """Return (crossed, pairs) of an A/A session whose clone is biased by this factor."""
     s = setting(1.0, "iid", SHORT, DELTA_CALIBRATED)
     s = replace(s, true_ns={"base": 2e3, CLONE: 2e3 / (1 + luck)})
-    session = screen(s.bench(Random(seed)), ["base", CLONE], Trial(plan=SHORT, delta=0.02, seed=seed))
+    session = screen(s.bench(Random(seed)), ["base", CLONE], SessionRules(plan=SHORT, delta=0.02, seed=seed))
     return session.aa_crossed, len(session.pairs)
 
 

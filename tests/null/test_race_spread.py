@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from autosel.race.spread import Spread
+from autosel.race.spread import ThreadPlacement
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU, or a system without affinities")
@@ -36,7 +36,7 @@ def threads() -> Iterator[list[int]]:
 
 def test_each_thread_gets_a_core_and_its_affinity_back(threads: list[int]) -> None:
     before = [os.sched_getaffinity(thread) for thread in threads]
-    spread = Spread(CPUS)
+    spread = ThreadPlacement(CPUS)
     spread.place(threads)
     bound = [os.sched_getaffinity(thread) for thread in threads]
     assert [len(cpus) for cpus in bound] == [1, 1] and bound[0] != bound[1]
@@ -46,7 +46,7 @@ def test_each_thread_gets_a_core_and_its_affinity_back(threads: list[int]) -> No
 
 def test_a_thread_that_is_bound_stays_where_it_is(threads: list[int]) -> None:
     os.sched_setaffinity(threads[1], {CPUS[0]})
-    spread = Spread(CPUS[:2])
+    spread = ThreadPlacement(CPUS[:2])
     spread.place(threads)
     assert [os.sched_getaffinity(thread) for thread in threads] == [{CPUS[1]}, {CPUS[0]}]
     spread.release()
@@ -55,14 +55,14 @@ def test_a_thread_that_is_bound_stays_where_it_is(threads: list[int]) -> None:
 
 def test_more_threads_than_cores_are_left_alone(threads: list[int]) -> None:
     before = [os.sched_getaffinity(thread) for thread in threads]
-    Spread(CPUS[:1]).place(threads)
+    ThreadPlacement(CPUS[:1]).place(threads)
     assert [os.sched_getaffinity(thread) for thread in threads] == before
 
 
 def test_a_thread_that_has_ended_is_skipped(threads: list[int]) -> None:
     with sleeper() as gone:
         pass
-    spread = Spread(CPUS)
+    spread = ThreadPlacement(CPUS)
     spread.place([gone, threads[0]])
     assert len(os.sched_getaffinity(threads[0])) == 1
     spread.release()

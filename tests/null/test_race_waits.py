@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autosel.race.spread import Spread
-from autosel.race.waits import MOST_LOST_NS, Others, Waits, Watch
+from autosel.race.spread import ThreadPlacement
+from autosel.race.waits import MOST_LOST_NS, Others, Waits, WaitWatch
 
 IDLE = 3  # column of /proc/stat
 
@@ -42,7 +42,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proc:
     return Proc(tmp_path)
 
 
-def watch(proc: Proc, *, busy: bool) -> Watch:
+def watch(proc: Proc, *, busy: bool) -> WaitWatch:
     """Return a watch with a clock of 1 ms per reading, on a CPU that other processes keep busy, or that is idle."""
     ticks = iter(range(0, 10**12, 1_000_000))
 
@@ -52,8 +52,8 @@ def watch(proc: Proc, *, busy: bool) -> Watch:
             proc.idle(round((proc.now_s - 100) * os.sysconf("SC_CLK_TCK")))
         return proc.now_s
 
-    made = Watch(
-        waits=Waits(proc.root), others=Others(proc=proc.root, clock=clock), spread=Spread(()),
+    made = WaitWatch(
+        waits=Waits(proc.root), others=Others(proc=proc.root, clock=clock), spread=ThreadPlacement(()),
         clock=lambda: next(ticks),
     )  # fmt: skip
     made.begin()
@@ -109,7 +109,7 @@ def test_a_new_thread_is_followed_and_one_that_has_ended_is_not(proc: Proc) -> N
 
 
 def test_without_schedstat_nothing_is_watched_and_samples_are_taken(tmp_path: Path) -> None:
-    made = Watch(waits=Waits(tmp_path), others=Others(proc=tmp_path), spread=Spread(()))
+    made = WaitWatch(waits=Waits(tmp_path), others=Others(proc=tmp_path), spread=ThreadPlacement(()))
     made.begin()
     assert made.samples(lambda: 1.0, 3, lambda: None) == [1.0, 1.0, 1.0]
     assert not made.waits.watched

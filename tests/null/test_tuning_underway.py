@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autosel.cli.progress import Progress
-from autosel.tuning.underway import FOLDER, MOST_BYTES, Command, Underway, commands
+from autosel.tuning.underway import FOLDER, MOST_BYTES, RunningCommand, Underway, commands
 
-TUNE = Command(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
+TUNE = RunningCommand(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
 KILLED = """
 import os, sys
 from pathlib import Path

@@ -118,7 +118,7 @@ def room(entries: Entries, build: StepBuild, like: Tensor) -> int | Rejected:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bound:
+class BoundStep:
     """A step ready to run. `state` is on the device: why it stopped, number of steps, counters."""
 
     entry: Callable[..., Any]
@@ -143,7 +143,7 @@ class Bound:
 
 
 @dataclass(slots=True)
-class Program:
+class StepProgram:
     """Tasks in the order of the step; each sees the results of earlier ones. Rows x are [B, n] with last stride 1."""
 
     build: StepBuild
@@ -272,7 +272,7 @@ class Program:
         *,
         grid: int = 0,
         limit_us: int = LIMIT_US,
-    ) -> Bound:
+    ) -> BoundStep:
         """Check the program and copy it to the device.
 
         `entry` and `check` are the build's `step` and `step_check`; `like` is any tensor of the step's dtype and
@@ -283,7 +283,7 @@ class Program:
         words = self.words()
         check(words, like)
         state = torch.zeros(STATE_WORDS + len(self.tasks), dtype=torch.int32, device=like.device)
-        return Bound(
+        return BoundStep(
             entry=entry,
             program=words.to(like.device),
             state=state,

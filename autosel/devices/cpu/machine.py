@@ -46,7 +46,7 @@ ARM_PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cache:
+class CpuCache:
     """Describe one cache as one CPU sees it, and the CPUs that share it."""
 
     bytes: int
@@ -247,12 +247,14 @@ def _caches(root: Path, cpus: list[int]) -> dict[str, int]:
     }
 
 
-def _cache_levels(root: Path, cpu: int) -> dict[int, Cache]:
-    found: dict[int, Cache] = {}
+def _cache_levels(root: Path, cpu: int) -> dict[int, CpuCache]:
+    found: dict[int, CpuCache] = {}
     for folder in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")):
         level, size = _text(folder / "level"), _size(_text(folder / "size"))
         if level.isdigit() and size and _text(folder / "type") in ("Data", "Unified"):
-            found[int(level)] = Cache(bytes=size, cpus=cpu_list(_text(folder / "shared_cpu_list")) or frozenset({cpu}))
+            found[int(level)] = CpuCache(
+                bytes=size, cpus=cpu_list(_text(folder / "shared_cpu_list")) or frozenset({cpu})
+            )
     return found
 
 

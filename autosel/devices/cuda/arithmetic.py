@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from autosel.devices.cuda.bench import Bench
+from autosel.devices.cuda.bench import ProbeBench
 from autosel.errors import UsageError
 
 THREADS = 512  # of one block per SM: 16 warps
@@ -34,7 +34,7 @@ MMA = (("probe_mma_bf16", "mma_bf16_flops", 4096),)
 MMA_FP8 = (("probe_mma_fp8", "mma_fp8_flops", 8192),)
 
 
-def measure(bench: Bench) -> None:
+def measure(bench: ProbeBench) -> None:
     cc = float(bench.identity["cc"])
     for probe in (*PROBES, *((FROM_FP8,) if cc >= 8.9 else ())):
         _chains(bench, *probe)
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> None:
     matrix(bench)
 
 
-def _chains(bench: Bench, kernel: str, name: str, unit: str, each: int, by_clock: str, clock_unit: str) -> None:
+def _chains(bench: ProbeBench, kernel: str, name: str, unit: str, each: int, by_clock: str, clock_unit: str) -> None:
     """Measure 8 dependent chains x 16 warps per SM, by events and by the ticks that the kernel counts."""
     cp, of_one_sm = bench.cupy, THREADS * CHAINS * STEPS * each
 
@@ -59,7 +59,7 @@ def _chains(bench: Bench, kernel: str, name: str, unit: str, each: int, by_clock
     bench.keep(by_clock, clock_unit, [of_one_sm / t for t in ticks])
 
 
-def _products_in_registers(bench: Bench, kernel: str, name: str, flop: int) -> None:
+def _products_in_registers(bench: ProbeBench, kernel: str, name: str, flop: int) -> None:
     """Measure 8 accumulators per warp, 16 warps per SM, and the clock of the device under this load."""
     cp, steps = bench.cupy, PRODUCT_STEPS
     total = bench.sms * THREADS // 32 * CHAINS * steps * flop
@@ -76,7 +76,7 @@ def _products_in_registers(bench: Bench, kernel: str, name: str, flop: int) -> N
 # --- the library's products ------------------------------------------------------------------------------------------
 
 
-def matrix(bench: Bench) -> None:
+def matrix(bench: ProbeBench) -> None:
     """Measure the library's GEMM, 8192^3 on random data: the attainable rate, not the datasheet's."""
     try:
         import torch
@@ -97,7 +97,7 @@ def matrix(bench: Bench) -> None:
             torch.cuda.empty_cache()
 
 
-def _products(bench: Bench, device: Any) -> None:
+def _products(bench: ProbeBench, device: Any) -> None:
     import torch
 
     a = torch.randn(MATRIX_SIDE, MATRIX_SIDE, device=device, dtype=torch.bfloat16)
@@ -115,7 +115,7 @@ def _products(bench: Bench, device: Any) -> None:
             bench.notes.append(f"no fp8 matrix rate: {str(error).splitlines()[0][:200]}")
 
 
-def _matmul(bench: Bench, name: str, work: Callable[[], Any]) -> None:
+def _matmul(bench: ProbeBench, name: str, work: Callable[[], Any]) -> None:
     import torch
 
     for _ in range(3):

@@ -40,7 +40,7 @@ GATE_TICKS = 2_000_000_000  # about a second: a host that died must not block a 
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
+class ProbeBench:
     """Measure one device: its kernels, buffers and results so far. `cupy` is the module."""
 
     cupy: Any

@@ -15,7 +15,7 @@ from typing import Any
 
 from autosel import resources
 from autosel.devices.cuda import rates
-from autosel.devices.cuda.bench import Bench
+from autosel.devices.cuda.bench import ProbeBench
 from autosel.devices.cuda.rates import Point
 from autosel.native.cuda import DRIVER
 
@@ -27,7 +27,7 @@ COPIED_BYTES = 64 << 20
 ANSWERS = 50  # of four bytes each, in one of the host's windows
 
 
-def measure(bench: Bench) -> None:
+def measure(bench: ProbeBench) -> None:
     """Measure a kernel on a stream, in a graph, behind a dependent launch; barriers; the host's launch; copies to and
     from the host."""
     bench.keep("stream_launch_s", "s", each(bench, partial(_tiny, bench), 50, 500))
@@ -51,7 +51,7 @@ def measure(bench: Bench) -> None:
     _to_the_host(bench)
 
 
-def each(bench: Bench, run: Callable[[int], None], few: int, many: int, *, windows: int = 0) -> list[float]:
+def each(bench: ProbeBench, run: Callable[[int], None], few: int, many: int, *, windows: int = 0) -> list[float]:
     """Return seconds per item in each window, from two counts, so that the common cost cancels."""
     counted = range(windows or bench.windows)
     times = [(bench.seconds(lambda: run(few)), bench.seconds(lambda: run(many))) for _ in counted]
@@ -61,12 +61,12 @@ def each(bench: Bench, run: Callable[[int], None], few: int, many: int, *, windo
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def _tiny(bench: Bench, count: int) -> None:
+def _tiny(bench: ProbeBench, count: int) -> None:
     for _ in range(count):
         bench.launch("probe_tiny", 1, 32, bench.word)
 
 
-def graph_chain(bench: Bench) -> Callable[[int], None]:
+def graph_chain(bench: ProbeBench) -> Callable[[int], None]:
     """Launch a chain of so many nodes (one of CHAIN), captured beforehand."""
 
     def tiny(count: int, stream: Any) -> None:
@@ -77,7 +77,7 @@ def graph_chain(bench: Bench) -> Callable[[int], None]:
     return lambda count: graphs[count].launch(bench.stream)
 
 
-def _captured(bench: Bench, work: Callable[[Any], None]) -> Any:
+def _captured(bench: ProbeBench, work: Callable[[Any], None]) -> Any:
     """Return a graph of the work that `work` enqueues on a stream, launched once, because the first launch uploads
     it."""
     side = bench.cupy.cuda.Stream(non_blocking=True)
@@ -89,7 +89,7 @@ def _captured(bench: Bench, work: Callable[[Any], None]) -> Any:
     return graph
 
 
-def _small_reads(bench: Bench) -> Iterator[Point]:
+def _small_reads(bench: ProbeBench) -> Iterator[Point]:
     """Return (bytes, seconds) of a kernel that reads so much from DRAM, as nodes of a graph with a separate piece each.
 
     Between windows the whole buffer is read from end to end, so that the pieces at the start have left L2.
@@ -113,12 +113,12 @@ def _small_reads(bench: Bench) -> Iterator[Point]:
 # --- meeting ---------------------------------------------------------------------------------------------------------
 
 
-def barriers(bench: Bench, rounds: int) -> None:
+def barriers(bench: ProbeBench, rounds: int) -> None:
     bench.cupy.cuda.runtime.memsetAsync(bench.word.data.ptr, 0, 4, bench.stream.ptr)
     bench.launch("probe_barrier", bench.sms, 128, bench.word, bench.cupy.uint32(rounds))
 
 
-def _grid_sync(bench: Bench) -> Callable[[int], None] | None:
+def _grid_sync(bench: ProbeBench) -> Callable[[int], None] | None:
     """Measure the barrier of cooperative groups; None if this toolkit, or cupy, lacks what compiles it."""
     try:
         source = (resources.kernels() / GRID_SYNC).read_text()
@@ -132,7 +132,7 @@ def _grid_sync(bench: Bench) -> Callable[[int], None] | None:
     return lambda rounds: kernel((bench.sms,), (128,), (bench.cupy.uint32(rounds),), stream=bench.stream)
 
 
-def _dependent(bench: Bench) -> Callable[[int], None] | None:
+def _dependent(bench: ProbeBench) -> Callable[[int], None] | None:
     """Measure a chain of programmatic dependent launches, by the driver's own call; None before compute capability
     9.0."""
     if float(bench.identity["cc"]) < 9.0:
@@ -144,7 +144,7 @@ def _dependent(bench: Bench) -> Callable[[int], None] | None:
 # --- the host --------------------------------------------------------------------------------------------------------
 
 
-def _host_launch(bench: Bench) -> float:
+def _host_launch(bench: ProbeBench) -> float:
     """Return the host's seconds for one launch through cupy, with the queue never full."""
     bench.stream.synchronize()
     started = time.perf_counter()
@@ -154,7 +154,7 @@ def _host_launch(bench: Bench) -> float:
     return seconds
 
 
-def _to_the_host(bench: Bench) -> None:
+def _to_the_host(bench: ProbeBench) -> None:
     """Measure rates of pinned copies in both directions, and the host's time for an answer of four bytes, such as a
     token."""
     runtime = bench.cupy.cuda.runtime

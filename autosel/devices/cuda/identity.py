@@ -108,7 +108,7 @@ def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fing
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
 
 
-def _unslowed(ordinal: int, readings: nvml.Readings) -> probe.Found:
+def _unslowed(ordinal: int, readings: nvml.Readings) -> probe.ProbedRates:
     """Measure; repeat once after a pause if heat or a power brake slowed the device."""
     from autosel.devices.cuda import probe
 

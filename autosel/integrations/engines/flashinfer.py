@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autosel.integrations import flashinfer_bench
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import Row
+from autosel.integrations.engines.rows import EngineRow
 
 VERSION = "0.1.2"  # of flashinfer-bench, which defines the schema
 
@@ -23,7 +23,7 @@ def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashin
         name = flashinfer_bench.solution(d.workload, d.arm)["name"]
         raced = d.verdict is not None and one.parity is not None
         rows.append(
-            Row(
+            EngineRow(
                 file=f"solutions/{name}.json",
                 key=d.workload.key,
                 label=d.workload.key,

@@ -20,7 +20,7 @@ from typing import Any
 
 from autosel import files
 from autosel.errors import BadConfig
-from autosel.integrations.engines.rows import WORDS, Row, Source, Target, counted
+from autosel.integrations.engines.rows import WORDS, EngineRow, Source, Target, counted
 from autosel.values import Fingerprint, from_json, parse_json, to_json
 from autosel.version import __version__
 
@@ -39,7 +39,7 @@ class Manifest:
     device: str
     model: str
     dtype: str
-    rows: tuple[Row, ...]
+    rows: tuple[EngineRow, ...]
     digests: Mapping[str, str]
     schema: int = SCHEMA
     autosel: str = __version__
@@ -57,7 +57,7 @@ def write(
     fp: Fingerprint | None,
     model: str,
     dtype: str,
-    rows: Sequence[Row],
+    rows: Sequence[EngineRow],
     files: Mapping[str, str],
 ) -> Manifest:
     """Write the files and their manifest. Raises BadConfig, leaving the folder unchanged."""
@@ -80,7 +80,13 @@ def write(
 
 
 def write_for(
-    target: Target, folder: Path, *, engine: str, engine_version: str, rows: Sequence[Row], files: Mapping[str, str]
+    target: Target,
+    folder: Path,
+    *,
+    engine: str,
+    engine_version: str,
+    rows: Sequence[EngineRow],
+    files: Mapping[str, str],
 ) -> Manifest:
     """Call `write` for a model's rows on a device."""
     return write(

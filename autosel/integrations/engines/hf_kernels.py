@@ -17,7 +17,7 @@ from pathlib import Path
 from autosel.errors import UsageError
 from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import Row
+from autosel.integrations.engines.rows import EngineRow
 from autosel.values import SERVING, Decision, Fingerprint
 
 VERSION = "0.17.2"
@@ -84,13 +84,13 @@ def export(fp: Fingerprint, decisions: Sequence[Decision], folder: Path) -> fold
     )
 
 
-def _row(layer: str, ops: Sequence[str], decisions: Sequence[Decision], device: str) -> Row:
+def _row(layer: str, ops: Sequence[str], decisions: Sequence[Decision], device: str) -> EngineRow:
     found = [
         d
         for d in decisions
         if d.op in ops and d.state in SERVING and d.arm.digest != d.baseline.digest and not d.workload.traits
     ]
-    return Row(
+    return EngineRow(
         file="mapping.json",
         key=layer,
         label=layer,

@@ -17,7 +17,17 @@ import torch
 from autosel.errors import UsageError
 from autosel.files import read_named
 from autosel.integrations.engines import folder as folders
-from autosel.integrations.engines.rows import COUNTS, Answer, Product, Row, Target, Tile, answer, linear, products
+from autosel.integrations.engines.rows import (
+    COUNTS,
+    EngineAnswer,
+    EngineRow,
+    EngineTile,
+    Product,
+    Target,
+    answer,
+    linear,
+    products,
+)
 from autosel.models.shape import ModelShape
 
 FILE = "lookup_table.json"
@@ -41,7 +51,7 @@ def export(target: Target, folder: Path) -> folders.Manifest:
     )
 
 
-def _rows(target: Target, model: ModelShape) -> Iterator[Row]:
+def _rows(target: Target, model: ModelShape) -> Iterator[EngineRow]:
     seen: set[str] = set()
     hash_ = template_hash()
     for product in products(model, target.tp):
@@ -61,7 +71,7 @@ def _key(target: Target, m: int, p: Product) -> str:
     return f"{target.fp.name}+{operands}+mm"
 
 
-def _row(target: Target, m: int, p: Product, key: str, found: Answer, hash_: str | None) -> Row:
+def _row(target: Target, m: int, p: Product, key: str, found: EngineAnswer, hash_: str | None) -> EngineRow:
     if found.tile is not None:
         value, source, reason = _triton(found.tile, p, hash_), found.source, found.reason
     elif found.backend == "TORCH":
@@ -69,7 +79,7 @@ def _row(target: Target, m: int, p: Product, key: str, found: Answer, hash_: str
     else:
         why = f"{found.reason}: Inductor has no template of it" if found.backend else found.reason
         value, source, reason = {"template_id": ATEN}, "default", why
-    return Row(
+    return EngineRow(
         file=FILE,
         key=key,
         label=f"{p.label} M{m} N{p.n} K{p.k}",
@@ -81,7 +91,7 @@ def _row(target: Target, m: int, p: Product, key: str, found: Answer, hash_: str
     )
 
 
-def _triton(t: Tile, p: Product, hash_: str | None) -> dict[str, Any]:
+def _triton(t: EngineTile, p: Product, hash_: str | None) -> dict[str, Any]:
     return {
         "template_id": TRITON,
         "template_hash": hash_,

@@ -36,7 +36,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class EngineRow:
     """Hold a row. `value` is the content of the file under `key`; `ask` makes the engine's own lookup find it again."""
 
     file: str
@@ -116,7 +116,7 @@ def linear(m: int, n: int, k: int, dtype: DTypeName) -> Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
+class EngineTile:
     """Describe a launch of a Triton matrix product: `m` rows of x, `n` rows of w, depth `k`."""
 
     m: int
@@ -127,37 +127,37 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class EngineAnswer:
     """Hold the result for one product: the winning backend, and its tile if it has one."""
 
     source: Source
     reason: str
     decision: int | None = None
     backend: str = ""
-    tile: Tile | None = None
+    tile: EngineTile | None = None
 
 
-def answer(target: Target, w: Workload) -> Answer:
+def answer(target: Target, w: Workload) -> EngineAnswer:
     decision = target.decided(w)
     if decision is not None:
         arm = decision.arm
         found = tile(arm.knobs, w, target.facts) if arm.backend == "TRITON" else None
         said = f"decision {decision.id}: {arm.candidate}"
         source: Source = "carried" if found else "measured"
-        return Answer(source=source, reason=said, decision=decision.id, backend=arm.backend, tile=found)
+        return EngineAnswer(source=source, reason=said, decision=decision.id, backend=arm.backend, tile=found)
     if target.derives:
         knobs = tiled(w, target.facts)
-        return Answer(
+        return EngineAnswer(
             source="derived", reason="knobs of gemm.stream or gemm.large", tile=tile(knobs.values, w, target.facts)
         )
-    return Answer(source="default", reason="nobody decided it")
+    return EngineAnswer(source="default", reason="nobody decided it")
 
 
 EIGHT_WARPS_FROM = 128 * 64  # accumulators, as kernels/triton/gemm.py has it
 LEAST_ROWS = 16  # dimensions of the matrix instruction
 
 
-def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> Tile | None:
+def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> EngineTile | None:
     """Return the tile of the streaming or the large-tile knobs; None for knobs of another kernel.
 
     A stage holds (m + n) * k weights, k = 128 bytes of them; there are fewer stages if those of the knobs do not fit.
@@ -170,10 +170,10 @@ def tile(knobs: Mapping[str, Scalar], w: Workload, f: GpuFacts) -> Tile | None:
         return None
     stages = max(1, min(int(knobs["stages"]), f.smem_per_cta // ((m + n) * TILE_ROW_BYTES)))
     warps = 8 if m * n >= EIGHT_WARPS_FROM else 4
-    return Tile(m=m, n=n, k=TILE_ROW_BYTES // DTYPE_BYTES[w.dtype], stages=stages, warps=warps)
+    return EngineTile(m=m, n=n, k=TILE_ROW_BYTES // DTYPE_BYTES[w.dtype], stages=stages, warps=warps)
 
 
-def counted(rows: Sequence[Row]) -> dict[Source, int]:
+def counted(rows: Sequence[EngineRow]) -> dict[Source, int]:
     """Count rows by source, in the order of `SOURCES`, without sources that have none."""
     counts = Counter(row.source for row in rows)
     return {source: counts[source] for source in SOURCES if counts[source]}

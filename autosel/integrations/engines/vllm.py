@@ -21,10 +21,10 @@ from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.experts import Experts
 from autosel.integrations.engines.rows import (
     COUNTS,
-    Answer,
-    Row,
+    EngineAnswer,
+    EngineRow,
+    EngineTile,
     Target,
-    Tile,
     answer,
     linear,
     products,
@@ -52,7 +52,7 @@ def export(target: Target, folder: Path) -> folders.Manifest:
 
 
 def flagged(
-    target: Target, folder: Path, rows: list[Row], names: Mapping[str, str], use: str, **engine: str
+    target: Target, folder: Path, rows: list[EngineRow], names: Mapping[str, str], use: str, **engine: str
 ) -> folders.Manifest:
     """Return the files of these rows, and the file of the attention flag. `names`: the engine's names of autosel's
     backends."""
@@ -61,7 +61,7 @@ def flagged(
     return folders.write_for(target, folder, rows=[*rows, flag], files=files, **engine)
 
 
-def grouped(rows: list[Row]) -> dict[str, str]:
+def grouped(rows: list[EngineRow]) -> dict[str, str]:
     """Return the text of each file: the rows' values by key."""
     files: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def gemm_file(device: str, n: int, k: int) -> str:
     return f"gemm/configs/N={n},K={k},device_name={name},dtype=fp8_w8a8,block_shape=[{BLOCK[0]},{BLOCK[1]}].json"
 
 
-def gemm_rows(target: Target, named: Any, default: Mapping[str, int]) -> Iterator[Row]:
+def gemm_rows(target: Target, named: Any, default: Mapping[str, int]) -> Iterator[EngineRow]:
     seen: set[str] = set()
     for p in products(target.model, target.tp) if target.model else ():
         file = named(target.fp.name, p.n, p.k)
@@ -97,7 +97,7 @@ def gemm_rows(target: Target, named: Any, default: Mapping[str, int]) -> Iterato
         for m in COUNTS:
             found = answer(target, linear(m, p.n, p.k, "fp8_e4m3"))
             value, source, reason = _tiled(found, default)
-            yield Row(
+            yield EngineRow(
                 file=file,
                 key=str(m),
                 label=f"{p.label} M{m} N{p.n} K{p.k} fp8",
@@ -109,14 +109,14 @@ def gemm_rows(target: Target, named: Any, default: Mapping[str, int]) -> Iterato
             )
 
 
-def _tiled(found: Answer, default: Mapping[str, int]) -> tuple[dict[str, int], Any, str]:
+def _tiled(found: EngineAnswer, default: Mapping[str, int]) -> tuple[dict[str, int], Any, str]:
     if found.tile is None:
         why = f"{found.reason}, which has no tiles to carry over" if found.backend else found.reason
         return dict(default), "default", why
     return block_sizes(found.tile, group=default["GROUP_SIZE_M"]), found.source, found.reason
 
 
-def block_sizes(t: Tile, *, group: int) -> dict[str, int]:
+def block_sizes(t: EngineTile, *, group: int) -> dict[str, int]:
     return {
         "BLOCK_SIZE_M": t.m,
         "BLOCK_SIZE_N": t.n,
@@ -138,7 +138,7 @@ def moe_file(device: str, e: Experts, inner: int) -> str:
     return f"moe/E={e.count},N={inner},device_name={name}{dtype}{block}.json"
 
 
-def moe_rows(target: Target, named: Any, default: Any) -> Iterator[Row]:
+def moe_rows(target: Target, named: Any, default: Any) -> Iterator[EngineRow]:
     e = target.experts
     if e is None:
         return
@@ -147,7 +147,7 @@ def moe_rows(target: Target, named: Any, default: Any) -> Iterator[Row]:
     inner = e.inner // target.tp
     for m in COUNTS:
         derived = derive_moe(target, e, m, inner) if target.derives else None
-        yield Row(
+        yield EngineRow(
             file=named(target.fp.name, e, inner),
             key=str(m),
             label=f"experts M{m} E{e.count} N{inner} K{e.hidden}",
@@ -210,7 +210,7 @@ def default_moe(m: int, e: Experts) -> dict[str, int]:
 # --- the attention flag ----------------------------------------------------------------------------------------------
 
 
-def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> Row:
+def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> EngineRow:
     """Return one backend for the whole server: the one that all attention decisions chose, or the engine's own if they
     differ.
 
@@ -225,7 +225,7 @@ def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> R
     elif decided:
         won = ", ".join(sorted({d.arm.candidate for d in decided}))
         reason = f"decisions {ids} chose {won}: no one backend of this engine"
-    return Row(
+    return EngineRow(
         file=file,
         key=key,
         label="attention",
@@ -249,6 +249,6 @@ def _attention(target: Target) -> list[Decision]:
     return []
 
 
-def flag_text(row: Row, use: str) -> str:
+def flag_text(row: EngineRow, use: str) -> str:
     head = f"# {use}\n# {row.source}: {row.reason}\n"
     return head + (f"{row.key}: {row.value}\n" if row.value else f"# {row.key}: the engine's own choice\n")

@@ -14,7 +14,7 @@ from torch import nn
 from autosel import devices, extras
 from autosel.errors import UsageError
 from autosel.integrations.transformers.forward import around_attention
-from autosel.integrations.transformers.plan import KINDS, Change, Left, plan_of
+from autosel.integrations.transformers.plan import KINDS, LeftModule, Replacement, plan_of
 from autosel.integrations.transformers.proof import PROVEN_ON, Forward, Names, NotReplaceable
 from autosel.integrations.transformers.whole import Whole, around_steps, whole_of
 from autosel.ops.arguments import FLOATS
@@ -31,7 +31,7 @@ class Patched:
 
     replaced: Mapping[str, int]
     found: Mapping[str, int]
-    left: tuple[Left, ...]
+    left: tuple[LeftModule, ...]
     steps: str = ""
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def _whole(model: Any) -> Whole | str:
         return str(reason)
 
 
-def _forwards(changes: list[Change]) -> Iterator[tuple[nn.Module, Forward]]:
+def _forwards(changes: list[Replacement]) -> Iterator[tuple[nn.Module, Forward]]:
     """Yield each module once, with its new forward."""
     named: dict[int, tuple[nn.Module, Names]] = {}
     for change in changes:

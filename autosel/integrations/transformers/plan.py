@@ -22,7 +22,7 @@ KINDS = ("attention", "RMSNorm", "rotary", "MLP", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class LeftModule:
     """Describe a module that was not replaced."""
 
     module: str
@@ -31,7 +31,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Replacement:
     """Hold one module's replacement, proven and not yet made. `kind` is one of KINDS, or "frequencies"."""
 
     name: str
@@ -40,21 +40,21 @@ class Change:
     what: Forward | Names
 
 
-def plan_of(model: Any) -> tuple[list[Change], list[Left]]:
-    changes: list[Change] = []
-    left: list[Left] = []
+def plan_of(model: Any) -> tuple[list[Replacement], list[LeftModule]]:
+    changes: list[Replacement] = []
+    left: list[LeftModule] = []
     # The proofs' operands belong on the weights' device, whatever the process's default device.
     with torch.inference_mode(), next(model.parameters()).device:
         for name, module in model.named_modules():
             for kind, prove in _kinds(module):
                 try:
-                    changes.append(Change(name=name, kind=kind, module=module, what=prove(module)))
+                    changes.append(Replacement(name=name, kind=kind, module=module, what=prove(module)))
                 except NotReplaceable as reason:
                     if kind != "RMSNorm" or is_called_norm(module):
-                        left.append(Left(module=name, kind=kind, reason=str(reason)))
+                        left.append(LeftModule(module=name, kind=kind, reason=str(reason)))
                 except Exception as error:  # a class that only resembles a known one
                     log.info("%s cannot be tried", name, exc_info=True)
-                    left.append(Left(module=name, kind=kind, reason=_why(module, error)))
+                    left.append(LeftModule(module=name, kind=kind, reason=_why(module, error)))
     return _rotary_or_nothing(changes, left)
 
 
@@ -66,14 +66,16 @@ def _why(module: nn.Module, error: Exception) -> str:
     return f"{name} cannot be tried: {str(error).partition(chr(10))[0] or type(error).__name__}"
 
 
-def _rotary_or_nothing(changes: list[Change], left: list[Left]) -> tuple[list[Change], list[Left]]:
+def _rotary_or_nothing(
+    changes: list[Replacement], left: list[LeftModule]
+) -> tuple[list[Replacement], list[LeftModule]]:
     """Refuse rotary embeddings without known frequencies: the op needs positions and frequencies."""
     told = any(c.kind == "frequencies" for c in changes)
     used = any(c.kind == "rotary" for c in changes)
     if told and used:
         return changes, [x for x in left if x.kind in KINDS]
     why = next((x.reason for x in left if x.kind == "frequencies"), "its frequencies are not known")
-    left += [Left(module=c.name, kind=c.kind, reason=why) for c in changes if c.kind == "rotary"]
+    left += [LeftModule(module=c.name, kind=c.kind, reason=why) for c in changes if c.kind == "rotary"]
     return [c for c in changes if c.kind not in ("rotary", "frequencies")], [x for x in left if x.kind in KINDS]
 
 

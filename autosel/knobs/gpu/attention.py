@@ -24,7 +24,7 @@ CUDA_CORE_LANES = 64  # of an SM's 128 lanes: half for scores and values, half f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cache:
+class CacheSizes:
     """Hold the sizes of the cache that decode attention reads."""
 
     heads: int  # n0 = B * Hkv
@@ -46,10 +46,10 @@ class Cache:
         return self.heads * self.length * self.token_bytes
 
 
-def cache_of(w: Workload) -> Cache:
+def cache_of(w: Workload) -> CacheSizes:
     window = int(w.trait("window", 0))
     page = dict(w.dims).get("page", 0)
-    return Cache(
+    return CacheSizes(
         heads=w["B"] * w["Hkv"],
         query_heads=w["B"] * w["Hq"] * w["S"],
         group=w["Hq"] // w["Hkv"] * w["S"],
@@ -67,14 +67,14 @@ def cache_bytes(w: Workload) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class KernelShape:
     """Hold the kernel's shape on one device."""
 
     tile: int  # T, tokens
     stages: int
     ctas_per_sm: int  # c
 
-    def in_flight(self, c: Cache) -> int:
+    def in_flight(self, c: CacheSizes) -> int:
         """Return X_cta: bytes that one CTA has in flight."""
         return self.tile * c.token_bytes * (self.stages - 1)
 
@@ -143,7 +143,7 @@ def decode(w: Workload, f: GpuFacts) -> Knobs:
     )
 
 
-def shape(c: Cache, f: GpuFacts) -> Shape:
+def shape(c: CacheSizes, f: GpuFacts) -> KernelShape:
     """Return T, stages, c. H200, bf16, D=128: 64 tokens (32 KiB), 3 stages; RTX 5070 Ti: 32 tokens (16 KiB), 2
     stages."""
     tile = max(TILE_LEAST, power_of_two(f.in_flight / f.sms / c.token_bytes))
@@ -153,10 +153,10 @@ def shape(c: Cache, f: GpuFacts) -> Shape:
     stages = max(2, 1 + math.ceil(f.in_flight / (f.sms / 2 * tile_bytes)))
     stages = max(2, min(stages, f.smem_per_cta // tile_bytes))
     ctas = f.occupancy(threads=WARPS * WARP, regs=REGISTERS, smem=stages * tile_bytes)
-    return Shape(tile=tile, stages=stages, ctas_per_sm=max(1, ctas))
+    return KernelShape(tile=tile, stages=stages, ctas_per_sm=max(1, ctas))
 
 
-def split(c: Cache, k: Shape, f: GpuFacts) -> int:
+def split(c: CacheSizes, k: KernelShape, f: GpuFacts) -> int:
     """Return 1 if there are enough sequences for every SM that DRAM needs; else the smallest within 3 % of the best
     among the splits that save a tile."""
     if c.heads >= 1.25 * f.sms_needed:
@@ -166,7 +166,7 @@ def split(c: Cache, k: Shape, f: GpuFacts) -> int:
     return min(s for s, t in timed.items() if t <= 1.03 * least)
 
 
-def useful_splits(c: Cache, k: Shape, f: GpuFacts) -> Iterator[int]:
+def useful_splits(c: CacheSizes, k: KernelShape, f: GpuFacts) -> Iterator[int]:
     """Return 1, and each s up to min(c S / n0, L / chunk_min) that lowers the tiles read by a split."""
     most = min(k.ctas_per_sm * f.sms // c.heads, c.length // max(CHUNK_LEAST, c.page))
     tiles = math.inf
@@ -176,7 +176,7 @@ def useful_splits(c: Cache, k: Shape, f: GpuFacts) -> Iterator[int]:
             yield s
 
 
-def time_s(c: Cache, k: Shape, f: GpuFacts, s: int) -> float:
+def time_s(c: CacheSizes, k: KernelShape, f: GpuFacts, s: int) -> float:
     """Predict T(s) = waves (o + lambda + tiles * tile bytes / r) + [s > 1] (m0 + 8 B Hq s (D + 2) / beta2).
 
     r is the rate of one CTA: its share of the read rate, at most what its SM can draw and what it has in flight; waves
@@ -191,13 +191,13 @@ def time_s(c: Cache, k: Shape, f: GpuFacts, s: int) -> float:
     return math.ceil(c.heads * s / slots) * wave + combine
 
 
-def chunk_tokens(c: Cache, k: Shape, f: GpuFacts, s: int) -> int:
+def chunk_tokens(c: CacheSizes, k: KernelShape, f: GpuFacts, s: int) -> int:
     unit = max(k.tile, c.page)
     tokens = math.ceil(c.length * c.heads / (k.ctas_per_sm * f.sms)) if c.ragged else math.ceil(c.length / s)
     return unit * math.ceil(max(tokens, min(c.length, CHUNK_LEAST)) / unit)
 
 
-def lanes_needed(c: Cache, f: GpuFacts) -> float:
+def lanes_needed(c: CacheSizes, f: GpuFacts) -> float:
     """Return multiply-adds per clock and SM at the full read rate: g * w. CUDA cores suffice up to 64: g <= 6 on an
     H200."""
     return c.group * f.weights_per_clock(c.dtype_bytes)

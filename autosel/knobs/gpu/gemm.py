@@ -72,7 +72,7 @@ def large_from(dtype: str, f: GpuFacts) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class StreamShape:
     """Hold the streaming kernel's shape for one projection."""
 
     columns: int  # activation rows padded to the instruction's n = 8, 16 .. 256
@@ -113,7 +113,7 @@ def stream(w: Workload, f: GpuFacts) -> Knobs:
     )
 
 
-def stream_shape(p: Projection, f: GpuFacts) -> Stream:
+def stream_shape(p: Projection, f: GpuFacts) -> StreamShape:
     columns = min(256, 8 * math.ceil(p.rows / 8))
     weight_tile = STREAM_ROWS * TILE_ROW_BYTES
     fit = f.smem_per_cta // (weight_tile + columns * TILE_ROW_BYTES)
@@ -122,10 +122,10 @@ def stream_shape(p: Projection, f: GpuFacts) -> Stream:
     flight = (stages - 1) * weight_tile
     wanted = math.ceil(max(f.sms_needed / ctas, f.in_flight / (ctas * flight)))
     most = p.depth * p.weight_bytes // (4 * TILE_ROW_BYTES)
-    return Stream(columns=columns, stages=stages, split=max(1, min(wanted, most)), ctas=ctas)
+    return StreamShape(columns=columns, stages=stages, split=max(1, min(wanted, most)), ctas=ctas)
 
 
-def _in_flight(s: Stream) -> int:
+def _in_flight(s: StreamShape) -> int:
     """Return X_cta: bytes of weights that one CTA has in flight."""
     return (s.stages - 1) * STREAM_ROWS * TILE_ROW_BYTES
 

@@ -125,7 +125,7 @@ def chunk(attn: Workload, slots: int, f: GpuFacts) -> int:
     """
     c, head_rows = attention.cache_of(attn), _head_rows(attn)
     tile = max(1, _slot_bytes(head_rows) // c.token_bytes)
-    ring = attention.Shape(tile=tile, stages=slots, ctas_per_sm=_ctas_per_sm(head_rows))
+    ring = attention.KernelShape(tile=tile, stages=slots, ctas_per_sm=_ctas_per_sm(head_rows))
     return attention.chunk_tokens(c, ring, f, 1 if c.ragged else attention.split(c, ring, f))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autosel.race.judge import CLONE, has_lost, has_won, nominees
 from autosel.race.plan import SESSIONS, Margin, Plan
-from autosel.race.session import Duel, Trial, confirm, screen
+from autosel.race.session import Duel, SessionRules, confirm, screen
 from autosel.values import Race, Session, Workload
 
 Factors = NDArray[np.float64]
@@ -140,7 +140,7 @@ NOISES: Mapping[str, Callable[[], Noise]] = {
 
 
 @dataclass(slots=True)
-class Bench:
+class SimulatedBench:
     """Arms with true times (ns) under a noise, in one process; an Instrument.
 
     `stutters` gives the share of an arm's samples that take three times as long. `fixed_order` ignores the coin and
@@ -187,7 +187,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Scenario:
     """The true speeds of a race, and its settings. `base` is the baseline.
 
     `session_spread`: standard deviation, in logarithms, of the bias that each arm but the baseline draws per session.
@@ -210,7 +210,7 @@ class Setting:
     def rivals(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(("base", self.incumbent)))
 
-    def bench(self, random: Random) -> Bench:
+    def bench(self, random: Random) -> SimulatedBench:
         """Return the bench of a new process."""
         lucky = self.true_ns
         if self.session_spread:
@@ -218,18 +218,18 @@ class Setting:
                 arm: ns if arm == "base" else ns * float(np.exp(random.gauss(0, self.session_spread)))
                 for arm, ns in self.true_ns.items()
             }
-        return Bench(lucky, self.noise(), random, self.stutters, self.fixed_order)
+        return SimulatedBench(lucky, self.noise(), random, self.stutters, self.fixed_order)
 
-    def trial(self, random: Random) -> Trial:
-        return Trial(plan=self.plan, delta=self.delta, seed=random.getrandbits(32))
+    def trial(self, random: Random) -> SessionRules:
+        return SessionRules(plan=self.plan, delta=self.delta, seed=random.getrandbits(32))
 
 
-def screened(setting: Setting, random: Random) -> Session:
+def screened(setting: Scenario, random: Random) -> Session:
     return screen(setting.bench(random), list(setting.true_ns), setting.trial(random))
 
 
 def confirmed(
-    setting: Setting, finalist: str, random: Random, screening: Session, earlier: Sequence[Session] = ()
+    setting: Scenario, finalist: str, random: Random, screening: Session, earlier: Sequence[Session] = ()
 ) -> Session:
     """Run one confirming session of the finalist in a new process."""
     arms = (*setting.rivals, finalist, *([CLONE] if CLONE in setting.true_ns else []))
@@ -237,7 +237,7 @@ def confirmed(
     return confirm(setting.bench(random), duel, setting.trial(random), screening, earlier)
 
 
-def attempt(setting: Setting, random: Random, *, nominate: str = "") -> Race:
+def attempt(setting: Scenario, random: Random, *, nominate: str = "") -> Race:
     """Run screening, then the finalist's confirming sessions until it has lost or there are three.
 
     `nominate` names the finalist regardless of screening, the maximum effect of luck in screening. A finalist that can
@@ -264,5 +264,5 @@ def attempt(setting: Setting, random: Random, *, nominate: str = "") -> Race:
     )
 
 
-def won(setting: Setting, session: Session, finalist: str) -> bool:
+def won(setting: Scenario, session: Session, finalist: str) -> bool:
     return has_won(session, finalist, setting.rivals, setting.delta)

@@ -35,7 +35,7 @@ from autosel.race.plan import (
     plan,
 )
 from autosel.testing.rates.common import RULES
-from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Setting, attempt, confirmed, screened, won
+from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Scenario, attempt, confirmed, screened, won
 from autosel.values import Session
 
 Must = Literal["at most", "at least", "fail", "shown"]
@@ -57,7 +57,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class StudyCell:
     """One count. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some noise."""
 
     study: str
@@ -72,9 +72,9 @@ class Cell:
     def name(self) -> str:
         return f"{self.study}|{self.what}|{self.noise}"
 
-    def measure(self, races: int) -> Rate:
+    def measure(self, races: int) -> ErrorRate:
         found = self.count(max(1, round(races * self.scale)), Random(self.name))
-        return Rate(
+        return ErrorRate(
             study=self.study,
             what=self.what,
             noise=self.noise,
@@ -86,7 +86,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class ErrorRate:
     """A measured cell."""
 
     study: str
@@ -125,11 +125,11 @@ class Rate:
         return self.must == "shown" or self.rate > self.limit + self.slack
 
 
-def measure(cells: Sequence[Cell], races: int, jobs: int = 1) -> list[Rate]:
+def measure(cells: Sequence[StudyCell], races: int, jobs: int = 1) -> list[ErrorRate]:
     return list(measured(cells, races, jobs))
 
 
-def measured(cells: Sequence[Cell], races: int, jobs: int) -> Iterator[Rate]:
+def measured(cells: Sequence[StudyCell], races: int, jobs: int) -> Iterator[ErrorRate]:
     """Yield the cells in order, measured by this many processes; closing the iterator stops them."""
     if jobs == 1:
         yield from (cell.measure(races) for cell in cells)
@@ -141,7 +141,7 @@ def measured(cells: Sequence[Cell], races: int, jobs: int) -> Iterator[Rate]:
             pool.shutdown(cancel_futures=True)
 
 
-def _measure(races: int, cell: Cell) -> Rate:
+def _measure(races: int, cell: StudyCell) -> ErrorRate:
     return cell.measure(races)
 
 
@@ -151,7 +151,7 @@ def binomial_interval(n: int, x: int, confidence: float = 0.95) -> tuple[float, 
     return 1 - clopper_pearson_upper(n, n - x, one_sided), high
 
 
-def broken(rates: Sequence[Rate]) -> list[str]:
+def broken(rates: Sequence[ErrorRate]) -> list[str]:
     """Return the violations. A control must fail under at least one noise; everything else must hold under each."""
     found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in rates if not _fine(r)]
     controls = dict.fromkeys((r.study, r.what) for r in rates if r.must == "fail")
@@ -161,7 +161,7 @@ def broken(rates: Sequence[Rate]) -> list[str]:
     return found
 
 
-def _fine(rate: Rate) -> bool:
+def _fine(rate: ErrorRate) -> bool:
     return rate.holds or rate.must == "fail"
 
 
@@ -172,14 +172,14 @@ def margin_of(delta: float, pi: float = ALPHA_SESSION) -> Margin:
     return Margin(delta=delta, alpha_session=ALPHA_SESSION, pi=pi, calibrated=delta == DELTA_CALIBRATED)
 
 
-def setting(ratio: float, noise: str, form: Plan, delta: float, **more: Any) -> Setting:
+def setting(ratio: float, noise: str, form: Plan, delta: float, **more: Any) -> Scenario:
     """Return a race with a candidate `same` that is `ratio` times as fast; the times make ties exact."""
     ns = 2_000 if form.time_class == "short" else 2_000_000
     true_ns = {"base": ns * ratio, "same": float(ns)}
-    return Setting(true_ns=true_ns, noise=NOISES[noise], plan=form, margin=margin_of(delta), **more)
+    return Scenario(true_ns=true_ns, noise=NOISES[noise], plan=form, margin=margin_of(delta), **more)
 
 
-def sessions(s: Setting, races: int, random: Random) -> Count:
+def sessions(s: Scenario, races: int, random: Random) -> Count:
     """Count the confirming sessions in which E crossed, one session per race."""
     screening = screened(s, random)
     brief = Session(kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1))
@@ -187,12 +187,12 @@ def sessions(s: Setting, races: int, random: Random) -> Count:
     return Count(events=crossings, races=races)
 
 
-def attempts(s: Setting, races: int, random: Random, *, nominate: str = "") -> Count:
+def attempts(s: Scenario, races: int, random: Random, *, nominate: str = "") -> Count:
     """Count the whole attempts that ended in a promotion."""
     return Count(events=sum(promoted(s, random, nominate) for _ in range(races)), races=races)
 
 
-def promoted(s: Setting, random: Random, nominate: str = "") -> bool:
+def promoted(s: Scenario, random: Random, nominate: str = "") -> bool:
     race = attempt(s, random, nominate=nominate)
     if len(race.sessions) <= SESSIONS:  # `judge` promotes nothing before three confirming sessions, so skip its figures
         return False
@@ -202,27 +202,29 @@ def promoted(s: Setting, random: Random, nominate: str = "") -> bool:
 # --- the studies ------------------------------------------------------------------------------------------------------
 
 
-def identical() -> Iterator[Cell]:
+def identical() -> Iterator[StudyCell]:
     """Race two identical arms, under every noise, at the margins in use."""
     for noise in NOISES:
         for delta in (DELTA_UNCALIBRATED, DELTA_CALIBRATED):
             for form in (SHORT, LONG):
                 name = f"one session, {delta:.0%}, {form.time_class}"
                 count = partial(sessions, setting(1.0, noise, form, delta))
-                yield Cell(study="identical", what=name, noise=noise, count=count, must="at most", limit=ALPHA_SESSION)
+                yield StudyCell(
+                    study="identical", what=name, noise=noise, count=count, must="at most", limit=ALPHA_SESSION
+                )
         for form in (SHORT, LONG):
             count = partial(attempts, setting(1.0, noise, form, DELTA_CALIBRATED))
             name = f"attempt, {DELTA_CALIBRATED:.0%}, {form.time_class}"
-            yield Cell(study="identical", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
+            yield StudyCell(study="identical", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
 
 
-def boundary() -> Iterator[Cell]:
+def boundary() -> Iterator[StudyCell]:
     """Race a candidate that is faster by exactly the margin, where errors are most likely; also a margin of zero."""
     for noise in NOISES:
         for form, delta in ((SHORT, DELTA_UNCALIBRATED), (LONG, DELTA_UNCALIBRATED), (LONG, 0.0)):
             s = setting(1 + delta, noise, form, delta)
             name = f"one session, {delta:.0%}, {form.time_class}"
-            yield Cell(
+            yield StudyCell(
                 study="boundary",
                 what=name,
                 noise=noise,
@@ -231,7 +233,7 @@ def boundary() -> Iterator[Cell]:
                 limit=ALPHA_SESSION,
             )
         s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
-        yield Cell(
+        yield StudyCell(
             study="boundary",
             what="attempt, nominated, long",
             noise=noise,
@@ -250,13 +252,13 @@ OUT_OF_REACH = {("position_effect", 1.05)}
 BEYOND_THE_SLOT = 1.05 * 1.03
 
 
-def power() -> Iterator[Cell]:
+def power() -> Iterator[StudyCell]:
     """Race truly faster candidates."""
     for noise in NOISES:
         slot = [(BEYOND_THE_SLOT, DELTA_CALIBRATED)] if noise == "position_effect" else []
         for form in (SHORT, LONG):
             for ratio, delta in (*FASTER, *slot):
-                yield Cell(
+                yield StudyCell(
                     study="power",
                     what=f"{ratio - 1:.0%} faster, {delta:.0%}, {form.time_class}",
                     noise=noise,
@@ -266,18 +268,18 @@ def power() -> Iterator[Cell]:
                 )
 
 
-def three_arms() -> Iterator[Cell]:
+def three_arms() -> Iterator[StudyCell]:
     """Race a challenger twice as fast as the baseline against an incumbent that is as fast, or 3 % faster."""
     for noise, form, behind in product(NOISES, (SHORT, LONG), (0.0, 0.03)):
         ns = 2_000.0 if form is SHORT else 2_000_000.0
-        s = Setting(
+        s = Scenario(
             true_ns={"base": 2 * ns, "incumbent": ns, "same": ns * (1 + behind)},
             noise=NOISES[noise],
             plan=form,
             margin=margin_of(DELTA_CALIBRATED),
             incumbent="incumbent",
         )
-        yield Cell(
+        yield StudyCell(
             study="three arms",
             what=f"challenger {behind:.0%} slower, {form.time_class}",
             noise=noise,
@@ -287,12 +289,12 @@ def three_arms() -> Iterator[Cell]:
         )
 
 
-def selection() -> Iterator[Cell]:
+def selection() -> Iterator[StudyCell]:
     """Race eight candidates exactly at the margin; screening nominates the best of them."""
     for noise in NOISES:
         s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
         eight = {"base": s.true_ns["base"]} | {f"candidate {i}": s.true_ns["same"] for i in range(8)}
-        yield Cell(
+        yield StudyCell(
             study="selection",
             what="attempt, 5%, long",
             noise=noise,
@@ -307,22 +309,22 @@ def selection() -> Iterator[Cell]:
 SPREADS = (0.01, 0.014, 0.02, 0.03)
 
 
-def session_bias() -> Iterator[Cell]:
+def session_bias() -> Iterator[StudyCell]:
     """Give each arm a constant bias per session, which averages out over sessions but not over pairs."""
     steady = [("iid", form, spread) for form in (SHORT, LONG) for spread in SPREADS]
     for noise, form, spread in (*steady, *((noise, SHORT, 0.02) for noise in NOISES if noise != "iid")):
         s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
-        share = partial(Cell, study="session bias", noise=noise)
+        share = partial(StudyCell, study="session bias", noise=noise)
         name = f"{spread:.1%} luck, {form.time_class}"
         yield share(what=f"{name}: pi", count=partial(aa, s), must="shown", limit=1.0)
         yield share(what=f"{name}: session", count=partial(sessions, s), must="shown", limit=1.0)
         yield share(what=f"{name}: attempt", count=partial(biased_attempts, s), must="at most", limit=NOMINAL)
 
 
-def aa(s: Setting, races: int, random: Random) -> Count:
+def aa(s: Scenario, races: int, random: Random) -> Count:
     """Simulate A/A sessions that calibrate a device: the baseline's clone with a separate bias, alone with the
     baseline."""
-    twins = Setting(
+    twins = Scenario(
         true_ns={"base": s.true_ns["base"], CLONE: s.true_ns["base"]},
         noise=s.noise,
         plan=s.plan,
@@ -332,7 +334,7 @@ def aa(s: Setting, races: int, random: Random) -> Count:
     return Count(events=sum(bool(screened(twins, random).aa_crossed) for _ in range(races)), races=races)
 
 
-def biased_attempts(s: Setting, races: int, random: Random) -> Count:
+def biased_attempts(s: Scenario, races: int, random: Random) -> Count:
     """Compare attempts of a candidate that is not faster with the bound that as many A/A sessions give."""
     calibration = aa(s, races, random)
     found = attempts(s, races, random, nominate="same")
@@ -345,9 +347,9 @@ def biased_attempts(s: Setting, races: int, random: Random) -> Count:
 LOOKS = 400  # A/A sessions of a device; the calibration is checked after each
 
 
-def calibration() -> Iterator[Cell]:
+def calibration() -> Iterator[StudyCell]:
     """Count the devices that are ever believed to cross in at most 5 % of A/A sessions, by their true rate pi."""
-    ours = partial(Cell, study="calibration", noise="iid")
+    ours = partial(StudyCell, study="calibration", noise="iid")
     first, usual = first_looks(calibrated), first_looks(_by_interval)
     for pi in (ALPHA_SESSION, 0.07):
         yield ours(what=f"pi {pi:.2f}", count=partial(believed, first, pi), must="at most", limit=ALPHA_SESSION)
@@ -380,11 +382,11 @@ def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Cou
 # --- many attempts ----------------------------------------------------------------------------------------------------
 
 
-def lifetime() -> Iterator[Cell]:
+def lifetime() -> Iterator[StudyCell]:
     """Make up to twenty attempts at one key within its budget; compare with twenty tests at .01."""
     for pi in (ALPHA_SESSION, 0.12):
         s = setting(1 + DELTA_UNCALIBRATED, "iid", LONG, DELTA_UNCALIBRATED)
-        yield Cell(
+        yield StudyCell(
             study="lifetime",
             what=f"20 attempts, pi {pi:.2f}",
             noise="iid",
@@ -393,12 +395,12 @@ def lifetime() -> Iterator[Cell]:
             limit=LIFETIME_BUDGET,
             scale=0.25,
         )
-    yield Cell(
+    yield StudyCell(
         study="lifetime", what="20 tests at .01", noise="iid", count=naive_lives, must="fail", limit=LIFETIME_BUDGET
     )
 
 
-def lives(s: Setting, margin: Margin, races: int, random: Random) -> Count:
+def lives(s: Scenario, margin: Margin, races: int, random: Random) -> Count:
     """Count promotions of a candidate exactly at the margin; each attempt debits its bound, as the ledger does."""
     allowed = allowance(margin.false_promotion_bound)
     events = sum(any(promoted(s, random, "same") for _ in range(allowed)) for _ in range(races))
@@ -429,7 +431,7 @@ def _needed(n: int, threshold: int) -> int:
 # --- the tail ---------------------------------------------------------------------------------------------------------
 
 
-def tail() -> Iterator[Cell]:
+def tail() -> Iterator[StudyCell]:
     """Race a candidate a fifth faster, with some samples three times as long; the baseline has 3 such samples in 100.
 
     The baseline's p95 is then close to its slow samples: the threshold must not be one of them.
@@ -443,7 +445,7 @@ def tail() -> Iterator[Cell]:
     for form in (SHORT, LONG):
         for share, must, limit in demands:
             s = setting(1.2, "iid", form, DELTA_CALIBRATED, stutters={"base": 0.03, "same": share})
-            yield Cell(
+            yield StudyCell(
                 study="tail",
                 what=f"{share:.0%} slow, {form.time_class}: promoted",
                 noise="iid",
@@ -457,11 +459,11 @@ def tail() -> Iterator[Cell]:
 # --- the usual rules, in the same simulator ---------------------------------------------------------------------------
 
 
-def controls() -> Iterator[Cell]:
+def controls() -> Iterator[StudyCell]:
     """Race identical arms by common rules: in blocks, one arm after the other; in pairs, the candidate always first."""
     for noise in NOISES:
         for rule in RULES.values():
-            yield Cell(
+            yield StudyCell(
                 study="controls",
                 what=rule.name,
                 noise=noise,
@@ -470,7 +472,7 @@ def controls() -> Iterator[Cell]:
                 limit=ALPHA_SESSION,
             )
         s = setting(1.0, noise, SHORT, DELTA_CALIBRATED, fixed_order=True)
-        yield Cell(
+        yield StudyCell(
             study="controls",
             what="ours, 2 %, without the coin",
             noise=noise,
@@ -500,10 +502,10 @@ SHADOW = 1_000  # shadow pairs
 SLOWER = 1.05
 
 
-def demotion() -> Iterator[Cell]:
+def demotion() -> Iterator[StudyCell]:
     """Count demotions of a served kernel as fast as the baseline, and of one that becomes slower."""
     for noise in NOISES:
-        share = partial(Cell, study="demotion", noise=noise)
+        share = partial(StudyCell, study="demotion", noise=noise)
         alarms = partial(demoted, noise, 1.0, SHADOW)
         yield share(what="as fast: within 1000 pairs", count=alarms, must="at most", limit=SHADOW / ALARM)
         found = partial(demoted, noise, SLOWER, SHADOW // 2)
@@ -539,7 +541,7 @@ def _numpy(random: Random) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(random.getrandbits(64)))
 
 
-STUDIES: Mapping[str, Callable[[], Iterator[Cell]]] = {
+STUDIES: Mapping[str, Callable[[], Iterator[StudyCell]]] = {
     "identical": identical,
     "boundary": boundary,
     "power": power,
