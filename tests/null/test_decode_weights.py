@@ -253,7 +253,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
 ) -> None:
     folder = checkpoint(tmp_path)
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
-    monkeypatch.setattr(loading.Arena, "__init__", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr(loading.PageArena, "__init__", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(UsageError, match="GiB are free"):
         loaded(folder)
 

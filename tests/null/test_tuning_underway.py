@@ -16,8 +16,8 @@ TUNE = RunningCommand(command="autosel tune --model llama-8b", pid=7, started_at
 KILLED = """
 import os, sys
 from pathlib import Path
-from autosel.tuning.underway import Command, Underway
-Underway(Path(sys.argv[1])).show(Command(command="x", pid=1, started_at="2026-11-26T01:00:00+00:00"))
+from autosel.tuning.underway import RunningCommand, Underway
+Underway(Path(sys.argv[1])).show(RunningCommand(command="x", pid=1, started_at="2026-11-26T01:00:00+00:00"))
 os._exit(9)
 """
 
