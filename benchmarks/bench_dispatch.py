@@ -5,7 +5,7 @@
 Each round times every variant once, in rotated order. The overhead is the median over rounds of the difference to the
 direct call of the same round, with quartiles. "direct again" is the A/A control: its median must be within 30 ns of
 zero, or the run is void (exit code 5). A kernel that does nothing shows the overhead alone; real kernels show that the
-overhead does not change with work. The guard's countdown is on and its checks are off: see bench_guard.py.
+overhead does not change with work. The guard's countdown is on and its checks are off.
 """
 
 from __future__ import annotations

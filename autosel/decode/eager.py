@@ -1,6 +1,6 @@
 """The baseline: the decoder as Hugging Face writes it, in plain PyTorch with SDPA, on the same weights and cache.
 
-benchmarks/bench_eager.py compares it with the model classes themselves. With `precision`, the same code gives the
+docs/decode.md compares it with the model classes themselves. With `precision`, the same code gives the
 reference for both arms: every weight, key and value is widened first.
 """
 

@@ -31,7 +31,7 @@ FIRST_NS = 1_000_000_000  # the first request that uses a kernel waits for its c
 FRESH_CHECKS = 100  # finds a fault of rate 4.5 % in 99 of 100 cases: 1 - 0.01^(1/100)
 FRESH_FACTOR = 10
 # By the guard's own clock, which measures only the check. The additional time of a check's step and the next one was
-# measured as 2.2 to 2.6 times that (bench_guard.py: about 10 ms more each): for a step of 4.4 ms 0.73 % with a share of
+# measured as 2.2 to 2.6 times that (docs/daemon.md: about 10 ms more each): for a step of 4.4 ms 0.73 % with a share of
 # 0.2 %, and 0.31 % with 0.06 %; by that line 0.2 % with this one. A decode step may lose at most 0.3 %, spot checks
 # included.
 MAX_SHARE = 0.0002

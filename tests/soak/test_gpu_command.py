@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from autosel.ops import OPS
-from tests.flows.test_benchmarks_gpu import CONFIG, STAGES, command
+from tests.flows.test_benchmarks_gpu import CONFIG, KERNELS, STEPS, TIMES, command
 
+STAGES = (*KERNELS, *TIMES, *STEPS)
 LIMIT_S = 5400.0
 FUSED = {"norm_qkv", "gate_up"}
 ATTENTION = {"attn", "paged_attn"}
