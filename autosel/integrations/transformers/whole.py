@@ -111,10 +111,10 @@ class _Unchanged:
     """Modules, hooks and parameters of a model, to notice that another module or tensor would run now."""
 
     modules: tuple[tuple[Slot, nn.Module], ...]
-    forwards: tuple[tuple[nn.Module, Any], ...]  # of a module that has its own; None: its class's
+    forwards: tuple[tuple[Mapping[str, Any], Any], ...]  # attributes of each module, and its own forward or None
     hooks: tuple[Mapping[int, Any], ...]
     parameters: tuple[Slot, ...]
-    versions: tuple[tuple[int, int], ...]
+    versions: tuple[list[int], list[int]]
 
     @staticmethod
     def of(model: nn.Module) -> _Unchanged:
@@ -122,7 +122,7 @@ class _Unchanged:
         parameters = tuple((m._parameters, name) for m in modules for name, _ in m.named_parameters(recurse=False))
         return _Unchanged(
             modules=tuple(((m._modules, name), child) for m in modules for name, child in m.named_children()),
-            forwards=tuple((m, m.__dict__.get("forward")) for m in modules),
+            forwards=tuple((m.__dict__, m.__dict__.get("forward")) for m in modules),
             hooks=tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
             parameters=parameters,
             versions=_versions(parameters),
@@ -132,15 +132,16 @@ class _Unchanged:
         return (
             all(hook.__module__ == INACTIVE for hooks in self.hooks if hooks for hook in hooks.values())
             and all(parent.get(name) is child for (parent, name), child in self.modules)
-            and all(module.__dict__.get("forward") is own for module, own in self.forwards)
+            and all(attributes.get("forward") is own for attributes, own in self.forwards)
             and _versions(self.parameters) == self.versions
         )
 
 
-def _versions(slots: tuple[Slot, ...]) -> tuple[tuple[int, int], ...]:
+def _versions(slots: tuple[Slot, ...]) -> tuple[list[int], list[int]]:
     """Return each parameter's address and count of changes in place."""
-    found = (parent[name] for parent, name in slots)
-    return tuple((p.data_ptr(), -1 if p.is_inference() else p._version) for p in found)
+    found = [parent[name] for parent, name in slots]
+    counts = [] if found[0].is_inference() else [p._version for p in found]  # an inference tensor counts none
+    return [p.data_ptr() for p in found], counts
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
@@ -242,7 +243,8 @@ class _Held:
             for layer in self.layers:
                 layer.cumulative_length.fill_(length)
             return
-        self.shown = [(k[:, :, :length], v[:, :, :length]) for k, v in zip(self.cache.k, self.cache.v, strict=True)]
+        pairs = zip(self.cache.k, self.cache.v, strict=True)
+        self.shown = [(k.narrow(2, 0, length), v.narrow(2, 0, length)) for k, v in pairs]
         for layer, (k, v) in zip(self.layers, self.shown, strict=True):
             layer.keys, layer.values = k, v
 
