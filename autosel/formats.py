@@ -24,6 +24,11 @@ PartDType = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8", "uint8"]
 PART_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "int8": 1, "uint8": 1}
 PLAIN = "plain"
 
+# What `scales` holds: a scale per group; a scale and an offset per group; blocks of 256 weights as in GGUF's Q4_K and
+# Q6_K, or with the scales of Q6_K and the offsets of Q4_K.
+Scaling = Literal["one", "pair", "q4_k", "q6_k", "q6_k-m"]
+WITH_OFFSETS: tuple[Scaling, ...] = ("pair", "q4_k", "q6_k-m")
+
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -60,8 +65,9 @@ class WeightFormat:
     """How a matrix w[N, K] is stored.
 
     `code` names the numbers of the codes, `bits` the bits of a code (0: as many as the workload's dtype), `group` how
-    many neighbours along K share a scale (0: a row). `exact` means that every matrix of the workload's dtype can be
-    stored without loss.
+    many neighbours along K share a scale (0: a row). `scaling` names how the part `scales` holds the scales of groups,
+    and what is added to their weights (autosel/ops/scales.py). `exact` means that every matrix of the workload's dtype
+    can be stored without loss.
     """
 
     name: str
@@ -69,11 +75,17 @@ class WeightFormat:
     bits: int
     group: int
     parts: tuple[Part, ...]
+    scaling: Scaling = "one"
     exact: bool = False
 
     @property
     def plain(self) -> bool:
         return self.name == PLAIN
+
+    @property
+    def offsets(self) -> bool:
+        """Return True if a group also has an offset, which is added to each of its weights."""
+        return self.scaling in WITH_OFFSETS
 
     def nbytes(self, dtype: str, n: int, k: int) -> int:
         """Return the bytes of a stored matrix [n, k]; `dtype` is the workload's."""
@@ -108,6 +120,15 @@ def _scaled_groups(name: str, codes: Part, bits: int, group: int, scale: PartDTy
     return WeightFormat(name=name, code=f"int{bits}", bits=bits, group=group, parts=parts)
 
 
+def _blocks(scaling: Scaling, code: str, bits: int, group: int, scales: int) -> WeightFormat:
+    """Return the format with blocks of 256 weights, so many bytes of them for scales."""
+    parts = (
+        Part(name="codes", dtype="uint8", per=256, count=32 * bits),
+        Part(name="scales", dtype="uint8", per=256, count=scales),
+    )
+    return WeightFormat(name=scaling, code=code, bits=bits, group=group, parts=parts, scaling=scaling)
+
+
 PLAIN_WEIGHT = WeightFormat(name=PLAIN, code=PLAIN, bits=0, group=0, parts=(Part(name="codes"),), exact=True)
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     found.name: found
@@ -121,11 +142,22 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         _scaled_groups("int8-g128", OCTETS, 8, 128),
         _scaled_groups("q4_0", NIBBLES, 4, 32, "fp16"),
         _scaled_groups("q8_0", OCTETS, 8, 32, "fp16"),
+        WeightFormat(
+            name="q4_1",
+            code="uint4",
+            bits=4,
+            group=32,
+            parts=(NIBBLES, Part(name="scales", dtype="fp16", per=32, count=2)),
+            scaling="pair",
+        ),
+        _blocks("q4_k", "q4_k", 4, 32, 20),
+        _blocks("q6_k", "q6_k", 6, 16, 18),
+        _blocks("q6_k-m", "q6_k", 6, 16, 28),
     )
 }
 
 
-CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code in ("int4", "int8"))  # integer codes
+CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code not in (PLAIN, "e4m3"))  # integer codes
 
 
 def find_weight_format(name: str) -> WeightFormat:

@@ -1,6 +1,6 @@
 """Time the gemv of each format of codes against the gemv of bf16 weights, in turn, from memory or from L2.
 
-    python benchmarks/bench_quantised.py [--shape N K] [--m 1] [--isa avx2] [--rounds 20] [--json]
+    python benchmarks/bench_quantised.py [--shape N K] [--m 1] [--isa avx2] [--formats q4_k q6_k] [--rounds 20] [--json]
     python benchmarks/bench_quantised.py --l2       one thread, 256 x 2048: what a core multiplies from L2
 
 From memory, copies of the weights rotate, so that 120 MB were read since a copy was last used. A time is the lower
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import command_line
@@ -36,11 +36,14 @@ def main() -> int:
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 14336), metavar=("N", "K"))
     parser.add_argument("--m", type=int, default=1, help="rows of x")
     parser.add_argument("--isa", choices=list(ISA_FLAGS), default=facts(take("cpu")).isa)
+    parser.add_argument("--formats", nargs="*", choices=CODED, default=CODED)
     parser.add_argument("--l2", action="store_true", help="one thread, and weights that fit L2")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     shape = (256, 2048) if options.l2 else tuple(options.shape)
-    found = timed(arms(shape, options.m, options.isa, l2=options.l2), options.rounds * (15 if options.l2 else 1))
+    found = timed(
+        arms(shape, options.m, options.isa, options.formats, l2=options.l2), options.rounds * (15 if options.l2 else 1)
+    )
     if options.json:
         print(json.dumps(found))
     for name, row in () if options.json else found.items():
@@ -48,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def arms(shape: tuple[int, ...], m: int, isa: Any, *, l2: bool) -> Arms:
+def arms(shape: tuple[int, ...], m: int, isa: Any, formats: Sequence[str], *, l2: bool) -> Arms:
     """Return the calls of each arm; bf16 is the first."""
     n, k = shape
     threads = 1 if l2 else torch.get_num_threads()
@@ -63,8 +66,8 @@ def arms(shape: tuple[int, ...], m: int, isa: Any, *, l2: bool) -> Arms:
 
     gemv = entry("gemv")
     found: Arms = {"bf16": ([lambda w=w: gemv(x, w, None, None, y, threads, 8) for w in copies(plain)], plain.nbytes)}
-    for name in CODED:
-        coded, w = entry("gemv_coded", *code_flags(find_weight_format(name), "bf16")), quantise(plain, name)
+    for name in formats:
+        coded, w = entry("gemv_coded", *code_flags(find_weight_format(name), dtype="bf16")), quantise(plain, name)
         assert isinstance(w, Weight)
         calls: list[Callable[[], Any]] = [
             lambda q=q, run=coded: run(x, q.codes, q.scales, None, None, y, threads, ROWS) for q in copies(w)

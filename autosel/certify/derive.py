@@ -175,14 +175,16 @@ def saved(made: Measured) -> int:
 
 def embedding_bytes(made: Measured) -> int:
     """Return the bytes of the input embedding's rows, of which a prompt reads only a part."""
-    table = str((made.architecture or {}).get("table") or weight_format(made))
-    return find_weight_format(table).nbytes(made.dtype, made.shape.V, made.shape.d)
+    known = made.architecture or {}
+    table = dict(known.get("others", ())).get("embedding") or known.get("table") or weight_format(made)
+    return find_weight_format(str(table)).nbytes(made.dtype, made.shape.V, made.shape.d)
 
 
 def arithmetic(made: Measured) -> str:
-    """Name the dtype, with the format of the weights if they have one: `bf16`, `bf16 with int8-row weights`."""
-    weight = weight_format(made)
-    return made.dtype if weight == PLAIN else f"{made.dtype} with {weight} weights"
+    """Name the dtype, with the formats of the weights if they have any: `bf16`, `bf16 with int8-row weights`."""
+    names = dict.fromkeys((weight_format(made), *dict((made.architecture or {}).get("others", ())).values()))
+    coded = ", ".join(name for name in names if name != PLAIN)
+    return f"{made.dtype} with {coded} weights" if coded else made.dtype
 
 
 def stored_format(made: Measured) -> str:

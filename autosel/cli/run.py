@@ -252,7 +252,7 @@ def show_plan(asked: Asked, as_json: bool) -> None:
         memory_bytes=devices.named(plan.device).free_bytes(),
         read_bytes_per_s=read_rate(fp),
         peak_flops=peak_flops(fp, plan.dtype),
-        packs=isinstance(supports(plan.dtype, fp, plan.shape.weight), Accepted),
+        packs=isinstance(supports(plan.dtype, fp, plan.shape.quantised), Accepted),
     )
     if as_json:
         emit_json(found)

@@ -128,7 +128,7 @@ def tune_command(
         shape = models.stored_as(models.load(model), weight_format)
         told = step_name(shape.name, ops)
         what = f"{shape.name} {dtype or shape.dtype}, batch {batch}, context {seq}"
-        if note := models.weights_note(model, shape.weight, dtype or shape.dtype):
+        if note := models.weights_note(model, shape, dtype or shape.dtype):
             click.echo(note, err=True)
         named = step(shape, batch=batch, context=seq, dtype=dtype, ops=asked, prompt=prompt or 0)
     else:

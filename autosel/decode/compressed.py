@@ -24,6 +24,7 @@ from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
 from autosel.formats import PLAIN
 from autosel.models.quantised import Scheme
+from autosel.models.shape import ModelShape
 from autosel.ops.weight import BLOCK, Weight
 
 PACKED, SCALE, SHAPE, ZERO, ORDER = (
@@ -54,13 +55,13 @@ class Compressed:
     def place(self) -> Path:
         return self.tensors.place
 
-    def note(self, format: str, dtype: str) -> str:
+    def note(self, shape: ModelShape, dtype: str) -> str:
         """Describe how matrices are stored, and what the weights are read as."""
-        return self.scheme.note(self.place.name, format, dtype)
+        return self.scheme.note(self.place.name, shape.weight, dtype)
 
-    def codes(self, format: str) -> Callable[[str, Weight], None] | None:
+    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""
-        return self._read_codes if PLAIN != format == self.scheme.format else None
+        return self._read_codes if PLAIN != shape.weight == self.scheme.format else None
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor, dequantised and rounded once. Raises BadConfig."""

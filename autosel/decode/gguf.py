@@ -18,10 +18,10 @@ from torch import Tensor
 from autosel import files
 from autosel.decode.dequantise import DEQUANTISED, codes_of, dequantise
 from autosel.errors import BadConfig
-from autosel.formats import PLAIN
-from autosel.models.gguf import GgufFile, GgufTensor, gguf_shape, read_gguf
+from autosel.models.gguf import GgufFile, GgufTensor, gguf_note, gguf_shape, read_gguf
 from autosel.models.gguf.shape import DIVISORS
 from autosel.models.shape import ModelShape
+from autosel.ops.scales import SCALES
 from autosel.ops.weight import Weight
 
 ReadCodes = Callable[[str, Weight], None]
@@ -61,13 +61,14 @@ class GgufTensors:
     def place(self) -> Path:
         return self.file.path
 
-    def note(self, format: str, dtype: str) -> str:
+    def note(self, shape: ModelShape, dtype: str) -> str:
         """Describe the formats, and what weights are served in."""
-        return self.file.note(format, dtype)
+        return gguf_note(self.file, shape, dtype)
 
-    def codes(self, format: str) -> ReadCodes | None:
-        """Return the function that reads a matrix as it is stored, if every matrix is stored in the weight format."""
-        return self._read_codes if format != PLAIN and self.file.uniform() == format else None
+    def codes(self, shape: ModelShape) -> ReadCodes | None:
+        """Return the function that reads a matrix as it is stored, if the model has the file's own formats."""
+        own = (self.shape.weight, self.shape.others)
+        return self._read_codes if (shape.weight, shape.others) == own else None
 
     def _read_codes(self, name: str, out: Weight) -> None:
         """Read the codes and scales of a matrix. Raises BadConfig."""
@@ -75,8 +76,8 @@ class GgufTensors:
         self._refuse_shape(tensor, tuple(out.shape))
         at, per_row = 0, out.shape[1] // tensor.block.weights
         for raw in self._blocks(tensor, per_row):
-            codes, scales = codes_of(tensor.block.name, raw)
-            if not scales.isfinite().all():
+            codes, scales = codes_of(tensor.block.name, raw, out.format.name)
+            if not SCALES[out.format.scaling].numbers(scales).isfinite().all():
                 raise BadConfig(
                     f"{self.file.path}: {tensor.name} has a scale that is not finite",
                     why=f"in the rows from {at} on",

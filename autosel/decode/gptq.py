@@ -29,6 +29,7 @@ from autosel.decode.safetensors import Entry, Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
 from autosel.models.quantised import Scheme
+from autosel.models.shape import ModelShape
 from autosel.ops.weight import BLOCK, Weight
 
 CODES, ZEROS, SCALES, ORDER, BIAS = ".qweight", ".qzeros", ".scales", ".g_idx", ".bias"
@@ -51,12 +52,12 @@ class PackedRows:
     def place(self) -> Path:
         return self.tensors.place
 
-    def note(self, format: str, dtype: str) -> str:
-        return self.scheme.note(self.place.name, format, dtype)
+    def note(self, shape: ModelShape, dtype: str) -> str:
+        return self.scheme.note(self.place.name, shape.weight, dtype)
 
-    def codes(self, format: str) -> Callable[[str, Weight], None] | None:
+    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""
-        return self._read_codes if format == self.scheme.format else None
+        return self._read_codes if shape.weight == self.scheme.format else None
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor, dequantised and rounded once. Raises BadConfig."""

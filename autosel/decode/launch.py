@@ -172,8 +172,8 @@ class OneLaunch:
 
     def supports(self, plan: Plan) -> Support:
         why = plan.not_whole or persistent.fits(plan.batch, plan.shape.D, plan.dtype)
-        if plan.shape.weight != PLAIN:
-            why = why or f"a launch reads plain weights; these are {plan.shape.weight}"
+        if plan.shape.quantised != PLAIN:
+            why = why or f"a launch reads plain weights; these are {plan.shape.quantised}"
         return Rejected(reason=why) if why else Accepted()
 
     def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:

@@ -110,7 +110,7 @@ def offer(plan: Plan, weights: Weights, fp: Fingerprint) -> Offer:
 
     The estimate uses the least that packed weights can need, besides the original and what the plan will use.
     """
-    if isinstance(supports(plan.dtype, fp, plan.shape.weight), Rejected):
+    if isinstance(supports(plan.dtype, fp, plan.shape.quantised), Rejected):
         return Offer()
     STORE.sweep()
     need = sum(w.nbytes // 4 * 3 for _, w in weights.matrices())
@@ -149,7 +149,7 @@ def _no_room(need: int, free: int) -> str:
 
 
 def _pack(weights: Weights, fp: Fingerprint, reserve_bytes: int) -> PackedWeights:
-    support = supports(weights.dtype, fp, weights.shape.weight)
+    support = supports(weights.dtype, fp, weights.shape.quantised)
     if isinstance(support, Rejected):
         raise UsageError("packed weights", why=support.reason)
     prepare, sizes = prepare_of(fp), dict[str, int]()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autosel import devices, files
 from autosel.errors import BadConfig
+from autosel.models.shape import ModelShape
 from autosel.values import parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -56,10 +57,10 @@ class Tensors:
     place: Path
     entries: Mapping[str, Entry]
 
-    def note(self, format: str, dtype: str) -> str:
+    def note(self, shape: ModelShape, dtype: str) -> str:
         return ""  # stored in an ordinary dtype, and rounded at most once
 
-    def codes(self, format: str) -> None:
+    def codes(self, shape: ModelShape) -> None:
         return None  # a checkpoint with codes is refused
 
     def read_into(self, name: str, out: Tensor) -> None:

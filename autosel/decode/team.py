@@ -33,6 +33,7 @@ from autosel.decode.watch import Check, StepWatch
 from autosel.decode.weights import Weights
 from autosel.formats import CODED, PLAIN, find_weight_format
 from autosel.knobs.cpu.facts import ISA_FLAGS, Isa, facts
+from autosel.models.shape import ModelShape
 from autosel.native.compile import NO_COMPILER, compile_source, find_compiler, source_digest
 from autosel.native.load import load_entry
 from autosel.ops.weight import Weight
@@ -88,10 +89,8 @@ def supports(plan: Plan) -> Support:
         return Rejected(reason="a thread team runs on a CPU")
     if plan.not_whole:
         return Rejected(reason=plan.not_whole)
-    if plan.shape.weight not in WEIGHTS:
-        return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; these are {plan.shape.weight}")
-    if plan.shape.table not in ("", PLAIN, plan.shape.weight):
-        return Rejected(reason=f"the team reads one format of codes; embedding and head are {plan.shape.table}")
+    if other := set(plan.shape.formats) - set(WEIGHTS):
+        return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; some are {min(other)}")
     if plan.batch > MOST_ROWS:
         return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
     if find_compiler() is None:
@@ -279,9 +278,14 @@ def arm_of(step: Step, fp: Fingerprint, form: StepForm = "whole") -> Arm:
 
 
 def _flags(step: Step, isa: Isa) -> tuple[str, ...]:
-    """Return the flags of the build that serves the step's dtype and format of weights."""
-    dtype, format_ = step.decoder.weights.dtype, find_weight_format(step.decoder.shape.weight)
-    return (*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}", *(() if format_.plain else code_flags(format_, dtype)))
+    """Return the flags of the build that serves the step's dtype and formats of weights."""
+    dtype, formats = step.decoder.weights.dtype, map(find_weight_format, coded_formats(step.decoder.shape))
+    return (*ISA_FLAGS[isa], f"-DAUTOSEL_{dtype.upper()}", *code_flags(*formats, dtype=dtype))
+
+
+def coded_formats(shape: ModelShape) -> tuple[str, ...]:
+    """Return the formats of codes that a model's step reads, by the numbers that the build gives them."""
+    return tuple(name for name in shape.formats if name != PLAIN)
 
 
 def _at_longest(call: Call) -> Call:
@@ -322,6 +326,7 @@ class _Encoder:
     ) -> None:
         self.program, self.fp, self.chosen, self.packed = program, fp, chosen, packed
         self.norm = (program.eps, program.offset)
+        self.formats = coded_formats(program.weights.shape)
         self.threads = 1
         self.kept: list[Tensor] = []
 
@@ -345,7 +350,10 @@ class _Encoder:
         table = self.program.weights[op.table]
         codes, scales = _parts(table)
         size = (*op.out.shape, table.shape[0])
-        return _pack(EMBED, *size, codes, codes.stride(0), op.tokens, op.scale, op.out, scales, _row_stride(scales))
+        return _pack(
+            EMBED, *size, codes, codes.stride(0), op.tokens, op.scale, op.out, scales, _row_bytes(scales),
+            self._format(table),
+        )  # fmt: skip
 
     def _attend(self, op: Attend, waiting: list[Norm | Rotate]) -> bytes:
         (turn,) = waiting
@@ -388,8 +396,12 @@ class _Encoder:
             *(codes, up, codes.stride(0), 0 if up is None else up.stride(0)),
             *self._packed_of(op),
             *(EPILOGUES[op.call.op], op.activation, op.residual, op.y, self._token(op)),
-            *(scales, up_scales, _row_stride(scales), _row_stride(up_scales)),
+            *(scales, up_scales, _row_bytes(scales), _row_bytes(up_scales), self._format(w)),
         )
+
+    def _format(self, w: Any) -> int:
+        """Return the number of a weight's format in the build."""
+        return self.formats.index(w.format.name) if isinstance(w, Weight) else -1
 
     def _token(self, op: Project) -> Tensor | None:
         """Return where the output head writes the index of each row's largest logit."""
@@ -418,8 +430,8 @@ def _parts(w: Any) -> tuple[Any, Any]:
     return (w.codes, w.scales) if isinstance(w, Weight) else (w, None)
 
 
-def _row_stride(scales: Tensor | None) -> int:
-    return 0 if scales is None else scales.stride(0)
+def _row_bytes(scales: Tensor | None) -> int:
+    return 0 if scales is None else scales.stride(0) * scales.itemsize
 
 
 def knobs_of(call: Call, fp: Fingerprint) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from autosel.decode.passes import activation_bytes
 from autosel.decode.run import Listener, Plan, Silent
 from autosel.decode.safetensors import Tensors, open_folder
 from autosel.errors import BadConfig, UsageError
-from autosel.formats import WeightFormat, find_weight_format
 from autosel.models import is_gguf
 from autosel.models.quantised import Scheme, scheme_of
 from autosel.models.shape import ModelShape
@@ -70,7 +69,7 @@ class Weights:
 
     shape: ModelShape
     dtype: DTypeName
-    named: Mapping[str, Matrix]  # a matrix in the shape's format, a norm in the dtype
+    named: Mapping[str, Matrix]  # a matrix in its format, a norm in the dtype
     source: str  # "random", the folder or the GGUF file
     note: str = ""  # how they were stored, if other than in an ordinary dtype
 
@@ -147,9 +146,9 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     arena = PageArena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         fill = _random(plan) if tensors is None else tensors.read
-        codes = None if tensors is None else tensors.codes(shape.weight)
+        codes = None if tensors is None else tensors.codes(shape)
         made = _Builder(shape, plan.dtype, arena, fill, codes, listener or Silent()).build(plan.weights)
-    return made if tensors is None else replace(made, note=tensors.tensors.note(shape.weight, plan.dtype))
+    return made if tensors is None else replace(made, note=tensors.tensors.note(shape, plan.dtype))
 
 
 def weights_of(source: Source, shape: ModelShape, dtype: DTypeName) -> Weights:
@@ -203,18 +202,12 @@ def arena_bytes(shape: ModelShape, dtype: DTypeName) -> int:
     return sum(padded(part) for name, size in _tensors(shape) for part in _part_bytes(shape, dtype, name, size))
 
 
-def _format(shape: ModelShape, name: str) -> WeightFormat:
-    """Return the format of a matrix: tables (embedding and output head) may have another one than layers."""
-    table = name in ("embedding", "head")
-    return find_weight_format((shape.table if table else "") or shape.weight)
-
-
 def _part_bytes(shape: ModelShape, dtype: DTypeName, name: str, size: tuple[int, ...]) -> list[int]:
     """Return the bytes of each tensor of a weight: the codes and the scales of a matrix in a format."""
     if len(size) < 2:
         return [math.prod(size) * DTYPE_BYTES[dtype]]
     n, k = size
-    return [part.nbytes(dtype, n, k) for part in _format(shape, name).parts]
+    return [part.nbytes(dtype, n, k) for part in shape.format_of(name).parts]
 
 
 def memory_need(plan: Plan) -> int:
@@ -234,7 +227,7 @@ def baseline_bytes(plan: Plan) -> int:
     """Return the memory of the baseline's own form of weights in groups (ops/eager_stored.py)."""
     shape = plan.shape
     found = [(n, size) for n, size in _tensors(shape) if len(size) == 2 and (shape.tied or n != "embedding")]
-    return sum(held_bytes(_format(shape, name), plan.dtype, *size) for name, size in found)
+    return sum(held_bytes(shape.format_of(name), plan.dtype, *size) for name, size in found)
 
 
 def reference_bytes(plan: Plan) -> int:
@@ -322,7 +315,7 @@ class _Builder:
 
     def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
         """Return a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
-        format_ = _format(self.shape, name)
+        format_ = self.shape.format_of(name)
         if format_.plain or len(size) < 2:
             out = self.arena.tensor(size, self.dtype)
             self.fill(name, out)
@@ -394,11 +387,11 @@ class Source(Protocol):
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`. Raises BadConfig for one of another shape."""
 
-    def note(self, format: str, dtype: str) -> str:
+    def note(self, shape: ModelShape, dtype: str) -> str:
         """Describe the formats of weights that are not stored in an ordinary dtype, else ""."""
 
-    def codes(self, format: str) -> ReadCodes | None:
-        """Return the function that reads a matrix as it is stored, if every matrix is stored in this weight format."""
+    def codes(self, shape: ModelShape) -> ReadCodes | None:
+        """Return the function that reads a matrix as it is stored, if matrices are stored in the model's formats."""
 
 
 class Place(Protocol):
@@ -437,9 +430,9 @@ class _Checkpoint:
         for source, part in zip(sources, out.split(rows) if len(sources) > 1 else [out], strict=True):
             self.tensors.read_into(source, part)
 
-    def codes(self, format: str) -> ReadCodes | None:
+    def codes(self, shape: ModelShape) -> ReadCodes | None:
         """Return the function that reads a matrix of autosel's as it is stored; None if it must be rounded."""
-        one = self.tensors.codes(format)
+        one = self.tensors.codes(shape)
         if one is None:
             return None
 

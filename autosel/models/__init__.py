@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autosel.errors import BadConfig, UnknownName
 from autosel.models.config import read_config
-from autosel.models.gguf import gguf_shape, read_gguf
+from autosel.models.gguf import gguf_note, gguf_shape, read_gguf
 from autosel.models.presets import PRESETS
 from autosel.models.quantised import scheme_of
 from autosel.models.shape import SIZES, ModelShape, Rope
@@ -60,16 +60,16 @@ def is_gguf(path: Path) -> bool:
 
 def stored_as(shape: ModelShape, format: str | None) -> ModelShape:
     """Return the model with all its matrices in another format; None, or their own, leaves them as they are stored."""
-    return shape if format in (None, shape.weight) else replace(shape, weight=format, table="")
+    return shape if format in (None, shape.weight) else replace(shape, weight=format, table="", others=())
 
 
-def weights_note(name_or_path: str, format: str, dtype: str) -> str:
+def weights_note(name_or_path: str, shape: ModelShape, dtype: str) -> str:
     """Describe the formats of a GGUF file or a checkpoint in codes, and what its weights are read as; else ""."""
     path = Path(name_or_path).expanduser()
     if is_gguf(path):
-        return read_gguf(path).note(format, dtype)
+        return gguf_note(read_gguf(path), shape, dtype)
     scheme = scheme_of(path) if (path / "config.json").is_file() and str(name_or_path).lower() not in PRESETS else None
-    return scheme.note(path.name, format, dtype) if scheme else ""
+    return scheme.note(path.name, shape.weight, dtype) if scheme else ""
 
 
 def _no_namesake(shape: ModelShape, path: Path) -> ModelShape:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from autosel.errors import BadConfig
-from autosel.formats import PLAIN, find_weight_format
+from autosel.formats import PLAIN, WEIGHT_FORMATS, WeightFormat, find_weight_format
 from autosel.values import DTYPE_BYTES, LATER, DTypeName
 
 Family = Literal["llama", "mistral", "qwen3", "gemma3"]
@@ -61,6 +62,7 @@ class Rope:
         return (1 - keep) * frequency / self.factor + keep * frequency
 
 
+MATRICES, TABLES = ("qkv", "o", "gate", "up", "down"), ("embedding", "head")  # of a layer; of the model
 # Fields that determine how much a step reads and computes.
 SIZES = ("layers", "d", "Hq", "Hkv", "D", "I", "V", "layer_types", "window", "tied", "qk_norm", "sandwich")
 
@@ -101,11 +103,37 @@ class ModelShape:
     weight: str = field(default=PLAIN, metadata=LATER)  # the format that its matrices are stored in
     table: str = field(default="", metadata=LATER)  # the format of embedding and output head, if another
     stored: str = field(default=PLAIN, metadata=LATER)  # the format that the checkpoint itself has for `weight`
+    others: tuple[tuple[str, str], ...] = field(default=(), metadata=LATER)  # (matrix, format) of those in another one
 
     def __post_init__(self) -> None:
         assert self.Hq % self.Hkv == 0
         assert len(self.layer_types) == self.layers
         assert (self.window > 0) == ("sliding" in self.layer_types)
+
+    def format_of(self, matrix: str) -> WeightFormat:
+        """Return the format of a matrix: `embedding`, `head`, or `qkv`, `o`, `gate`, `up`, `down` after a layer's
+        number and a dot."""
+        table = self.table if matrix in TABLES else ""
+        return find_weight_format(dict(self.others).get(matrix) or table or self.weight)
+
+    def layers_by_format(self, matrix: str) -> Mapping[str, int]:
+        """Return how many layers have a matrix (`qkv`) in each format, by the format's name, the first one first."""
+        if not self.others:
+            return {self.weight: self.layers}
+        found = [dict(self.others).get(f"{i}.{matrix}", self.weight) for i in range(self.layers)]
+        return {name: found.count(name) for name in dict.fromkeys(found)}
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Return the names of all formats of its matrices, in order."""
+        used = {name for matrix in MATRICES for name in self.layers_by_format(matrix)}
+        tables = {self.format_of(name).name for name in TABLES[: 1 if self.tied else 2]}
+        return tuple(name for name in WEIGHT_FORMATS if name in used | tables)
+
+    @property
+    def quantised(self) -> str:
+        """Return the first format of its matrices that is not plain; plain if there is none."""
+        return next((name for name in self.formats if name != PLAIN), PLAIN)
 
     @property
     def full_layers(self) -> int:
@@ -137,32 +165,38 @@ class ModelShape:
 
     def weight_bytes(self, dtype: DTypeName | None = None) -> int:
         """Return the bytes of all weights: matrices in their format, norms in the dtype."""
-        embeddings = self._embedding_bytes(dtype) * (1 if self.tied else 2)
-        return embeddings + self.layers * self._layer_bytes(dtype) + self.d * DTYPE_BYTES[dtype or self.dtype]
+        embeddings = self._table_bytes("embedding", dtype) + (0 if self.tied else self._table_bytes("head", dtype))
+        return embeddings + self._layers_bytes(dtype) + self.d * DTYPE_BYTES[dtype or self.dtype]
 
     def weight_bytes_per_step(self, dtype: DTypeName | None = None) -> int:
         """Return the weight bytes that one decode step reads: every layer and the output head; the single row of the
         input embedding is left out. The sum is b * [sum_l(d*D*(2Hq + 2Hkv) + 3*d*I) + V*d], with the norms."""
         norm = self.d * DTYPE_BYTES[dtype or self.dtype]
-        return self.layers * self._layer_bytes(dtype) + norm + self._embedding_bytes(dtype)
+        return self._layers_bytes(dtype) + norm + self._table_bytes("embedding" if self.tied else "head", dtype)
 
     def embedded_bytes(self, rows: int, dtype: DTypeName | None = None) -> int:
         """Return the bytes of so many rows of the embedding."""
-        return find_weight_format(self.table or self.weight).nbytes(dtype or self.dtype, rows, self.d)
+        return self.format_of("embedding").nbytes(dtype or self.dtype, rows, self.d)
 
-    def _embedding_bytes(self, dtype: DTypeName | None) -> int:
-        return self.embedded_bytes(self.V, dtype)
+    def _table_bytes(self, name: str, dtype: DTypeName | None) -> int:
+        return self.format_of(name).nbytes(dtype or self.dtype, self.V, self.d)
 
-    def _layer_bytes(self, dtype: DTypeName | None) -> int:
-        format_, known = find_weight_format(self.weight), dtype or self.dtype
-        matrices = sum(format_.nbytes(known, n, k) for n, k in self._matrices)
-        return matrices + (self._layer - sum(n * k for n, k in self._matrices)) * DTYPE_BYTES[known]
+    def _layers_bytes(self, dtype: DTypeName | None) -> int:
+        """Return the bytes of all layers."""
+        known, sizes = dtype or self.dtype, self._matrices
+        matrices = sum(
+            layers * find_weight_format(name).nbytes(known, *size)
+            for matrix, size in sizes.items()
+            for name, layers in self.layers_by_format(matrix).items()
+        )
+        return matrices + self.layers * (self._layer - sum(n * k for n, k in sizes.values())) * DTYPE_BYTES[known]
 
     @property
-    def _matrices(self) -> tuple[tuple[int, int], ...]:
+    def _matrices(self) -> Mapping[str, tuple[int, int]]:
         """Return (rows, columns) of each matrix of a layer."""
         up = (self.I, self.d)
-        return (self.qkv_rows, self.d), (self.d, self.Hq * self.D), up, up, (self.d, self.I)
+        sizes = ((self.qkv_rows, self.d), (self.d, self.Hq * self.D), up, up, (self.d, self.I))
+        return dict(zip(MATRICES, sizes, strict=True))
 
     def kv_bytes_per_token(self, dtype: DTypeName | None = None) -> int:
         """Return the cache bytes of one more token over all layers, as long as no window has filled up."""

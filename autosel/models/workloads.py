@@ -93,7 +93,7 @@ def step(
     are listed only when named. `weight` and `cache` name the formats of weights and of keys and values. No workload
     appears twice. Raises UsageError, UnknownName.
     """
-    model = model if weight == PLAIN else replace(model, weight=weight, table="")
+    model = model if weight == PLAIN else replace(model, weight=weight, table="", others=())
     weight = model.weight
     find_weight_format(weight), find_cache_format(cache)
     _check("batch", batch, BATCH_LIMIT)
@@ -184,17 +184,16 @@ class _Lister:
         weight: str = PLAIN,
         cache: str = PLAIN,
     ) -> None:
-        self.model, self.batch, self.context, self.dtype = model, batch, context, dtype
-        self.formats = {"weight": weight, "cache": cache}
-        self.table = model.table or weight
+        self.batch, self.context, self.dtype, self.cache = batch, context, dtype, cache
+        self.model = model if weight == model.weight else replace(model, weight=weight, others=())
 
     def step(self) -> Iterator[Named]:
         m, layers, norm = self.model, self.model.layers, self._offset()
         hidden = {"M": self.batch, "d": m.d}
         # The first layer's norm in the split chain, the final one in the fused.
         yield self._named("rmsnorm", hidden, 1, "both", "rmsnorm", **norm)
-        yield self._named("norm_qkv", {**hidden, "N": m.qkv_rows}, layers, "fused", "norm_qkv", **norm)
-        yield self._linear("qkv", m.qkv_rows, m.d, layers, "split")
+        yield from self._stored("qkv", "norm_qkv", {**hidden, "N": m.qkv_rows}, 1, "fused", "norm_qkv", **norm)
+        yield from self._linear("qkv", "qkv", m.qkv_rows, m.d, 1, "split")
         if m.qk_norm:
             for part, count in (("q", m.Hq), ("k", m.Hkv)):
                 rows = {"M": self.batch * count, "d": m.D}
@@ -210,7 +209,8 @@ class _Lister:
         yield self._named("add_rmsnorm", hidden, 2 * layers, chain, "add_rmsnorm", **norm, **sandwich)
         yield from self._feed_forward(norm)
         yield from self._into_residual("down", m.I)
-        yield self._named("lm_head", {"M": self.batch, "V": m.V, "d": m.d}, 1, "both", "lm_head")
+        head = _weight(m.format_of("embedding" if m.tied else "head").name)
+        yield self._named("lm_head", {"M": self.batch, "V": m.V, "d": m.d}, 1, "both", "lm_head", **head)
         yield self._named("sample", {"B": self.batch, "V": m.V, "L": self.context}, 1, "both", "sample")
 
     def asked(self) -> Iterator[Named]:
@@ -275,17 +275,17 @@ class _Lister:
         """Return a projection back to the residual stream. It can add the residual unless a norm comes first."""
         m = self.model
         if m.sandwich:
-            yield self._linear(name, m.d, k, m.layers, "both")
+            yield from self._linear(name, name, m.d, k, 1, "both")
             return
-        yield self._linear(name, m.d, k, m.layers, "split")
-        yield self._linear(f"{name}+res", m.d, k, m.layers, "fused", residual=True)
+        yield from self._linear(name, name, m.d, k, 1, "split")
+        yield from self._linear(name, f"{name}+res", m.d, k, 1, "fused", residual=True)
 
     def _feed_forward(self, norm: dict[str, Scalar]) -> Iterator[Named]:
         m = self.model
         act: dict[str, Scalar] = {"activation": code} if (code := ACTIVATION_CODE[m.activation]) else {}
         dims = {"M": self.batch, "d": m.d, "I": m.I}
-        yield self._named("gate_up", dims, m.layers, "fused", "gate_up", **norm, **act)
-        yield self._linear("gate", m.I, m.d, 2 * m.layers, "split")
+        yield from self._stored("gate", "gate_up", dims, 1, "fused", "gate_up", **norm, **act)
+        yield from self._linear("gate", "gate", m.I, m.d, 2, "split")
         pointwise = {"M": self.batch, "I": m.I}
         if m.activation == "silu":
             yield self._named("swiglu", pointwise, m.layers, "split", "swiglu")
@@ -296,17 +296,29 @@ class _Lister:
     def _offset(self) -> dict[str, Scalar]:
         return {"offset": self.model.norm_offset} if self.model.norm_offset else {}
 
-    def _linear(self, name: str, n: int, k: int, calls: int, chain: Chain, **traits: Scalar) -> Named:
-        return self._named("linear", {"M": self.batch, "N": n, "K": k}, calls, chain, f"linear {name}", **traits)
+    def _linear(
+        self, matrix: str, name: str, n: int, k: int, calls: int, chain: Chain, **traits: Scalar
+    ) -> Iterator[Named]:
+        dims = {"M": self.batch, "N": n, "K": k}
+        return self._stored(matrix, "linear", dims, calls, chain, f"linear {name}", **traits)
+
+    def _stored(
+        self, matrix: str, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar
+    ) -> Iterator[Named]:
+        """List a product for each format of the matrix; `calls` are a layer's."""
+        for name, layers in self.model.layers_by_format(matrix).items():
+            yield self._named(op, dims, calls * layers, chain, label, **traits, **_weight(name))
 
     def _named(self, op: str, dims: dict[str, int], calls: int, chain: Chain, label: str, /, **traits: Scalar) -> Named:
-        for trait, ops in (("weight", WEIGHT_OPS), ("cache", CACHE_OPS)):
-            name = self.table if op == "lm_head" and trait == "weight" else self.formats[trait]
-            if op in ops and name != PLAIN:
-                traits[trait] = name
-                label = f"{label} {name}"
+        if op in CACHE_OPS and self.cache != PLAIN:
+            traits["cache"] = self.cache
+        label = " ".join((label, *(str(traits[name]) for name in ("weight", "cache") if name in traits)))
         w = Workload(op=op, dims=tuple(dims.items()), dtype=self.dtype, traits=tuple(traits.items()))
         return Named(workload=w, label=label, calls_per_step=calls, chain=chain)
+
+
+def _weight(name: str) -> dict[str, Scalar]:
+    return {} if name == PLAIN else {"weight": name}
 
 
 def _window(window: int) -> dict[str, Scalar]:

@@ -54,6 +54,7 @@ from autosel.ops.draw import (
 )
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rounding import LAMBDA, flushable, stored
+from autosel.ops.scales import SCALES
 from autosel.ops.stored_cases import weight_cases, write
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
 from autosel.values import DTYPE_BYTES, Workload
@@ -340,7 +341,7 @@ def _nan_in_w(inputs: dict[str, Any], _: Draw) -> None:
     if isinstance(w, Tensor):
         w[700, 5] = float("nan")
     else:
-        w.scales.view(w.shape[0], -1)[700, 0] = float("nan")
+        SCALES[w.format.scaling].spoil(w.rows(slice(700, 701)).scales)
 
 
 def _inf_in_w(inputs: dict[str, Any], _: Draw) -> None:

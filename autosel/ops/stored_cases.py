@@ -16,6 +16,7 @@ from autosel.ops.codes import CODES, Code
 from autosel.ops.contract import Case, Op
 from autosel.ops.domains import Domain, Level
 from autosel.ops.draw import Change, Draw, away_from_zero, case
+from autosel.ops.scales import SCALES, Scales
 from autosel.ops.stored import Stored
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTypeName, Workload
@@ -45,7 +46,10 @@ KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1
 
 def weight_cases(op: Op, w: Workload, name: str) -> list[Case]:
     """Return cases at a small workload w that change codes or scales of the weight `name`."""
-    return _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
+    found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
+    if not w.weight_format.offsets:
+        return found
+    return found + [case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in OFFSETS]
 
 
 def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> list[Case]:
@@ -124,8 +128,11 @@ def write(w: Matrix, where: Any, numbers: Tensor, *, scale: float | None = None)
             into[where] = made.parts()[part].view(into[where].shape)
         return
     assert w.zeros is None, "a zero would shift them"
-    w.scales[where] = scale
-    w.codes[where] = CODES[w.format.code].nearest(numbers / scale).view(w.codes[where].shape)
+    some, middle = w.rows(where if isinstance(where, slice) else slice(where, where + 1)), 8 if w.format.offsets else 0
+    scales, offsets = some.groups()
+    same = torch.full_like(scales, scale)
+    SCALES[w.format.scaling].write(some.scales, same, None if offsets is None else -middle * same)
+    some.codes.copy_(CODES[w.format.code].nearest(numbers / scale + middle).view(some.codes.shape))
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
@@ -151,9 +158,7 @@ def _extremes(code: Code, codes: Tensor, draw: Draw) -> Tensor:
 
 
 def _lowest(code: Code, codes: Tensor, draw: Draw) -> Tensor:
-    """Return the code of the lowest number, such as int8's -128, which no quantiser produces."""
-    lowest = code.numbers(code.all[:, None]).nan_to_num(0.0).sum(-1).argmin()
-    return code.all[lowest].expand(codes.shape)
+    return code.lowest(tuple(codes.shape))
 
 
 def _zeros(code: Code, codes: Tensor, draw: Draw) -> Tensor:
@@ -200,19 +205,15 @@ def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[st
     def each(value: Callable[[Tensor, Draw], Tensor]) -> Callable[[str], Change]:
         def of(name: str) -> Change:
             def change(inputs: dict[str, Any], draw: Draw) -> None:
-                scales = inputs[name].scales
-                found = value(torch.arange(scales.numel()), draw)
-                scales.copy_(_held(found, scales.dtype).view(scales.shape))
+                stored, how = inputs[name].scales, _scales_of(inputs[name])
+                how.put(stored, value(torch.arange(how.numbers(stored).numel()), draw), draw)
 
             return change
 
         return of
 
     def nan(name: str) -> Change:
-        def change(inputs: dict[str, Any], _: Draw) -> None:
-            inputs[name].scales.view(-1)[::5] = float("nan")
-
-        return change
+        return lambda inputs, _: _scales_of(inputs[name]).spoil(inputs[name].scales)
 
     huge = sizes.huge
     return [
@@ -230,14 +231,31 @@ def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[st
     ]
 
 
-def _held(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales that the dtype holds: fp16 has a smaller range than these cases were made for.
+def _scales_of(w: Stored) -> Scales:
+    """Return how an operand stores its scales; those of a cache are numbers."""
+    return SCALES[w.format.scaling] if isinstance(w, Weight) else SCALES["one"]
 
-    Scales above it become an eighth of its largest number, those below it subnormals.
-    """
-    if dtype != torch.float16:
-        return scales
-    limits, size = torch.finfo(dtype), scales.abs()
-    small = limits.smallest_normal * (torch.arange(1, len(scales) + 1) % 15 + 1) / 16
-    size = torch.where((size > 0) & (size < limits.smallest_normal), small, size.clamp_max(limits.max / 8))
-    return size.copysign(scales)
+
+# --- offsets ----------------------------------------------------------------------------------------------------------
+
+
+def _offsets(value: Callable[[Tensor], Tensor]) -> Callable[[str], Change]:
+    """Return the change that gives each group a scale and offset by its number, as near as the format can."""
+
+    def of(name: str) -> Change:
+        def change(inputs: dict[str, Any], _: Draw) -> None:
+            w: Weight = inputs[name]
+            n = torch.arange(w.groups()[0].numel()).view(w.groups()[0].shape)
+            scales = 2.0 ** (n % 5 - 9)
+            SCALES[w.format.scaling].write(w.scales, scales, value(n) * scales)
+
+        return change
+
+    return of
+
+
+OFFSETS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
+    ("offsets that cancel", "an offset that is left out or has the wrong sign", _offsets(lambda n: -(n % 5 + 5.0))),
+    ("large offsets", "another group's offset", _offsets(lambda n: -(2.0 ** (n % 7)))),
+    ("few offsets", "an offset at the wrong place", _offsets(lambda n: torch.where(n % 5 == 3, -15.0, -0.0))),
+)

@@ -3,8 +3,8 @@
     w = quantise(torch.randn(4096, 4096), "fp8_e4m3-row")
     autosel.best("linear")(x, w, None, None)
 
-The reference is the product with the exact weight, (code - zero) * scale in float64. A contract starts at codes and
-scales; the caller chooses how to quantise.
+The reference is the product with the exact weight, (code - zero) * scale + offset in float64. A contract starts at
+codes and scales; the caller chooses how to quantise.
 
 In addition to the roundings of a plain weight, a candidate may round:
 
@@ -12,6 +12,11 @@ In addition to the roundings of a plain weight, a candidate may round:
 - the scale, once, to the dtype of x: an error of the same size that a whole group shares;
 - if a row has one scale: the product, which is stored before it is scaled;
 - a subnormal scale to zero.
+
+A candidate may add a group's offset times the sum of its x instead of an offset per weight. Then its terms are up to
+|code * scale| + |offset| times |x|, which may exceed the weight's, and infinite x may give NaN; no case has it with
+such a format. The bound has these terms. It has no rounding of an offset, or of a scale beside an offset: their errors
+would not cancel as the numbers do.
 
 `product_error` bounds all of these together. Roundings of different weights are independent and add in squares;
 rounding to nearest has an RMS error of u / 2. Equal weights round equally and change the sum by u of itself.
@@ -33,6 +38,7 @@ from autosel.formats import Part, WeightFormat
 from autosel.ops.codes import CODES, TORCH_DTYPE, Code
 from autosel.ops.dtypes import DTYPE, TINY_NORMAL, U32, UNIT
 from autosel.ops.rounding import LAMBDA, matmul_error
+from autosel.ops.scales import SCALES
 from autosel.ops.stored import Stored
 
 BLOCK = 1 << 24  # elements converted at a time: a vocabulary's weights in fp32 would take gigabytes
@@ -61,8 +67,9 @@ class Weight(Stored):
         Raises UnknownName.
         """
         found = formats.find_weight_format(format) if isinstance(format, str) else format
-        if shape is None and found.bits == 4:  # two codes per byte, and rows of codes are whole lines
-            shape = (codes.shape[0], scales.shape[1] * found.group)
+        if shape is None and found.parts[0].per > 1:  # rows of codes are whole lines, so the scales tell K
+            part = found.parts[1]
+            shape = (codes.shape[0], scales.shape[1] // part.count * part.per)
         return cls(
             format=found, shape=torch.Size(shape or codes.shape), codes=codes, scales=scales, zeros=zeros
         )  # fmt: skip
@@ -73,10 +80,24 @@ class Weight(Stored):
         numbers = CODES[self.format.code].numbers(self.codes)[:, :k]  # a row of codes may be longer
         if self.zeros is not None:
             numbers = numbers - self.along_k(self.zeros).double()
-        return numbers * self.along_k(self.scales).double()
+        scales, offsets = self.groups()
+        made = numbers * self.along_k(scales)
+        return made if offsets is None else made + self.along_k(offsets)
+
+    def groups(self) -> tuple[Tensor, Tensor | None]:
+        """Return each group's scale and offset in float64: [N, groups], or [N] if a row has one."""
+        return SCALES[self.format.scaling].read(self.scales)
+
+    def terms(self) -> Tensor:
+        """Return the size of each weight's terms in float64: |w|, or |code * scale| + |offset|."""
+        _, offsets = self.groups()
+        if offsets is None:
+            return self.exact().abs()
+        offset = self.along_k(offsets)
+        return (self.exact() - offset).abs() + offset.abs()
 
     def along_k(self, part: Tensor) -> Tensor:
-        """Return a scale or zero for each weight: [N, K], or [N, 1] if a row has one."""
+        """Return a scale, offset or zero for each weight: [N, K], or [N, 1] if a row has one."""
         group, k = self.format.group, self.shape[1]
         return part.repeat_interleave(group, 1)[:, :k] if group else part[:, None]
 
@@ -107,9 +128,9 @@ class Weight(Stored):
 
     @property
     def flushable(self) -> Tensor:
-        """Return |w| in float64 where the scale is subnormal, 0 elsewhere."""
-        small = self.scales.double().abs() < TINY_NORMAL["fp32"]
-        return torch.where(self.along_k(small), self.exact().abs().nan_to_num(), 0.0)
+        """Return |w| in float64 where the scale is subnormal in fp32, 0 elsewhere."""
+        small = self.groups()[0].abs() < TINY_NORMAL["fp32"]
+        return torch.where(self.along_k(small), self.terms().nan_to_num(), 0.0)
 
 
 Matrix = Tensor | Weight
@@ -136,15 +157,29 @@ def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
     found = formats.find_weight_format(format) if isinstance(format, str) else format
     if found.plain:
         return w
-    assert len(found.parts) == 2, f"no quantiser for {found.name}"
+    assert "zeros" not in (part.name for part in found.parts), f"no quantiser for {found.name}"
     code, made = CODES[found.code], empty(found, *w.shape, dtype=w.dtype, device=w.device)
     each = max(1, BLOCK // w.shape[1])
     for first in range(0, w.shape[0], each):
         part, into = w[first : first + each].float(), made.rows(slice(first, first + each))
-        largest = _groups(part.abs(), found.group).amax(-1)
-        into.scales.copy_(_scales(code, largest, into.scales.dtype).view(into.scales.shape))
-        into.codes.copy_(code.nearest(part / into.along_k(into.scales).float()))
+        SCALES[found.scaling].write(into.scales, *_spread(found, code, part))
+        scales, offsets = into.groups()
+        rest = part if offsets is None else part - into.along_k(offsets).float()
+        wide = into.along_k(scales).float()
+        into.codes.copy_(code.nearest(torch.where(wide == 0, 0.0, rest / wide)))
     return made
+
+
+def _spread(format: WeightFormat, code: Code, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the scale of each group, and with offsets its least weight, or 0 if that is less. Codes with a sign need
+    no offset.
+    """
+    groups = _groups(w, format.group)
+    if not format.offsets or code.signed:
+        scales = code.scale(groups.abs().amax(-1))
+        return scales, torch.zeros_like(scales) if format.offsets else None
+    least = groups.amin(-1).clamp_max(0.0)
+    return code.scale(groups.amax(-1).clamp_min(0.0) - least), least
 
 
 def _groups(w: Tensor, group: int) -> Tensor:
@@ -152,13 +187,6 @@ def _groups(w: Tensor, group: int) -> Tensor:
     each = group or w.shape[1]
     whole: Tensor = torch.nn.functional.pad(w, (0, -w.shape[1] % each)).unflatten(1, (-1, each))
     return whole
-
-
-def _scales(code: Code, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales that map `largest` to the code's largest number; none becomes zero or infinite in the dtype."""
-    limits = torch.finfo(dtype)
-    found: Tensor = code.scale(largest).clamp(limits.smallest_normal, limits.max)
-    return found
 
 
 def empty(
@@ -198,8 +226,10 @@ def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, toget
     Elements of x may have errors themselves: `apart` of each, independently, and `together` of all equally.
     """
     w64 = exact(w)
-    error = matmul_error(x, w if isinstance(w, Tensor) else w64)
-    if isinstance(w, Weight):
+    if isinstance(w, Tensor):
+        error = matmul_error(x, w)
+    else:
+        error = matmul_error(x, w.terms() if w.format.offsets else w64)
         apart, together = math.hypot(apart, LAMBDA * UNIT[dtype] / 2), together + UNIT[dtype]
     if apart or together:
         x64 = x.double()

@@ -1,33 +1,42 @@
-// Weights as codes with scales: y[m] = sum over groups g of scale[n, g] * (x[m, g] . codes[n, g]).
+// Weights as codes with scales: y[m] = sum over groups g of scale[n, g] * (x[m, g] . codes[n, g]); if groups have offsets,
+// plus offset[n, g] * (sum of x[m, g]), whose sums are computed once per row of x.
 //
-//   Nibbles   codes of 4 bits, unsigned, the weight is code - 8: a 32-bit word holds 8 neighbours along K, the first in
+//   Nibbles   codes of 4 bits, unsigned, the number is code - bias: a 32-bit word holds 8 neighbours along K, the first in
 //             its lowest bits; a row is whole lines of 128 codes
 //   Octets    codes of 8 bits, signed, one after another
+//   Fours     codes of 4 bits, unsigned, in blocks of 256 (two lines of 64 bytes)       } word l of each line holds parts of
+//   Sixes     codes of 6 bits, two's complement, in blocks of 256 (three lines)         } codes 16 l to 16 l + 15
 //
-// A scale is fp32, fp16 or bf16 and belongs to a row, or to 32, 64 or 128 neighbours in it. Codes become numbers in
-// registers, exactly, and are multiplied as in dot.h: by the bf16 dot if there is one and x is bf16, otherwise in fp32.
-// Only the sums are rounded; a scale multiplies the sum of its group once.
+// autosel/formats.py and ops/codes.py define the formats. Codes become numbers in registers, exactly, and are multiplied
+// as in dot.h: by the bf16 dot if there is one and x is bf16, otherwise in fp32. Only the sums are rounded; a scale
+// multiplies the sum of its group once.
 //
-// A register of 32-bit words is a piece: 8 * kLanes nibbles or 4 * kLanes octets. A lane only ever holds the codes of
-// its own word, so lanes never mix groups, and one multiplication by a vector of scales serves all groups of a piece.
-// x is laid out to match, once per call: `place` below.
+// A piece is what one round of a row's loop reads: one or more registers of 32-bit words. A lane only ever holds the
+// codes of its own words, so lanes never mix groups, and one multiplication by a vector of scales serves all groups of a
+// piece. x is laid out to match, once per call: `place` below; with offsets, followed by each lane's sum of x.
 //
-// Nibbles with the bf16 dot: vpermw takes the 5 lowest bits of each half word as an index; a table of two equal halves
-// ignores the fifth bit, so no bit is masked. 3 shifts, 4 lookups, 4 dots for 128 weights and a row of x.
+// Nibbles and Fours with the bf16 dot: vpermw takes the 5 lowest bits of each half word as an index; a table of two equal
+// halves ignores the fifth bit, so no bit is masked. 3 shifts, 4 lookups, 4 dots for 128 weights and a row of x.
+// Sixes with the bf16 dot: vpermi2w takes the 6 lowest bits of each half word. A half word of each line has two codes and
+// four bits that make two more: 9 operations, 8 lookups, 8 dots for 256 weights. A lane has one scale.
 // Octets with the bf16 dot: the upper and the lower byte of the bf16 of |code| come from two tables of 128 bytes (VBMI,
 // which the flags of the bf16 dot include), the sign is added to the upper byte, and interleaving the bytes gives 64
 // bf16: 8 operations, 2 dots. |-128| has bit 7, which the index ignores: its upper byte is set apart.
 #pragma once
+#include <tuple>
+
 #include "fused.h"
 
 namespace autosel {
 
 constexpr int64_t kNibblesInLine = 128;
+constexpr int64_t kBlockCodes = 256, kLaneCodes = 16;  // of Fours and Sixes: a block, and a word of each of its lines
 
 // --- codes -> registers of numbers -----------------------------------------------------------------------------------
 
-// What a register of numbers is: bf16 pairs for the dot, or fp32 lanes.
+// What a register of numbers is: bf16 pairs for the dot, or fp32 lanes; and how many elements of x it meets.
 template <class T> using Numbers = std::conditional_t<kPaired<T>, vu, vreg>;
+template <class T> constexpr int64_t kWidthOfX = kPaired<T> ? 2 * kLanes : kLanes;
 
 template <class T> static inline vreg multiply_codes(vreg acc, Numbers<T> w, const Wide<T>* x) {
 #if defined(AUTOSEL_BF16_DOT)
@@ -39,30 +48,62 @@ template <class T> static inline vreg multiply_codes(vreg acc, Numbers<T> w, con
     return fma(w, load(x), acc);
 }
 
-// bf16 of -8 .. 7 by code, twice.
-alignas(64) static constexpr uint16_t kNibbleTable[32] = {
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-
-template <class T> struct Nibbles {
-  static constexpr int kBits = 4, kRegisters = kPaired<T> ? 4 : 8;  // of numbers, and of x, per piece
-  static constexpr int64_t kCodes = 8 * kLanes;
-  // Which code of the piece is element e of register r of x.
-  static constexpr int64_t place(int64_t r, int64_t e) { return kPaired<T> ? e / 2 * 8 + e % 2 * 4 + r : e * 8 + r; }
-  template <int r> static inline Numbers<T> numbers(vu words) {
 #if defined(AUTOSEL_BF16_DOT)
-    if constexpr (kPaired<T>)
-      return reinterpret_cast<vu>(_mm512_permutexvar_epi16(
-          _mm512_srli_epi16(reinterpret_cast<__m512i>(words), 4 * r), _mm512_load_si512(kNibbleTable)));
-    else
-#endif
-    {
-      vi both = reinterpret_cast<vi>(words ^ 0x88888888u);  // code - 8 in two's complement
-      return __builtin_convertvector(both << (28 - 4 * r) >> 28, vreg);
+// bf16 of -32 .. 31, by their lowest bits: all numbers of a code with fewer than 7.
+template <int bits, int bias> struct NumberTable {
+  uint16_t bf16[64];
+  constexpr NumberTable() : bf16() {
+    for (int i = 0; i < 64; ++i) {
+      int code = i & ((1 << bits) - 1), n = bias < 0 ? (code ^ -bias) + bias : code - bias;  // bias < 0: two's complement
+      unsigned size = unsigned(n < 0 ? -n : n), e = 0;
+      while (size >> (e + 1)) ++e;
+      if (size) bf16[i] = uint16_t((n < 0 ? 0x8000u : 0u) | (127 + e) << 7 | (size << (7 - e) & 127));
     }
   }
+};
+template <int bits, int bias> alignas(64) constexpr NumberTable<bits, bias> kNumbers{};
+
+static inline vu four_bits_to_bf16(vu words, int shift, const uint16_t* table) {
+  return reinterpret_cast<vu>(_mm512_permutexvar_epi16(
+      _mm512_srli_epi16(reinterpret_cast<__m512i>(words), unsigned(shift)), _mm512_load_si512(table)));
+}
+#endif
+
+// Bits shift .. shift + bits - 1 of each lane as a number in two's complement, or without a sign.
+template <int bits> static inline vreg signed_bits(vu words, int shift) {
+  return __builtin_convertvector(reinterpret_cast<vi>(words << (32 - bits - shift)) >> (32 - bits), vreg);
+}
+template <int bits> static inline vreg unsigned_bits(vu words, int shift) {
+  return __builtin_convertvector(reinterpret_cast<vi>(words << (32 - bits - shift) >> (32 - bits)), vreg);
+}
+
+// Codes in one register of words per piece, in order: a piece begins 4 * kLanes bytes after the one before.
+struct InOrder {
+  static constexpr int kWords = 1;
+  static constexpr int64_t kBytes = 4 * kLanes;  // of a piece
+  static inline vu word(const uint8_t* row, int64_t p, int) {
+    vu words;
+    memcpy(&words, row + p * kBytes, sizeof words);
+    return words;
+  }
+};
+
+template <class T, int bias> struct Nibbles : InOrder {
+  static constexpr int kRegisters = kPaired<T> ? 4 : 8;  // of numbers, and of x, per piece
+  static constexpr int64_t kCodes = 8 * kLanes;
+  static constexpr bool kFilled = true;  // rows end with whole pieces
+  static constexpr int64_t row_bytes(int64_t k) { return (k + kNibblesInLine - 1) / kNibblesInLine * (kNibblesInLine / 2); }
+  // Which code of the piece is element e of register r of x.
+  static constexpr int64_t place(int64_t r, int64_t e) { return kPaired<T> ? e / 2 * 8 + e % 2 * 4 + r : e * 8 + r; }
+  template <int r> static inline Numbers<T> numbers(const vu* words) {
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kPaired<T>) return four_bits_to_bf16(words[0], 4 * r, kNumbers<4, bias>.bf16);
+    else
+#endif
+    if constexpr (bias == 8) return signed_bits<4>(words[0] ^ 0x88888888u, 4 * r);
+    else return unsigned_bits<4>(words[0], 4 * r);
+  }
+  static int number(const uint8_t* row, int64_t k) { return (row[k / 2] >> (k % 2 * 4) & 15) - bias; }
 };
 
 #if defined(AUTOSEL_BF16_DOT)
@@ -81,19 +122,20 @@ struct OctetTable {
 alignas(64) static constexpr OctetTable kOctetTable{};
 #endif
 
-template <class T> struct Octets {
-  static constexpr int64_t kCodes = 4 * kLanes;
-  static constexpr int kBits = 8;
+template <class T> struct Octets : InOrder {
   static constexpr int kRegisters = kPaired<T> ? 2 : 4;
+  static constexpr int64_t kCodes = 4 * kLanes;
+  static constexpr bool kFilled = false;
+  static constexpr int64_t row_bytes(int64_t k) { return k; }
   static constexpr int64_t place(int64_t r, int64_t e) {
     return kPaired<T> ? e / 8 * 16 + r * 8 + e % 8 : e * 4 + r;
   }
-  template <int r> static inline Numbers<T> numbers(vu words) {
+  template <int r> static inline Numbers<T> numbers(const vu* words) {
     if constexpr (!kPaired<T>) {
-      return __builtin_convertvector(reinterpret_cast<vi>(words << (24 - 8 * r)) >> 24, vreg);
+      return signed_bits<8>(words[0], 8 * r);
     } else {
 #if defined(AUTOSEL_BF16_DOT)
-      __m512i w = reinterpret_cast<__m512i>(words), size = _mm512_abs_epi8(w);
+      __m512i w = reinterpret_cast<__m512i>(words[0]), size = _mm512_abs_epi8(w);
       __m512i upper = _mm512_permutex2var_epi8(table(0), size, table(64));
       __m512i lower = _mm512_permutex2var_epi8(table(128), size, table(192));
       upper = _mm512_mask_mov_epi8(upper, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));  // 128
@@ -104,79 +146,323 @@ template <class T> struct Octets {
 #endif
     }
   }
+  static int number(const uint8_t* row, int64_t k) { return int8_t(row[k]); }
 #if defined(AUTOSEL_BF16_DOT)
   static inline __m512i table(int at) { return _mm512_load_si512(kOctetTable.byte + at); }
 #endif
 };
 
-// What the flags of a build choose: bits of a code, neighbours that share a scale (0: a row), the type of a scale.
-#if !defined(AUTOSEL_CODE_BITS)
-#define AUTOSEL_CODE_BITS 8
-#define AUTOSEL_GROUP 0
-#define AUTOSEL_SCALE float
+// Codes in blocks of `lines` lines. A piece is a block, or half of one if there are 8 lanes. Number 2 r + h of a lane is
+// in half h of its words, so that register r of pairs has neighbours.
+template <class T, int lines> struct InBlocks {
+  static constexpr int kWords = lines, kRegisters = kPaired<T> ? 8 : 16;
+  static constexpr int64_t kCodes = kLaneCodes * kLanes, kBytes = lines * 4 * kLanes;
+  static constexpr bool kFilled = true;
+  static constexpr int64_t kLine = 64;
+  static constexpr int64_t row_bytes(int64_t k) { return (k + kBlockCodes - 1) / kBlockCodes * lines * kLine; }
+  static constexpr int64_t place(int64_t r, int64_t e) {
+    return kPaired<T> ? e / 2 * kLaneCodes + r * 2 + e % 2 : e * kLaneCodes + r;
+  }
+  static inline vu word(const uint8_t* row, int64_t p, int line) {
+    vu words;
+    memcpy(&words, row + p * kCodes / kBlockCodes * lines * kLine + line * kLine + p * kLanes % 16 * 4, sizeof words);
+    return words;
+  }
+  // The half word of code k in a line.
+  static unsigned half(const uint8_t* row, int64_t k, int line) {
+    uint16_t found;
+    memcpy(&found, row + k / kBlockCodes * lines * kLine + line * kLine + k % kBlockCodes / kLaneCodes * 4 + k % 2 * 2,
+           sizeof found);
+    return found;
+  }
+};
+
+template <class T> struct Fours : InBlocks<T, 2> {
+  template <int r> static inline Numbers<T> numbers(const vu* words) {
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kPaired<T>) return four_bits_to_bf16(words[r / 4], 4 * (r % 4), kNumbers<4, 0>.bf16);
+    else
 #endif
-template <class T> using Code = std::conditional_t<AUTOSEL_CODE_BITS == 4, Nibbles<T>, Octets<T>>;
-using Scale = AUTOSEL_SCALE;
-constexpr int64_t kGroup = AUTOSEL_GROUP;
-static_assert(AUTOSEL_CODE_BITS == 4 || AUTOSEL_CODE_BITS == 8, "codes have 4 or 8 bits");
-static_assert(kGroup == 0 || kGroup == 32 || kGroup == 64 || kGroup == 128, "a scale is for a row or 32 to 128 codes");
+      return unsigned_bits<4>(words[r / 8], r % 2 * 16 + r / 2 % 4 * 4);
+  }
+  static int number(const uint8_t* row, int64_t k) {
+    int64_t r = k % kLaneCodes / 2;
+    return int(InBlocks<T, 2>::half(row, k, int(r / 4)) >> (r % 4 * 4) & 15);
+  }
+};
+
+template <class T> struct Sixes : InBlocks<T, 3> {
+  template <int r> static inline Numbers<T> numbers(const vu* words) {
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kPaired<T>) {
+      auto w = [&](int line) { return reinterpret_cast<__m512i>(words[line]); };
+      __m512i index;
+      if constexpr (r < 6) index = _mm512_srli_epi16(w(r / 2), 6 * (r % 2));
+      else  // low four bits | (upper two & 0x30)
+        index = _mm512_ternarylogic_epi64(_mm512_srli_epi16(w(r - 6), 12), _mm512_srli_epi16(w(2), r == 6 ? 8 : 10),
+                                          _mm512_set1_epi16(0x30), 0xf8);
+      const uint16_t* table = kNumbers<6, -32>.bf16;
+      return reinterpret_cast<vu>(
+          _mm512_permutex2var_epi16(_mm512_load_si512(table), index, _mm512_load_si512(table + 32)));
+    } else
+#endif
+    {
+      constexpr int pair = r / 2, half = r % 2 * 16;
+      if constexpr (pair < 6) return signed_bits<6>(words[pair / 2], half + 6 * (pair % 2));
+      else return signed_bits<6>((words[pair - 6] >> (half + 12) & 15) | (words[2] >> (half + (pair == 6 ? 8 : 10)) & 0x30), 0);
+    }
+  }
+  static int number(const uint8_t* row, int64_t k) {
+    int r = int(k % kLaneCodes / 2);
+    auto half = [&](int line) { return InBlocks<T, 3>::half(row, k, line); };
+    unsigned code = r < 6 ? half(r / 2) >> (6 * (r % 2)) & 63 : half(r - 6) >> 12 | (half(2) >> (2 * r) & 3) << 4;
+    return int(code ^ 32) - 32;
+  }
+};
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 
-// Scales of a piece; 0: a row's scale is applied to its sum.
-template <class T>
-constexpr int64_t kScales = kGroup == 0 ? 0 : kGroup < Code<T>::kCodes ? Code<T>::kCodes / kGroup : 1;
+// A scale and an offset for each lane of a piece.
+struct Scaled { vreg scale, offset; };
+
+template <class S> static inline float number_at(const uint8_t* at) {
+  S found;
+  memcpy(&found, at, sizeof found);
+  return widen(found);
+}
 
 #if defined(AUTOSEL_AVX512)
-static inline __m128 four_at(const float* s) { return _mm_loadu_ps(s); }
-static inline __m128i halves_at(const void* s) { return _mm_loadl_epi64(static_cast<const __m128i*>(s)); }
-static inline __m128 four_at(const f16* s) { return _mm_cvtph_ps(halves_at(s)); }
-static inline __m128 four_at(const bf16* s) {
-  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves_at(s)), 16));
+static inline vreg chosen(__m512 from, __m512i lanes) {
+  return reinterpret_cast<vreg>(_mm512_permutexvar_ps(lanes, from));
+}
+template <class S> static inline __m128 four_at(const uint8_t* at) {
+  if constexpr (sizeof(S) == 4) return _mm_loadu_ps(reinterpret_cast<const float*>(at));
+  __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  if constexpr (std::is_same_v<S, f16>) return _mm_cvtph_ps(halves);
+  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves), 16));
+}
+#elif defined(__AVX2__)
+static inline vreg chosen(__m256 from, __m256i lanes) {
+  return reinterpret_cast<vreg>(_mm256_permutevar8x32_ps(from, lanes));
 }
 #endif
 
-// The scale of each lane of a piece that has N of them.
-template <int64_t N> static inline vreg spread(const Scale* s) {
-  if constexpr (N == 1) return splat(widen(s[0]));
-#if defined(AUTOSEL_AVX512)
-  if constexpr (N == 2)
-    return reinterpret_cast<vreg>(
-        _mm512_mask_mov_ps(_mm512_set1_ps(widen(s[0])), 0xff00, _mm512_set1_ps(widen(s[1]))));
-  if constexpr (N == 4) {
-    const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return reinterpret_cast<vreg>(_mm512_permutexvar_ps(lane, _mm512_castps128_ps512(four_at(s))));
+// Numbers of type S for each group of neighbours (0: for a row): its scale, and its offset if there are any.
+template <int64_t group, class S, bool offsets> struct PerGroup {
+  using Stored = S;
+  static constexpr bool kOfRow = group == 0, kOffsets = offsets;
+  static constexpr int64_t kEntry = (offsets ? 2 : 1) * int64_t(sizeof(S));
+  static_assert(group == 0 || group == 32 || group == 64 || group == 128, "a scale is for a row or 32 to 128 codes");
+  static int64_t stored(int64_t k) { return group ? (k + group - 1) / (group ? group : 1) * (offsets ? 2 : 1) : 1; }
+  template <class C> static constexpr int64_t kMany = group == 0 || group >= C::kCodes ? 1 : C::kCodes / (group ? group : 1);
+
+  template <class C> static inline Scaled piece(const uint8_t* at, int64_t p) {
+    if constexpr (group == 0) return Scaled{};
+    else return spread<kMany<C>>(at + p * C::kCodes / group * kEntry);
   }
+  // The last piece, which ends at column k.
+  template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t k) {
+    if constexpr (group == 0) return Scaled{};
+    else {
+      uint8_t some[kMany<C> * kEntry] = {};
+      const int64_t first = p * C::kCodes / group, there = (k + group - 1) / group - first;
+      memcpy(some, at + first * kEntry, size_t((there < kMany<C> ? there : kMany<C>) * kEntry));
+      return spread<kMany<C>>(some);
+    }
+  }
+  static double weight(const uint8_t* at, int64_t k, int code) {
+    const uint8_t* entry = at + (group ? k / (group ? group : 1) : 0) * kEntry;
+    return double(number_at<S>(entry)) * code + (offsets ? double(number_at<S>(entry + sizeof(S))) : 0.0);
+  }
+
+ private:
+  // N entries, for as many equal parts of the lanes.
+  template <int64_t N> static inline Scaled spread(const uint8_t* s) {
+    if constexpr (N == 1) return {splat(number_at<S>(s)), offsets ? splat(number_at<S>(s + sizeof(S))) : vreg{}};
+#if defined(AUTOSEL_AVX512)
+    if constexpr (N == 2 && !offsets)
+      return {reinterpret_cast<vreg>(_mm512_mask_mov_ps(_mm512_set1_ps(number_at<S>(s)), 0xff00,
+                                                        _mm512_set1_ps(number_at<S>(s + kEntry)))), vreg{}};
+    if constexpr (N == 4 && !offsets) {
+      const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+      return {chosen(_mm512_castps128_ps512(four_at<S>(s)), lane), vreg{}};
+    }
+    if constexpr (N == 4 && offsets && std::is_same_v<S, f16>) {
+      __m512 all = _mm512_castps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s))));
+      const __m512i even = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+      return {chosen(all, even), chosen(all, _mm512_or_epi32(even, _mm512_set1_epi32(1)))};
+    }
 #elif defined(__AVX2__)
-  if constexpr (N == 2)
-    return reinterpret_cast<vreg>(_mm256_set_m128(_mm_set1_ps(widen(s[1])), _mm_set1_ps(widen(s[0]))));
+    if constexpr (N == 2 && !offsets)
+      return {reinterpret_cast<vreg>(_mm256_set_m128(_mm_set1_ps(number_at<S>(s + kEntry)),
+                                                     _mm_set1_ps(number_at<S>(s)))), vreg{}};
+    if constexpr (N == 2 && offsets && std::is_same_v<S, f16>) {
+      __m256 all = _mm256_castps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(s))));
+      return {chosen(all, _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2)),
+              chosen(all, _mm256_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3))};
+    }
 #endif
-  vreg v;
-  for (int i = 0; i < kLanes; ++i) v[i] = widen(s[i * N / kLanes]);
-  return v;
+    Scaled v{};
+    for (int i = 0; i < kLanes; ++i) {
+      v.scale[i] = number_at<S>(s + i * N / kLanes * kEntry);
+      if (offsets) v.offset[i] = number_at<S>(s + i * N / kLanes * kEntry + sizeof(S));
+    }
+    return v;
+  }
+};
+
+// For each block fp16 d and e, 8 bytes s and 8 bytes t: two lanes have the scale d s and the offset -e t.
+struct FourScales {
+  using Stored = uint8_t;
+  static constexpr bool kOfRow = false, kOffsets = true;
+  static constexpr int64_t kBlock = 20;
+  static int64_t stored(int64_t k) { return (k + kBlockCodes - 1) / kBlockCodes * kBlock; }
+
+  template <class C> static inline Scaled piece(const uint8_t* at, int64_t p) {
+    const uint8_t* block = at + p * C::kCodes / kBlockCodes * kBlock;
+    const int64_t first = p * kLanes % 16 / 2;
+#if defined(__AVX2__)
+    uint32_t both;
+    memcpy(&both, block, sizeof both);
+    __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(int(both ^ 0x80000000u)));  // d, -e
+#endif
+#if defined(AUTOSEL_AVX512)
+    __m512 integers =
+        _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 4 + first))));
+    const __m512i half = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i lane = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    __m512 all = _mm512_mul_ps(integers, _mm512_permutexvar_ps(half, _mm512_castps128_ps512(pair)));
+    return {chosen(all, lane), chosen(all, _mm512_or_epi32(lane, _mm512_set1_epi32(8)))};
+#elif defined(__AVX2__)
+    uint64_t four[2];
+    memcpy(four, block + 4, sizeof four);
+    int64_t bytes = int64_t((four[0] >> (8 * first) & 0xffffffffu) | four[1] >> (8 * first) << 32);
+    __m256 integers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes)));
+    __m256 halves = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(pair), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+    __m256 all = _mm256_mul_ps(integers, halves);
+    return {chosen(all, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)), chosen(all, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+#else
+    Scaled v{};
+    float d = number_at<f16>(block), e = number_at<f16>(block + 2);
+    for (int i = 0; i < kLanes; ++i)
+      v.scale[i] = d * block[4 + first + i / 2], v.offset[i] = -e * block[12 + first + i / 2];
+    return v;
+#endif
+  }
+  template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t) { return piece<C>(at, p); }
+  static double weight(const uint8_t* at, int64_t k, int code) {
+    const uint8_t *block = at + k / kBlockCodes * kBlock, *group = block + 4 + k % kBlockCodes / 32;
+    return double(number_at<f16>(block)) * group[0] * code - double(number_at<f16>(block + 2)) * group[8];
+  }
+};
+
+// For each block 16 signed bytes s, then fp16 d: a lane has the scale d s. With minimums 8 bytes t stand before d, and e
+// behind it: two lanes have the offset -e t.
+template <bool minimums> struct SixScales {
+  using Stored = uint8_t;
+  static constexpr bool kOfRow = false, kOffsets = minimums;
+  static constexpr int64_t kBlock = minimums ? 28 : 18, kHalves = minimums ? 24 : 16;
+  static int64_t stored(int64_t k) { return (k + kBlockCodes - 1) / kBlockCodes * kBlock; }
+
+  template <class C> static inline Scaled piece(const uint8_t* at, int64_t p) {
+    const uint8_t* block = at + p * C::kCodes / kBlockCodes * kBlock;
+    const int64_t first = p * kLanes % 16;
+    const uint8_t *bytes = block + first, *least = block + 16 + first / 2;
+    vreg d = splat(number_at<f16>(block + kHalves)), e{};
+    if constexpr (minimums) e = splat(-number_at<f16>(block + kHalves + 2));
+#if defined(AUTOSEL_AVX512)
+    auto wide = [](__m512i integers) { return reinterpret_cast<vreg>(_mm512_cvtepi32_ps(integers)); };
+    vreg scale = wide(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) * d;
+    if constexpr (!minimums) return {scale, e};
+    __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(least));
+    return {scale, wide(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(eight, eight))) * e};
+#elif defined(__AVX2__)
+    auto wide = [](__m256i integers) { return reinterpret_cast<vreg>(_mm256_cvtepi32_ps(integers)); };
+    vreg scale = wide(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)))) * d;
+    if constexpr (!minimums) return {scale, e};
+    __m128i four = _mm_loadu_si32(least);
+    return {scale, wide(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(four, four))) * e};
+#else
+    Scaled v{};
+    for (int i = 0; i < kLanes; ++i) v.scale[i] = d[i] * int8_t(bytes[i]), v.offset[i] = minimums ? e[i] * least[i / 2] : 0;
+    return v;
+#endif
+  }
+  template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t) { return piece<C>(at, p); }
+  static double weight(const uint8_t* at, int64_t k, int code) {
+    const uint8_t* block = at + k / kBlockCodes * kBlock;
+    double w = double(number_at<f16>(block + kHalves)) * int8_t(block[k % kBlockCodes / 16]) * code;
+    if (minimums) w -= double(number_at<f16>(block + kHalves + 2)) * block[16 + k % kBlockCodes / 32];
+    return w;
+  }
+};
+
+// --- formats ---------------------------------------------------------------------------------------------------------
+
+template <int bits, int64_t group, class S> struct Symmetric {
+  static_assert(bits == 4 || bits == 8, "codes have 4 or 8 bits");
+  template <class T> using Codes = std::conditional_t<bits == 4, Nibbles<T, 8>, Octets<T>>;
+  using Scales = PerGroup<group, S, false>;
+};
+template <int64_t group, class S> struct Affine {
+  template <class T> using Codes = Nibbles<T, 0>;
+  using Scales = PerGroup<group, S, true>;
+};
+struct Q4K {
+  template <class T> using Codes = Fours<T>;
+  using Scales = FourScales;
+};
+template <bool minimums> struct SixK {
+  template <class T> using Codes = Sixes<T>;
+  using Scales = SixScales<minimums>;
+};
+using Q6K = SixK<false>;
+using Q6KM = SixK<true>;
+
+// The formats that a build reads, by the numbers that a caller gives them; the kernel of one op reads the first.
+#if !defined(AUTOSEL_FORMATS)
+#define AUTOSEL_FORMATS Symmetric<8, 0, float>
+#endif
+using Formats = std::tuple<AUTOSEL_FORMATS>;
+using OnlyFormat = std::tuple_element_t<0, Formats>;
+
+// Calls act with a value of the format's type.
+template <size_t i = 0, class Act> static inline decltype(auto) with_format(int64_t format, const Act& act) {
+  if constexpr (i + 1 < std::tuple_size_v<Formats>)
+    if (format != int64_t(i)) return with_format<i + 1>(format, act);
+  return act(std::tuple_element_t<i, Formats>{});
 }
 
 // --- R rows of codes against M rows of x -----------------------------------------------------------------------------
 
-// A matrix [rows, columns] of codes. Strides are in bytes and in scales.
+// A matrix [rows, columns] of codes. Strides are in bytes.
 struct Coded {
   const uint8_t* codes;
   int64_t rows, columns, stride;
-  const Scale* scales;
+  const uint8_t* scales;
   int64_t scale_stride;
   const uint8_t* row(int64_t n) const { return codes + n * stride; }
+  const uint8_t* scales_of(int64_t n) const { return scales + n * scale_stride; }
 };
 
-// One weight, as an embedding reads it.
-static inline float number(const Coded& w, int64_t n, int64_t k) {
-  const uint8_t* codes = w.row(n);
-  int code = AUTOSEL_CODE_BITS == 4 ? (codes[k / 2] >> (k % 2 * 4) & 15) - 8 : int(int8_t(codes[k]));
-  return float(code) * widen(w.scales[n * w.scale_stride + (kGroup ? k / (kGroup ? kGroup : 1) : 0)]);
+// One weight in T, rounded once, as an embedding reads it. Double holds it exactly; a float that lies between the numbers
+// of 16 bits like the weight does rounds as the weight itself.
+template <class T, class F> static inline T weight_at(const Coded& w, int64_t n, int64_t k) {
+  double exact = F::Scales::weight(w.scales_of(n), k, F::template Codes<T>::number(w.row(n), k));
+  float near = float(exact);
+  if (sizeof(T) == 2 && double(near) != exact && std::isfinite(near)) {
+    uint32_t bits = float_to_bits(near) - (std::fabs(double(near)) > std::fabs(exact) ? 1 : 0);
+    near = bits_to_float(bits | 1);
+  }
+  return narrow<T>(near);
 }
 
-template <class T> static inline int64_t pieces_in(int64_t k) { return (k + Code<T>::kCodes - 1) / Code<T>::kCodes; }
-template <class T> static inline int64_t coded_panel_elements(int64_t m, int64_t k) {
-  return pieces_in<T>(k) * Code<T>::kCodes * m;
+// Registers of x per piece: those that meet numbers, and the sums.
+template <class T, class F>
+constexpr int64_t kRegistersOfX = F::template Codes<T>::kRegisters + (F::Scales::kOffsets ? 1 : 0);
+template <class T, class F> static inline int64_t coded_panel_elements(int64_t m, int64_t k) {
+  constexpr int64_t kCodes = F::template Codes<T>::kCodes;
+  return (k + kCodes - 1) / kCodes * kRegistersOfX<T, F> * kWidthOfX<T> * m;
 }
 
 template <class F, int... I>
@@ -188,128 +474,154 @@ static inline __attribute__((always_inline)) void each_of(const F& f, std::integ
 template <class T>
 using CodedBlock = void (*)(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out);
 
-template <class T, int M, int R>
+template <class T, class F, int M, int R>
 static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out) {
-  constexpr int64_t W = kPaired<T> ? 2 * kLanes : kLanes, N = kScales<T>, kPieceBytes = 4 * kLanes;
-  const uint8_t* codes = w.row(n);
-  const Scale* scales = w.scales + n * w.scale_stride;
+  using C = typename F::template Codes<T>;
+  using S = typename F::Scales;
+  constexpr int64_t W = kWidthOfX<T>;
+  const uint8_t *codes = w.row(n), *scales = w.scales_of(n);
   vreg acc[R][M] = {};
-  auto piece = [&](const vu* words, const vreg* scale) __attribute__((always_inline)) {
+  auto piece = [&](const vu (*words)[C::kWords], const Scaled* scaled) __attribute__((always_inline)) {
     vreg part[R][M] = {};
     each_of([&](auto r) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int i = 0; i < R; ++i) {
-        Numbers<T> number = Code<T>::template numbers<r>(words[i]);
+        Numbers<T> number = C::template numbers<r>(words[i]);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) part[i][m] = multiply_codes<T>(part[i][m], number, x + (r * M + m) * W);
       }
-    }, std::make_integer_sequence<int, Code<T>::kRegisters>{});
+    }, std::make_integer_sequence<int, C::kRegisters>{});
+    const Wide<T>* sums = x + C::kRegisters * M * W;
 #pragma GCC unroll 4
     for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) acc[i][m] = N == 0 ? acc[i][m] + part[i][m] : fma(part[i][m], scale[i], acc[i][m]);
-    x += Code<T>::kRegisters * M * W;
+      for (int m = 0; m < M; ++m) {
+        acc[i][m] = S::kOfRow ? acc[i][m] + part[i][m] : fma(part[i][m], scaled[i].scale, acc[i][m]);
+        if constexpr (S::kOffsets)
+          acc[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, acc[i][m]);
+      }
+    x += kRegistersOfX<T, F> * M * W;
   };
-  const int64_t whole = w.columns / Code<T>::kCodes;
+  const int64_t whole = w.columns / C::kCodes;
   for (int64_t p = 0; p < whole; ++p) {
-    vu words[R];
-    vreg scale[R];
+    vu words[R][C::kWords];
+    Scaled scaled[R];
 #pragma GCC unroll 4
     for (int i = 0; i < R; ++i) {
-      if (kPieceBytes == 64 || (p * R + i) % 2 == 0) prefetch_l2(next + (p * R + i) * kPieceBytes);
-      memcpy(&words[i], codes + i * w.stride + p * kPieceBytes, sizeof words[i]);
-      if constexpr (N > 1) scale[i] = spread<N>(scales + i * w.scale_stride + p * N);
-      else if constexpr (N == 1) scale[i] = spread<1>(scales + i * w.scale_stride + p * Code<T>::kCodes / kGroup);
+      if (C::kBytes >= 64 || (p * R + i) % 2 == 0)
+        for (int64_t at = 0; at < C::kBytes; at += 64) prefetch_l2(next + (p * R + i) * C::kBytes + at);
+      for (int line = 0; line < C::kWords; ++line) words[i][line] = C::word(codes + i * w.stride, p, line);
+      scaled[i] = S::template piece<C>(scales + i * w.scale_stride, p);
     }
-    piece(words, scale);
+    piece(words, scaled);
   }
-  const int64_t left = w.columns - whole * Code<T>::kCodes;
+  const int64_t left = w.columns - whole * C::kCodes;
   if (left > 0) {
-    vu words[R] = {};
-    vreg scale[R];
+    vu words[R][C::kWords] = {};
+    Scaled scaled[R];
     for (int i = 0; i < R; ++i) {
-      memcpy(&words[i], codes + i * w.stride + whole * kPieceBytes, size_t(left * Code<T>::kBits + 7) / 8);
-      if constexpr (N > 0) {
-        const Scale* from = scales + i * w.scale_stride;
-        const int64_t first = whole * Code<T>::kCodes / kGroup, there = (w.columns + kGroup - 1) / kGroup - first;
-        Scale some[N] = {};
-        for (int64_t s = 0; s < N && s < there; ++s) some[s] = from[first + s];
-        scale[i] = spread<N>(some);
-      }
+      if constexpr (C::kFilled)
+        for (int line = 0; line < C::kWords; ++line) words[i][line] = C::word(codes + i * w.stride, whole, line);
+      else memcpy(&words[i][0], codes + i * w.stride + whole * C::kBytes, size_t(left));
+      scaled[i] = S::template last<C>(scales + i * w.scale_stride, whole, w.columns);
     }
-    piece(words, scale);
+    piece(words, scaled);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < R * M; ++i) {
     float total = sum(acc[i / M][i % M]);
-    if constexpr (N == 0) total *= widen(scales[i / M * w.scale_stride]);
+    if constexpr (S::kOfRow) total *= number_at<typename S::Stored>(scales + i / M * w.scale_stride);
     out[i % M * R + i / M] = total;
   }
 }
 
 // The kernels: four rows together for one or two rows of x, two for three or four, otherwise one.
-template <class T, int M> static CodedBlock<T> coded_block_of(int64_t rows) {
-  if constexpr (M <= 2) if (rows >= 4) return coded_block<T, M, 4>;
-  if constexpr (M > 2 && M <= 4) if (rows >= 2) return coded_block<T, M, 2>;
-  return coded_block<T, M, 1>;
+template <class T, class F, int M> static CodedBlock<T> coded_block_of(int64_t rows) {
+  if constexpr (M <= 2) if (rows >= 4) return coded_block<T, F, M, 4>;
+  if constexpr (M > 2 && M <= 4) if (rows >= 2) return coded_block<T, F, M, 2>;
+  return coded_block<T, F, M, 1>;
 }
 
-template <class T> static CodedBlock<T> coded_block_for(int64_t m, int64_t rows) {
+template <class T, class F> static CodedBlock<T> coded_block_for(int64_t m, int64_t rows) {
   switch (m) {
-    case 1: return coded_block_of<T, 1>(rows);
-    case 2: return coded_block_of<T, 2>(rows);
-    case 3: return coded_block_of<T, 3>(rows);
-    case 4: return coded_block_of<T, 4>(rows);
-    case 5: return coded_block_of<T, 5>(rows);
-    case 6: return coded_block_of<T, 6>(rows);
+    case 1: return coded_block_of<T, F, 1>(rows);
+    case 2: return coded_block_of<T, F, 2>(rows);
+    case 3: return coded_block_of<T, F, 3>(rows);
+    case 4: return coded_block_of<T, F, 4>(rows);
+    case 5: return coded_block_of<T, F, 5>(rows);
+    case 6: return coded_block_of<T, F, 6>(rows);
   }
   if constexpr (kMostTogether == 8) switch (m) {
-    case 7: return coded_block_of<T, 7>(rows);
-    case 8: return coded_block_of<T, 8>(rows);
+    case 7: return coded_block_of<T, F, 7>(rows);
+    case 8: return coded_block_of<T, F, 8>(rows);
   }
   return nullptr;
 }
 
+// --- x ---------------------------------------------------------------------------------------------------------------
+
 // Writes a piece of x, register r to to + r * apart.
-template <class T> static inline void lay_out(const Wide<T>* x, Wide<T>* to, int64_t apart) {
-  constexpr int64_t W = kPaired<T> ? 2 * kLanes : kLanes;
-  if constexpr (kPaired<T> && AUTOSEL_CODE_BITS == 4) {  // x[4 e + r]: the fourths of a 64-bit word
+template <class T, class C> static inline void lay_out(const Wide<T>* x, Wide<T>* to, int64_t apart) {
+  constexpr int64_t W = kWidthOfX<T>;
+  if constexpr (kPaired<T> && C::kWords == 1 && C::kRegisters == 4) {  // x[4 e + r]: the fourths of a 64-bit word
     uint64_t fours[W];
     memcpy(fours, x, sizeof fours);
     for (int64_t r = 0; r < 4; ++r)
       for (int64_t e = 0; e < W; ++e) to[r * apart + e].bits = uint16_t(fours[e] >> (16 * r));
+  } else if constexpr (kPaired<T> && C::kWords > 1) {  // pairs
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      for (int64_t r = 0; r < C::kRegisters; ++r)
+        memcpy(to + r * apart + 2 * lane, x + kLaneCodes * lane + 2 * r, 2 * sizeof(*x));
   } else {
-    for (int64_t r = 0; r < Code<T>::kRegisters; ++r)
-      for (int64_t e = 0; e < W; ++e) to[r * apart + e] = x[Code<T>::place(r, e)];
+    for (int64_t r = 0; r < C::kRegisters; ++r)
+      for (int64_t e = 0; e < W; ++e) to[r * apart + e] = x[C::place(r, e)];
   }
 }
 
+// Writes the sum of each lane's x behind the registers of a piece.
+template <class T, class C> static inline void add_up(Wide<T>* x, int64_t apart) {
+  vreg sums{};
+  for (int64_t r = 0; r < C::kRegisters; ++r) {
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kPaired<T>)
+      sums = multiply_codes<T>(sums, reinterpret_cast<vu>(_mm512_set1_epi16(0x3f80)), x + r * apart);
+    else
+#endif
+      sums = sums + load(x + r * apart);
+  }
+  store(reinterpret_cast<float*>(x + C::kRegisters * apart), sums);
+}
+
 // Rows of x [piece][register][rows][W], group after group (dot.h), zeros behind K.
-template <class T, class X> static void pack_for_codes(const Matrix<const X>& x, Wide<T>* out) {
-  constexpr int64_t W = kPaired<T> ? 2 * kLanes : kLanes, kCodes = Code<T>::kCodes;
+template <class T, class F, class X> static void pack_for_codes(const Matrix<const X>& x, Wide<T>* out) {
+  using C = typename F::template Codes<T>;
+  constexpr int64_t W = kWidthOfX<T>, kCodes = C::kCodes;
   Groups groups(x.rows);
   for (int64_t g = 0, first = 0; g < groups.count; first += groups.of(g++)) {
     int64_t m = groups.of(g);
     for (int64_t i = 0; i < m; ++i) {
-      Wide<T>* to = out + coded_panel_elements<T>(first, x.columns) + i * W;
-      for (int64_t k = 0; k < x.columns; k += kCodes, to += kCodes * m) {
+      Wide<T>* to = out + coded_panel_elements<T, F>(first, x.columns) + i * W;
+      for (int64_t k = 0; k < x.columns; k += kCodes, to += kRegistersOfX<T, F> * W * m) {
         const X* from = x.row(first + i) + k;
         int64_t some = x.columns - k < kCodes ? x.columns - k : kCodes;
-        Wide<T> wide[kCodes] = {};
-        if constexpr (std::is_same_v<X, Wide<T>>) {
-          if (some == kCodes) { lay_out<T>(from, to, m * W); continue; }
-          memcpy(wide, from, size_t(some) * sizeof(X));
-        } else {
-          for (int64_t c = 0; c < some; ++c) wide[c] = widen(from[c]);
+        bool direct = false;
+        if constexpr (std::is_same_v<X, Wide<T>>) direct = some == kCodes;
+        if constexpr (std::is_same_v<X, Wide<T>>) if (direct) lay_out<T, C>(from, to, m * W);
+        if (!direct) {
+          Wide<T> wide[kCodes] = {};
+          for (int64_t c = 0; c < some; ++c)
+            if constexpr (std::is_same_v<X, Wide<T>>) wide[c] = from[c];
+            else wide[c] = widen(from[c]);
+          lay_out<T, C>(wide, to, m * W);
         }
-        lay_out<T>(wide, to, m * W);
+        if constexpr (F::Scales::kOffsets) add_up<T, C>(to, m * W);
       }
     }
   }
 }
 
 // The columns that stream_runs computes.
-template <class T> struct CodedColumns {
+template <class T, class F> struct CodedColumns {
   const Coded* w;
   const Wide<T>* panel;
   Groups groups;
@@ -321,8 +633,8 @@ template <class T> struct CodedColumns {
     rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 ? 2 : 1;
     if (groups.larger < groups.count && groups.rows == 3) rows = 1;  // a group of three and one of two
     for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) {
-      several[smaller] = coded_block_for<T>(groups.rows - smaller, rows);
-      one[smaller] = coded_block_for<T>(groups.rows - smaller, 1);
+      several[smaller] = coded_block_for<T, F>(groups.rows - smaller, rows);
+      one[smaller] = coded_block_for<T, F>(groups.rows - smaller, 1);
     }
   }
   const void* at(int64_t n) const { return w->row(n); }
@@ -339,50 +651,59 @@ template <class T> struct CodedColumns {
     else if (n + taken < to) next = at + taken * w->stride;
     const CodedBlock<T>* block = whole ? several : one;
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++), next = at)
-      block[g >= groups.larger](*w, n, panel + coded_panel_elements<T>(i, w->columns), next, out + i * taken);
+      block[g >= groups.larger](*w, n, panel + coded_panel_elements<T, F>(i, w->columns), next, out + i * taken);
     return taken;
   }
 };
 
 // --- all of it -------------------------------------------------------------------------------------------------------
 
-// Raises ValueError unless the operands are a matrix of `rows` x `columns` (-1: any) in the build's format.
+template <class S> constexpr const char* kTypeName = "float32";
+template <> inline constexpr const char* kTypeName<bf16> = "bfloat16";
+template <> inline constexpr const char* kTypeName<f16> = "float16";
+template <> inline constexpr const char* kTypeName<uint8_t> = "uint8";
+template <class S> constexpr int kTypeCode = kDLFloat;
+template <> inline constexpr int kTypeCode<bf16> = kDLBfloat;
+template <> inline constexpr int kTypeCode<uint8_t> = kDLUInt;
+
+// Raises ValueError unless the operands are a matrix of `rows` x `columns` (-1: any) in the format.
+template <class F>
 static Coded coded_matrix(const TensorView& codes, const TensorView& scales, const char* name, int64_t rows,
                           int64_t columns) {
-  constexpr bool packed = AUTOSEL_CODE_BITS == 4;
-  const int64_t wide = packed ? (columns + kNibblesInLine - 1) / kNibblesInLine * (kNibblesInLine / 2) : columns;
-  const int64_t groups = kGroup ? (columns + kGroup - 1) / kGroup : 1;
+  using C = typename F::template Codes<float>;
+  using S = typename F::Scales;
+  using Stored = typename S::Stored;
+  constexpr bool bytes = C::kFilled, of_row = S::kOfRow;
+  const int64_t wide = C::row_bytes(columns), many = S::stored(columns);
   DLDataType c = codes.dtype(), s = scales.dtype();
-  AUTOSEL_CHECK(codes.ndim() == 2 && c.code == (packed ? kDLUInt : kDLInt) && c.bits == 8,
-                name << ".codes must be " << (packed ? "uint8 [N,K/2]" : "int8 [N,K]"));
+  AUTOSEL_CHECK(codes.ndim() == 2 && c.code == (bytes ? kDLUInt : kDLInt) && c.bits == 8,
+                name << ".codes must be " << (bytes ? "uint8" : "int8") << " [N," << (bytes ? "bytes]" : "K]"));
   AUTOSEL_CHECK((rows < 0 || codes.size(0) == rows) && codes.size(1) == wide,
                 name << ".codes is " << codes.size(0) << " x " << codes.size(1) << ", expected " << rows << " x "
                      << wide << " (-1: any)");
   AUTOSEL_CHECK(wide <= 1 || codes.stride(1) == 1, name << ".codes: last dimension not contiguous");
-  constexpr bool is_bf16 = std::is_same_v<Scale, bf16>;
-  constexpr const char* dtype = is_bf16 ? "bfloat16" : sizeof(Scale) == 2 ? "float16" : "float32";
-  AUTOSEL_CHECK(s.code == (is_bf16 ? kDLBfloat : kDLFloat) && s.bits == 8 * sizeof(Scale) &&
-                    scales.ndim() == (kGroup ? 2 : 1) && scales.size(0) == codes.size(0) &&
-                    (!kGroup || scales.size(1) == groups),
-                name << ".scales must be " << dtype << " [" << codes.size(0) << (kGroup ? ",K/group]" : "]"));
-  constexpr int last = kGroup ? 1 : 0;
+  AUTOSEL_CHECK(s.code == kTypeCode<Stored> && s.bits == 8 * sizeof(Stored) && scales.ndim() == (of_row ? 1 : 2) &&
+                    scales.size(0) == codes.size(0) && (of_row || scales.size(1) == many),
+                name << ".scales must be " << kTypeName<Stored> << " [" << codes.size(0)
+                     << (of_row ? "]" : ",K/group or bytes]"));
+  constexpr int last = of_row ? 0 : 1;
   AUTOSEL_CHECK(scales.size(last) <= 1 || scales.stride(last) == 1, name << ".scales: not contiguous");
-  return {data<const uint8_t>(codes), codes.size(0),      columns, codes.stride(0),
-          data<const Scale>(scales),  scales.stride(0)};
+  return {data<const uint8_t>(codes), codes.size(0), columns, codes.stride(0),
+          reinterpret_cast<const uint8_t*>(data<const Stored>(scales)), scales.stride(0) * int64_t(sizeof(Stored))};
 }
 
 // As dot.h's `stream`.
-template <class T, int Parts, class X, class Done>
+template <class T, int Parts, class X, class Done, class F = OnlyFormat>
 static void stream_coded(const X& x, int64_t m, const Coded* w, int64_t threads, int64_t rows, const Done& done) {
   AUTOSEL_CHECK(rows >= 1, "rows is " << rows << ", expected at least 1");
   parallel(threads, w->rows, 8, [&](int64_t begin, int64_t end, int rank) {
     static thread_local Scratch scratch;
     for (int64_t m0 = 0; m0 < m; m0 += kMaxRows) {
       int64_t some = m - m0 < kMaxRows ? m - m0 : kMaxRows;
-      Wide<T>* panel = scratch.get<Wide<T>>(coded_panel_elements<T>(some, w->columns));
-      pack_for_codes<T>(x(m0, some), panel);
-      CodedColumns<T> columns[Parts];
-      for (int p = 0; p < Parts; ++p) columns[p] = CodedColumns<T>(w + p, panel, some, rows);
+      Wide<T>* panel = scratch.get<Wide<T>>(coded_panel_elements<T, F>(some, w->columns));
+      pack_for_codes<T, F>(x(m0, some), panel);
+      CodedColumns<T, F> columns[Parts];
+      for (int p = 0; p < Parts; ++p) columns[p] = CodedColumns<T, F>(w + p, panel, some, rows);
       auto offset = [&](int64_t i, int64_t n, int64_t count, const float* const* v) {
         done(rank, m0 + i, n, count, v);
       };

@@ -16,8 +16,8 @@ static void gate_up_coded(TensorView x, TensorView norm_weight, TensorView gate_
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto gate = coded_matrix(gate_codes, gate_scales, "w_gate", -1, from.columns);
-    Coded weights[2] = {gate, coded_matrix(up_codes, up_scales, "w_up", gate.rows, from.columns)};
+    auto gate = coded_matrix<OnlyFormat>(gate_codes, gate_scales, "w_gate", -1, from.columns);
+    Coded weights[2] = {gate, coded_matrix<OnlyFormat>(up_codes, up_scales, "w_up", gate.rows, from.columns)};
     auto to = matrix<T>(y, "y", x, from.rows, gate.rows);
     auto scale = vector<const T>(norm_weight, "norm_weight", x, from.columns);
     Normalised<T> normalised{from, scale, float(eps), float(offset)};

@@ -13,7 +13,7 @@ static void gemv_coded(TensorView x, TensorView codes, TensorView scales, Option
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto weights = coded_matrix(codes, scales, "w", -1, from.columns);
+    auto weights = coded_matrix<OnlyFormat>(codes, scales, "w", -1, from.columns);
     auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
     auto add = residual ? matrix<const T>(*residual, "residual", x, from.rows, weights.rows) : Matrix<const T>{};
     const T* b = bias ? vector<const T>(*bias, "bias", x, weights.rows) : nullptr;

@@ -16,7 +16,7 @@ static void lm_head_coded(TensorView x, TensorView codes, TensorView scales, int
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto weights = coded_matrix(codes, scales, "w", -1, from.columns);
+    auto weights = coded_matrix<OnlyFormat>(codes, scales, "w", -1, from.columns);
     int64_t m = from.rows;
     if (!greedy) {
       auto to = matrix<T>(out, "logits", x, m, weights.rows);

@@ -12,7 +12,7 @@ static void norm_qkv_coded(TensorView x, TensorView norm_weight, TensorView code
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
-    auto weights = coded_matrix(codes, scales, "w", -1, from.columns);
+    auto weights = coded_matrix<OnlyFormat>(codes, scales, "w", -1, from.columns);
     auto to = matrix<T>(y, "y", x, from.rows, weights.rows);
     auto scale = vector<const T>(norm_weight, "norm_weight", x, from.columns);
     Normalised<T> normalised{from, scale, float(eps), float(offset)};

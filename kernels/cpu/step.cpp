@@ -44,8 +44,8 @@ template <class T> struct Embed {
   const int64_t* tokens;
   double scale;
   T* out;  // [rows, d]
-  const Scale* scales;  // if the table holds codes
-  int64_t scale_stride;
+  const uint8_t* scales;  // if the table holds codes
+  int64_t scale_stride, format;
 };
 
 // y = epilogue(prologue(x) @ w^T) for rows <= kMaxRows rows of x.
@@ -62,15 +62,15 @@ template <class T> struct Project {
   const T* norm;
   double eps, offset;
   int64_t rounded;
-  const T *w, *up;  // [n, k]; codes if scales are given, and then strides are in bytes
+  const T *w, *up;  // [n, k]; codes if scales are given, in this format of the build, and strides in bytes
   int64_t w_stride, up_stride;
   const void *packed, *packed_up;  // the same matrices in the form of pack.h, or null
   int64_t epilogue, activation;
   const T* add;    // [rows, n]: kAdd's residual, or null
   T* y;            // [rows, n]
   int64_t* token;  // [rows]: kChoose
-  const Scale *scales, *up_scales;  // of codes, or null
-  int64_t scale_stride, up_scale_stride;
+  const uint8_t *scales, *up_scales;  // of codes, or null
+  int64_t scale_stride, up_scale_stride, format;
 };
 
 template <class T> struct Attend {
@@ -235,10 +235,12 @@ template <class T> class Walker {
       T* to = p.out + i * p.d;
       if (p.scales) {  // a row is rounded once, then scaled like any row
         Coded table{reinterpret_cast<const uint8_t*>(p.table), p.vocabulary, p.d, p.stride, p.scales, p.scale_stride};
-        for (int64_t c = 0; c < p.d; ++c) {
-          to[c] = narrow<T>(number(table, p.tokens[i], c));
-          if (p.scale != 1.0) to[c] = narrow<T>(widen(to[c]) * float(p.scale));
-        }
+        with_format(p.format, [&](auto format) {
+          for (int64_t c = 0; c < p.d; ++c) {
+            to[c] = weight_at<T, decltype(format)>(table, p.tokens[i], c);
+            if (p.scale != 1.0) to[c] = narrow<T>(widen(to[c]) * float(p.scale));
+          }
+        });
         continue;
       }
       if (p.scale == 1.0) memcpy(to, from, size_t(p.d) * sizeof(T));
@@ -308,9 +310,11 @@ template <class T> class Walker {
       auto bytes = [](const T* w) { return reinterpret_cast<const uint8_t*>(w); };
       Coded at[2] = {{bytes(p.w), p.n, p.k, p.w_stride, p.scales, p.scale_stride},
                      {bytes(p.up), p.n, p.k, p.up_stride, p.up_scales, p.up_scale_stride}};
-      CodedColumns<T> w[2];
-      for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
-      return share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
+      return with_format(p.format, [&](auto format) {
+        CodedColumns<T, decltype(format)> w[2];
+        for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
+        share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
+      });
     }
     Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     PlainColumns<T> w[2];
@@ -359,10 +363,12 @@ template <class T> class Walker {
       if (rank_ == 0) memcpy(p.joined, joined, size_t(elements) * sizeof(T));
       x.at = joined;
     }
-    int64_t room = std::max(dot_panel_elements<T>(p.rows, p.k), coded_panel_elements<T>(p.rows, p.k));
+    int64_t room = dot_panel_elements<T>(p.rows, p.k);
+    if (p.scales)
+      with_format(p.format, [&](auto format) { room = coded_panel_elements<T, decltype(format)>(p.rows, p.k); });
     Wide<T>* panel = packed.get<Wide<T>>(room);
     auto pack = [&p, panel](const auto& rows) {
-      if (p.scales) pack_for_codes<T>(rows, panel);
+      if (p.scales) with_format(p.format, [&](auto format) { pack_for_codes<T, decltype(format)>(rows, panel); });
       else pack_for_dot<T>(rows, panel);
     };
     if (!p.norm) {
@@ -526,6 +532,8 @@ template <class T> int64_t check(const Run& run, size_t* unfinished, int64_t thr
       const auto& p = as<Project<T>>(task);
       AUTOSEL_CHECK(p.rows >= 1 && p.rows <= kMaxRows && p.together >= 1, "step: a projection of " << p.rows << " rows");
       check_packed<T>(p, p.packed), check_packed<T>(p, p.packed_up);
+      AUTOSEL_CHECK(!p.scales || (p.format >= 0 && p.format < int64_t(std::tuple_size_v<Formats>)),
+                    "step: format " << p.format << " of " << std::tuple_size_v<Formats> << " in this build");
       AUTOSEL_CHECK(!p.packed == !p.packed_up || p.epilogue != kGate, "step: of gate and up one is packed");
       rows = p.rows > rows ? p.rows : rows;
     } else if (as<Head>(task).kind == kAttend) {

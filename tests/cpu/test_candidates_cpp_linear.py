@@ -8,13 +8,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autosel import resources
 from autosel.candidates.cpp.base import CppKernel
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load, reader_of
@@ -27,7 +30,7 @@ from autosel.native.isa import ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.ops import OPS
 from autosel.ops.codes import CODES
-from autosel.ops.contract import DTYPE, Inputs, Match, Op
+from autosel.ops.contract import DTYPE, Case, Inputs, Match, Op
 from autosel.ops.weight import Weight, empty, quantise
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
 from tests import drawn
@@ -345,14 +348,15 @@ def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(format_: st
 
 @pytest.mark.parametrize(("format_", "dtype", "isa"), CODED_BUILDS)
 def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeName, isa: Isa) -> None:
-    """Multiply all codes by powers of two, with a scale of two, so that each product is exact, at every place of K."""
+    """Multiply all codes by powers of two, with simple scales, so that each product is exact, at every place of K."""
     k, found = 290, find_weight_format(format_)
-    numbers = torch.arange(-(2 ** (found.bits - 1)), 2 ** (found.bits - 1)).float()
-    w = empty(found, len(numbers), k, dtype=DTYPE[dtype])
-    same = numbers[:, None].expand(-1, k)
-    w.codes.copy_(CODES[found.code].nearest(same) if found.bits == 4 else same)
-    w.scales.fill_(2.0)
-    assert torch.equal(w.exact(), 2 * numbers[:, None].double().expand(-1, k))
+    code, w = CODES[found.code], empty(found, 2**found.bits, k, dtype=DTYPE[dtype])
+    least = float(code.numbers(code.lowest(tuple(w.codes.shape))).min())
+    same = (torch.arange(2**found.bits) + least)[:, None].expand(-1, k)
+    w.codes.copy_(same if w.codes.dtype == torch.int8 else code.nearest(same))
+    w.scales.copy_(simple_scales(w))
+    numbers = 2 * (same[:, 0] + (3 if found.offsets else 0))
+    assert torch.equal(w.exact(), numbers[:, None].double().expand(-1, k))
     function = entry("gemv_coded", isa, format_, dtype)
     for m, rows in ((1, 1), (1, 4), (2, 4), (3, 1), (4, 2), (7, 1), (8, 1), (11, 4)):
         for at in range(0, k, 1 if m == 1 else 37):
@@ -360,7 +364,19 @@ def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeN
             x[:, at] = torch.tensor([0.5, -1.0, 2.0])[torch.arange(m) % 3].to(x.dtype)
             y = torch.empty(m, len(numbers), dtype=x.dtype)
             function(x, w.codes, w.scales, None, None, y, 2, rows)
-            assert torch.equal(y.float(), (x[:, at : at + 1].float() * 2 * numbers).to(x.dtype).float()), (m, rows, at)
+            assert torch.equal(y.float(), (x[:, at : at + 1].float() * numbers).to(x.dtype).float()), (m, rows, at)
+
+
+def simple_scales(w: Weight) -> torch.Tensor:
+    """Return scales of 2, and offsets of 6."""
+    if w.format.scaling == "one":
+        return torch.full_like(w.scales, 2.0)
+    if w.format.scaling == "pair":
+        return torch.tensor([2.0, 6.0]).repeat(w.scales.shape[0], w.scales.shape[1] // 2)
+    halves = torch.tensor([2.0, -6.0] if w.format.offsets else [2.0]).half().view(torch.uint8)
+    ones = torch.ones(24 if w.format.scaling == "q6_k-m" else 16, dtype=torch.uint8)
+    block = torch.cat((halves, ones) if w.format.scaling == "q4_k" else (ones, halves))
+    return block.repeat(w.scales.shape[0], w.scales.shape[1] // len(block))
 
 
 @pytest.mark.parametrize("format_", CODED)
@@ -368,12 +384,69 @@ def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str) -> Non
     n, k = 19, 416
     w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(1)), format_)
     assert isinstance(w, Weight)
-    w.scales.copy_(2.0 ** (torch.arange(w.scales.numel()) % 9 - 4).view(w.scales.shape))
+    if w.scales.dtype == torch.uint8:
+        w.scales.copy_(torch.arange(w.scales.numel()).view(w.scales.shape) % 64)  # fp16 below 2, different integers
+    else:
+        w.scales.copy_(2.0 ** (torch.arange(w.scales.numel()) % 9 - 4).view(w.scales.shape))
     x = torch.eye(k)
     for first in range(0, k, 32):
         y = torch.empty(32, n)
         entry("gemv_coded", NATIVE, format_, "fp32")(x[first : first + 32], w.codes, w.scales, None, None, y, 2, 4)
         assert torch.equal(y.T, w.exact().float()[:, first : first + 32]), first
+
+
+# One fault each in kernels/cpu/coded.h: the line, the wrong line, and the formats that it breaks.
+WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "the neighbour's group": ("spread<kMany<C>>(at + p *", "spread<kMany<C>>(at + (p ? p - 1 : 0) *", ("q4_1", "q4_0")),
+    "offset and scale swapped": (
+        "even = _mm512_setr_epi32(0, 0, 0, 0, 2",
+        "even = _mm512_setr_epi32(2, 2, 2, 2, 2",
+        ("q4_1",),
+    ),
+    "offset subtracted": ("scaled[i].offset, acc[i][m])", "-scaled[i].offset, acc[i][m])", ("q4_1", "q4_k", "q6_k-m")),
+    "sign of the minimum": ("both ^ 0x80000000u", "both", ("q4_k",)),
+    "offset left out": ("if constexpr (F::Scales::kOffsets) add_up", "if (0) add_up", ("q4_1", "q4_k")),
+    "scales of half a block": (
+        "lane = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4,",
+        "lane = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 3,",
+        ("q4_k",),
+    ),
+    "the neighbour block's scales": (
+        "at + p * C::kCodes / kBlockCodes * kBlock;",
+        "at + (p + 1) / 2 * kBlock;",
+        ("q4_k", "q6_k"),
+    ),
+    "high bits swapped": ("r == 6 ? 8 : 10)", "r == 6 ? 10 : 8)", ("q6_k",)),
+    "high bits lost": ("_mm512_set1_epi16(0x30)", "_mm512_set1_epi16(0x10)", ("q6_k", "q6_k-m")),
+    "codes without a sign": ("kNumbers<6, -32>", "kNumbers<6, 32>", ("q6_k",)),
+    "lines swapped": ("four_bits_to_bf16(words[r / 4]", "four_bits_to_bf16(words[1 - r / 4]", ("q4_k",)),
+    "a scale without a sign": ("_mm512_cvtepi8_epi32(_mm_loadu", "_mm512_cvtepu8_epi32(_mm_loadu", ("q6_k",)),
+    "the last group's offset": ("there < kMany<C> ? there : kMany<C>", "there < 2 ? there : 1", ("q4_1",)),
+}
+WRONG_BUILDS = [(name, format_) for name, (_, _, formats) in WRONG.items() for format_ in formats]
+
+
+@pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
+@pytest.mark.parametrize(("name", "format_"), drawn.share(WRONG_BUILDS, days=5))
+def test_the_battery_refuses_a_kernel_with_one_fault(name: str, format_: str, tmp_path: Path) -> None:
+    right, wrong, _ = WRONG[name]
+    shutil.copytree(resources.kernels() / "cpu", tmp_path / "cpu")
+    for file in resources.kernels().glob("*.h"):
+        shutil.copy(file, tmp_path)
+    header = tmp_path / "cpu" / "coded.h"
+    assert right in header.read_text()
+    header.write_text(header.read_text().replace(right, wrong))
+    kernel, op = variant("gemv_coded", NATIVE), OPS["linear"]
+    w = op.workload("bf16", {"M": 3, "N": 64, "K": 416}, weight=format_)
+    recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
+    assert isinstance(recipe, NativeRecipe)
+    built = compile_source(str(tmp_path / recipe.source), recipe.flags).digest
+
+    def refused(case: Case) -> bool:
+        function = load(op, recipe, built, kernel.knobs(case.workload, device()).values)
+        return any(mismatches(op, case, 7, {NATIVE: partial(outputs_of, op, case.workload, function)}))
+
+    assert any(refused(case) for case in op.cases(w) if isinstance(kernel.supports(case.workload, device()), Accepted))
 
 
 # --- the caller's mistakes -------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def test_matrices_are_stored_in_the_format_and_norms_are_not(name: str, tied: bo
     assert held == found.bytes == found.shape.weight_bytes("bf16")
     assert held <= arena_bytes(found.shape, "bf16")
     plain = weights("plain", tied=tied)
-    assert held < 0.6 * plain.bytes
+    half_filled = found.shape.d < 256 and "6_k" in name  # blocks of 256
+    assert held < (0.9 if half_filled else 0.6) * plain.bytes
     embedding = found.look_up("embedding", torch.tensor([3, 1]))
     assert torch.allclose(embedding.float(), plain["embedding"][[3, 1]].float(), atol=0.05)
 
@@ -60,7 +61,10 @@ def test_matrices_are_stored_in_the_format_and_norms_are_not(name: str, tied: bo
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 def test_logits_are_within_the_bound_of_the_exact_weights(form: str, rows: int, scale: float) -> None:
-    found = weights("int8-row", embedding_scale=scale)
+    check_logits(form, rows, weights("int8-row", embedding_scale=scale))
+
+
+def check_logits(form: str, rows: int, found: Weights) -> None:
     decoder, fp = Decoder(found), fingerprint.take("cpu")
     prompts = [[(7 * i + r) % found.shape.V for i in range(HELD)] for r in range(rows)]
     with torch.inference_mode():
@@ -76,6 +80,38 @@ def test_logits_are_within_the_bound_of_the_exact_weights(form: str, rows: int, 
         exact = Eager(found, torch.float32).logits(tokens, caches[0], HELD)
     error, bound = judged(step.logits, theirs, exact, "bf16")
     assert error <= bound
+
+
+MIX = (
+    ("embedding", "q8_0"),
+    ("0.qkv", "q6_k-m"),
+    ("0.down", "q6_k"),
+    ("1.o", "plain"),
+    ("1.gate", "q4_1"),
+    ("1.up", "q4_1"),
+)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.5])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_on_a_mix_of_formats_is_within_the_bound_of_the_exact_weights(rows: int, scale: float) -> None:
+    """Run matrices in six formats, by one build of the team; each thread counts in one of them at a time."""
+    check_logits("whole", rows, weights("q4_k", embedding_scale=scale, others=MIX))
+
+
+def test_a_table_of_codes_is_read_with_one_rounding(tmp_path: Path) -> None:
+    for name in ("q4_1", "q4_k", "q6_k", "q6_k-m", "q8_0", "int4-g32"):
+        found = weights("plain", others=(("embedding", name),), tied=False)
+        decoder, fp = Decoder(found), fingerprint.take("cpu")
+        with torch.inference_mode():
+            cache = make_cache(found.shape, "bf16", rows=1, room=HELD)
+            prefill(decoder, cache, [[1, 2, 3]])
+            step = write_team(write_step(decoder, cache, Place.at(torch.tensor([7]), [3])), fp)
+            for token in range(64):
+                step.ops.place.tokens.fill_(token)
+                step.part(0, 1)
+                out = step.ops.calls[0]["out"]
+                assert torch.equal(out, found.look_up("embedding", torch.tensor([token]))), (name, token)
 
 
 def test_a_run_is_certified_with_the_bytes_of_its_format(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_codes_with_zero_points_are_dequantised_exactly_and_rounded_once(
         assert torch.equal(found.layers[1].down, exact["model.layers.1.mlp.down_proj.weight"].to(kind))
     named = f"int{bits}-{f'g{group}' if group else 'row'}"
     assert found.note == f"weights: {named} with zero points (compressed-tensors) in m, dequantised to bf16 when loaded"
-    assert models.weights_note(str(folder), "plain", "bf16") == found.note
+    assert models.weights_note(str(folder), found.shape, "bf16") == found.note
 
 
 def test_columns_in_activation_order_are_dequantised(tmp_path: Path) -> None:

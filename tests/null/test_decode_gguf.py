@@ -22,6 +22,7 @@ from autosel.errors import BadConfig
 from autosel.models.gguf import read_gguf
 from autosel.models.shape import ModelShape
 from autosel.ops.weight import Weight
+from autosel.values import from_json, to_json
 from tests import steps
 from tests.ggufs import FORMATS, Stored, gguf, size
 
@@ -150,8 +151,8 @@ def test_weights_in_blocks_are_rounded_once_and_the_run_says_so(tmp_path: Path) 
     weights = loaded(path, dtype="bf16")
     assert torch.equal(weights.layers[0].up, dequantise("Q4_1", raw).view(shape).bfloat16())
     assert weights.note == "weights: F32, Q4_1 in llama.gguf, dequantised to bf16 when loaded"
-    assert weights.note == models.weights_note(str(path), "plain", "bf16")
-    assert models.weights_note(str(folder), "plain", "bf16") == ""
+    assert weights.note == models.weights_note(str(path), weights.shape, "bf16")
+    assert models.weights_note(str(folder), weights.shape, "bf16") == ""
     assert models.weights_of(str(path)) == str(path)
 
 
@@ -163,13 +164,13 @@ def in_blocks(name: str, folder: Path) -> dict[str, Stored]:
             continue
         blocks = math.prod(tensor.shape) // 32
         raw = torch.randint(256, (blocks, size((32,), name)), dtype=torch.uint8, generator=generator)
-        raw[:, 1] &= 0xBF  # finite scales
+        raw[:, 1::2][:, : 2 if name == "Q4_1" else 1] &= 0xBF  # finite scales
         found[n] = Stored(n, tensor.shape, name, raw.numpy().tobytes())
     return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("block", "format_"), [("Q8_0", "q8_0"), ("Q4_0", "q4_0")])
+@pytest.mark.parametrize(("block", "format_"), [("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q4_1", "q4_1")])
 def test_a_file_in_one_format_is_read_as_codes(tmp_path: Path, family: str, block: str, format_: str) -> None:
     folder = steps.write_model(tmp_path / family, family)
     path = file_of(folder, in_blocks(block, folder))
@@ -184,6 +185,81 @@ def test_a_file_in_one_format_is_read_as_codes(tmp_path: Path, family: str, bloc
             assert torch.equal(found.exact().float(), exact), name
     assert ours.note == f"weights: {block}, F32 in {family}.gguf, read as they are"
     assert wide.note.endswith("dequantised to fp32 when loaded")
+
+
+# --- a mix of formats ------------------------------------------------------------------------------------------------
+
+WIDE = replace(
+    models.load("llama-1b"), name="wide", layers=3, layer_types=("full",) * 3, d=256, Hq=4, Hkv=2, D=64, I=512, V=80,
+    rope=replace(models.load("llama-1b").rope, kind="default", rotary_dim=64), tied=False, max_context=512,
+)  # fmt: skip
+HALVES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2)}  # bytes of a block's fp16
+
+
+def mixed(path: Path, blocks: Mapping[str, str], default: str) -> Path:
+    """Write a model whose tensors are random blocks, in the format of the first entry that begins their name."""
+    rows = {"attn_q": (256, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256),
+            "ffn_gate": (512, 256), "ffn_up": (512, 256), "ffn_down": (256, 512)}  # fmt: skip
+    shapes = {"token_embd": (80, 256), "output": (80, 256)}
+    shapes |= {f"blk.{i}.{name}": size for i in range(WIDE.layers) for name, size in rows.items()}
+    generator = torch.Generator().manual_seed(2)
+    tensors = [f32("output_norm.weight", torch.ones(256))]
+    tensors += [
+        f32(f"blk.{i}.{n}.weight", torch.ones(256)) for i in range(WIDE.layers) for n in ("attn_norm", "ffn_norm")
+    ]
+    for name, shape in shapes.items():
+        kind = next((block for start, block in blocks.items() if name.startswith(start)), default)
+        _, weights, count = FORMATS[kind]
+        raw = torch.randint(256, (math.prod(shape) // weights, count), dtype=torch.uint8, generator=generator)
+        for at in HALVES.get(kind, ()):
+            raw[:, at + 1] &= 0x9F  # below 2^-7
+        tensors.append(Stored(f"{name}.weight", shape, kind, raw.numpy().tobytes()))
+    path.write_bytes(gguf(metadata(WIDE), tensors))
+    return path
+
+
+MIXES: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {  # blocks, and the formats of matrices
+    "Q4_K_M": (
+        {"output": "Q6_K", "blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "blk.2.ffn_down": "Q6_K"},
+        "Q4_K",
+        {"head": "q6_k", "embedding": "q4_k", "0.qkv": "q6_k-m", "1.qkv": "q4_k", "0.down": "q6_k", "1.down": "q4_k"},
+    ),
+    "Q4_0": ({"output": "Q6_K"}, "Q4_0", {"head": "q6_k", "embedding": "q4_0", "2.qkv": "q4_0", "1.up": "q4_0"}),
+    "Q4_1 with Q8_0": ({"token_embd": "Q8_0"}, "Q4_1", {"head": "q4_1", "embedding": "q8_0", "0.o": "q4_1"}),
+    "joined": ({"blk.1.attn_q": "Q4_0"}, "Q8_0", {"1.qkv": "q8_0", "0.qkv": "q8_0", "head": "q8_0"}),
+    "Q6_K": ({}, "Q6_K", {"1.gate": "q6_k", "head": "q6_k"}),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_matrix_of_a_mix_is_read_in_a_format_that_holds_it_exactly(tmp_path: Path, mix: str) -> None:
+    blocks, default, formats = MIXES[mix]
+    path = mixed(tmp_path / "wide.gguf", blocks, default)
+    shape = models.load(path)
+    assert {name: shape.format_of(name).name for name in formats} == formats
+    ours = loaded(path, dtype="bf16")
+    wide = load_weights(Plan(model=models.stored_as(shape, "plain"), weights=str(path), dtype="fp32"))
+    for name, exact in wide.named.items():
+        found = ours[name]
+        assert isinstance(found, Weight) == (exact.dim() == 2), name
+        if isinstance(found, Weight):
+            assert torch.equal(found.exact().float(), exact), name
+    assert ours.note.endswith("read as they are") and wide.note.endswith("dequantised to fp32 when loaded")
+    assert sum(w.nbytes for w in ours.named.values()) == ours.bytes == shape.weight_bytes("bf16")
+
+
+def test_projections_that_no_format_holds_together_are_dequantised_and_the_note_says_so(tmp_path: Path) -> None:
+    path = mixed(tmp_path / "wide.gguf", {"blk.1.attn_v": "Q4_1", "blk.2.ffn_up": "Q8_0"}, "Q6_K")
+    shape, ours = models.load(path), loaded(path, dtype="bf16")
+    assert dict(shape.others) == {"1.qkv": "plain", "2.gate": "plain", "2.up": "plain"}
+    assert all(isinstance(ours[name], Tensor) for name in ("1.qkv", "2.up")) and isinstance(ours["1.o"], Weight)
+    assert ours.note.endswith("read as they are, and in part dequantised to bf16")
+
+
+def test_a_mix_is_in_the_models_json_and_changes_no_other(tmp_path: Path) -> None:
+    shape = models.load(mixed(tmp_path / "wide.gguf", *MIXES["Q4_K_M"][:2]))
+    assert from_json(ModelShape, to_json(shape)) == shape
+    assert "others" not in to_json(models.load("llama-1b"))
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_tensor(tmp_path: Path) -> None:

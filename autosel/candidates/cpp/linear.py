@@ -23,6 +23,7 @@ GATE_UP_PACKED = (
 )  # fmt: skip
 MOST_CODED = 4 * linear.MAX_ROWS  # passes over the weights
 SCALES = {"bf16": "bf16", "fp16": "f16", "fp32": "float"}  # of a part's dtype: the kernels' type
+IN_BLOCKS = {"q4_k": "Q4K", "q6_k": "Q6K", "q6_k-m": "Q6KM"}  # of a format's scaling: the kernels' type
 FEWEST_FOR_GEMM = 5  # below, converting the weights costs more than the multiplications: it never wins
 
 
@@ -76,11 +77,18 @@ def _few_coded(w: Workload) -> str:
     return "" if w["M"] <= MOST_CODED else f"M = {w['M']} is above {MOST_CODED}, where widening weights once is faster"
 
 
-def code_flags(format_: WeightFormat, dtype: str) -> tuple[str, ...]:
-    """Return the flags of a build that reads this format (kernels/cpu/coded.h): code bits, group, type of a scale."""
-    scale = next(p.dtype or dtype for p in format_.parts if p.name == "scales")
-    flags = {"CODE_BITS": format_.bits, "GROUP": format_.group, "SCALE": SCALES[scale]}
-    return tuple(f"-DAUTOSEL_{name}={value}" for name, value in flags.items())
+def code_flags(*formats: WeightFormat, dtype: str) -> tuple[str, ...]:
+    """Return the flags of a build that reads these formats of codes, by their numbers (kernels/cpu/coded.h)."""
+    return (f"-DAUTOSEL_FORMATS={','.join(_cpp_type(found, dtype) for found in formats)}",) if formats else ()
+
+
+def _cpp_type(found: WeightFormat, dtype: str) -> str:
+    if found.scaling in IN_BLOCKS:
+        return IN_BLOCKS[found.scaling]
+    scale = SCALES[next(p.dtype or dtype for p in found.parts if p.name == "scales")]
+    if found.scaling == "pair":
+        return f"Affine<{found.group},{scale}>"
+    return f"Symmetric<{found.bits},{found.group},{scale}>"
 
 
 class CodedKernel(CppKernel):
@@ -100,7 +108,7 @@ class CodedKernel(CppKernel):
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         found = super().recipe(w, fp, knobs)
         assert isinstance(found, NativeRecipe)
-        return replace(found, flags=(*found.flags, *code_flags(w.weight_format, w.dtype)))
+        return replace(found, flags=(*found.flags, *code_flags(w.weight_format, dtype=w.dtype)))
 
 
 KERNELS = (

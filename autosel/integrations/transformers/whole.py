@@ -95,10 +95,10 @@ class _Parameters:
         out.copy_(parameter)
         parameter.data = out.detach()
 
-    def note(self, format: str, dtype: str) -> str:
+    def note(self, shape: ModelShape, dtype: str) -> str:
         return ""
 
-    def codes(self, format: str) -> None:
+    def codes(self, shape: ModelShape) -> None:
         return None
 
 

@@ -2,6 +2,6 @@
 
 from autosel.models.gguf.block import BLOCKS, Block
 from autosel.models.gguf.file import GgufFile, GgufTensor, read_gguf
-from autosel.models.gguf.shape import gguf_shape
+from autosel.models.gguf.shape import gguf_note, gguf_shape
 
-__all__ = ["BLOCKS", "Block", "GgufFile", "GgufTensor", "gguf_shape", "read_gguf"]
+__all__ = ["BLOCKS", "Block", "GgufFile", "GgufTensor", "gguf_note", "gguf_shape", "read_gguf"]

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from autosel import files
 from autosel.errors import BadConfig
-from autosel.formats import PLAIN
 from autosel.models.gguf.block import BLOCKS, Block
 from autosel.models.gguf.cursor import Cursor, Value, incomplete
 
@@ -28,7 +27,6 @@ KEY_LIMIT = (1 << 16) - 1  # the format's own limits: bytes of a key, of a tenso
 NAME_LIMIT, DIMENSIONS = 64, 4
 ALIGNMENT, ALIGNMENT_LIMIT = 32, 1 << 20
 ELEMENT_LIMIT = 1 << 48
-SERVED = {"Q8_0": "q8_0", "Q4_0": "q4_0"}  # the block formats that kernels read as they are, as weight formats
 FLOATS_LIMIT = 4096
 
 
@@ -58,18 +56,6 @@ class GgufFile:
         for tensor in self.tensors.values():
             total[tensor.block.name] = total.get(tensor.block.name, 0) + tensor.size
         return ", ".join(sorted(total, key=lambda name: -total[name]))
-
-    def uniform(self) -> str:
-        """Return the weight format of all its matrices, if they have one and kernels read it; else plain."""
-        names = {tensor.block.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
-        return SERVED.get(names.pop(), PLAIN) if len(names) == 1 else PLAIN
-
-    def note(self, format: str, dtype: str) -> str:
-        """Describe its formats and what its weights are read as."""
-        read = (
-            f"dequantised to {dtype} when loaded" if format != self.uniform() or format == PLAIN else "read as they are"
-        )
-        return f"weights: {self.formats()} in {self.path.name}, {read}"
 
     def floats(self, name: str) -> tuple[float, ...]:
         """Return the numbers of a short F32 tensor. Raises BadConfig."""

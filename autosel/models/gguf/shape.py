@@ -14,6 +14,7 @@ from autosel.models.config import refuse_too_large
 from autosel.models.fields import Fields
 from autosel.models.gguf.cursor import Array
 from autosel.models.gguf.file import GgufFile
+from autosel.models.gguf.mix import most_frequent, note, read_as
 from autosel.models.presets import every_sixth_full
 from autosel.models.shape import Family, LayerType, ModelShape, Rope, RopeKind
 
@@ -36,9 +37,15 @@ def gguf_shape(file: GgufFile) -> ModelShape:
     name = _architecture(file)
     fields = _fields(file, name)
     _refuse_unsupported(fields)
-    shape = replace(_shape(file, fields, FAMILIES[name]), weight=file.uniform(), stored=file.uniform())
+    shape = _shape(file, fields, FAMILIES[name])
     refuse_too_large(shape, file.path)
-    return shape
+    weight, others = most_frequent(read_as(file, shape.layers))
+    return replace(shape, weight=weight, stored=weight, others=others)
+
+
+def gguf_note(file: GgufFile, shape: ModelShape, dtype: str) -> str:
+    """Describe the file's formats, and what its weights are read as by a model of the file."""
+    return note(file, gguf_shape(file), shape, dtype)
 
 
 def _refuse_part(file: GgufFile) -> None:
