@@ -22,7 +22,7 @@ SOURCE_REASONS: Mapping[str, str] = {
     "| constant: 0 to (0 + 1) #2": "the first key scales the sum so far by exp(-inf), which is 0",
     "cpu/gemv_coded.cpp: [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) { "
     "| narrowed: int64_t to int16_t": "`i` is a row of x, of which the kernel takes at most 32",
-    'cpu/gate_up_coded.cpp: auto gate = coded_matrix(gate_codes, gate_scales, "w_gate", -1, from.columns); '
+    'cpu/gate_up_coded.cpp: auto gate = coded_matrix<OnlyFormat>(gate_codes, gate_scales, "w_gate", -1, from.columns); '
     "| constant: 1 to (1 + 1)": "an argument of a check, where any negative number of rows means any number",
     "cpu/coded.h: rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 "
     "? 2 : 1; | deleted: rows = together >= 4 && groups.rows <... to (void)0": (
