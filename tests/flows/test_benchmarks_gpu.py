@@ -142,7 +142,7 @@ def test_the_summary_has_each_stage(dry: dict[str, Any], folder: Path) -> None:
     for name in ("summary.txt", "summary.md"):
         text = (folder / "out" / name).read_text()
         assert all(stage in text for stage in TODAY)
-        assert "cpp:rmsnorm" in text
+        assert "cpp:rmsnorm" in text or "parity" not in TODAY
 
 
 def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2, home: str = "home") -> subprocess.Popen[str]:

@@ -60,7 +60,7 @@ def verb(home: Path, *arguments: str) -> Any:
 
 def test_tune_decides_every_workload_with_its_evidence(tuned: dict[str, Any]) -> None:
     assert {d["op"] for d in tuned["decisions"]} == {"rmsnorm", "attn"}
-    assert tuned["measured"] == len(tuned["decisions"]) >= 3
+    assert tuned["measured"] == len(tuned["decisions"]) >= 2
     for decision in tuned["decisions"]:
         assert decision["state"] in ("promoted", "kept")
         assert decision["reason"]
