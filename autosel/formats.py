@@ -157,7 +157,8 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 }
 
 
-CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code not in (PLAIN, "e4m3"))  # integer codes
+INTEGERS = ("int4", "int8", "uint4", "q4_k", "q6_k")  # codes
+CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code in INTEGERS)
 
 
 def find_weight_format(name: str) -> WeightFormat:
