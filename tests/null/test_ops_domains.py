@@ -130,7 +130,8 @@ def test_cases_match_their_names_are_small_and_repeatable(op: Op, dtype: Any) ->
         inputs = case.make(3)
         assert op.workload_of(inputs) == case.workload, case.covers
         assert list(inputs) == [a.name for a in op.args], case.covers
-        assert sum(v.nbytes for v in inputs.values() if isinstance(v, Tensor)) < 20 << 20, case.covers
+        # attention of 26 sequences with 11 heads of 256, in fp32 with room for 64 more tokens: 38 MiB
+        assert sum(v.nbytes for v in inputs.values() if isinstance(v, Tensor)) < 64 << 20, case.covers
 
 
 @by_op
