@@ -77,7 +77,7 @@ def form_of(candidate: str) -> StepForm:
 def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Question:
     """Return the forms to choose from, and the decision about them, if there is one.
 
-    `forced`: none, so that they race again; only a form that was demoted stays out.
+    `forced`: none, so that they race again. A form in quarantine stays out.
     """
     plan, hw_id = scene.plan, scene.fp.hw_id
     chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
@@ -92,10 +92,9 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     arms = arms_of(scene, able, chains) | dict(offer.arms) if asks else {}
     contested = {form: arm for form, arm in arms.items() if form in ("ops", *forms)}
     known = None
-    if ledger is not None and len(arms) > 1:
+    if ledger is not None and len(arms) > 1 and not forced:
         known = _known(ledger, hw_id, w.bucket, mode, arms) or _known(ledger, hw_id, w.bucket, mode, contested)
         known = known or _fresh_doubt(ledger, hw_id, w.bucket, mode, contested)
-        known = None if forced and known is not None and not _demoted(known) else known
     return Question(
         forms=forms,
         refused={} if plain else offer.refused,
@@ -133,11 +132,6 @@ def workload_of(shape: ModelShape, dtype: DTypeName, batch: int, context: int) -
         dtype=dtype,
         traits=tuple(sorted(traits.items())),
     )
-
-
-def _demoted(decision: Decision) -> bool:
-    """Return True if a form that a race had promoted was demoted."""
-    return decision.state == "demoted" and decision.arm.digest != decision.baseline.digest
 
 
 def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:

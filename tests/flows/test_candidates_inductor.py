@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  (here, because two threads of inductor's that import it at once can fail)
 
 from autosel import fingerprint, settings
 from autosel.candidates import inductor, registry
