@@ -195,6 +195,18 @@ def test_calls_that_no_step_describes_run_the_models_own_forward(decided: dispat
     assert steps(decided) == beams
 
 
+def test_a_token_outside_the_vocabulary_is_the_models_own_error(decided: dispatch.Board) -> None:
+    model = tiny()
+    autosel.patch(model)
+    with torch.no_grad():
+        cache = model(prompts(), use_cache=True).past_key_values
+        for token in (V, -1):
+            with pytest.raises(IndexError):
+                model(torch.tensor([[token]]), past_key_values=cache)
+        model(torch.tensor([[V - 1]]), past_key_values=cache)
+    assert steps(decided) == 1
+
+
 def test_a_copy_of_the_model_runs_its_own_forward(decided: dispatch.Board) -> None:
     model = tiny()
     autosel.patch(model)

@@ -156,8 +156,8 @@ class _Asked:
     held: int  # tokens in the cache
 
 
-def _asked(layers: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked | None:
-    """Return what the call asks for; None for any other call than a plain decode step."""
+def _asked(shape: ModelShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked | None:
+    """Return what the call asks for; None for any other call than a plain decode step of tokens that exist."""
     given: dict[str, Any] = {name: value for name, value in kwargs.items() if value is not None}
     if len(args) > 1 or any(value is not False for name, value in given.items() if name not in READ | IGNORED):
         return None
@@ -167,7 +167,9 @@ def _asked(layers: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _As
     cache: Any = next((given[name] for name in CACHE_NAMES if name in given), None)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1 or tokens.shape[0] > MOST_ROWS:
         return None
-    if not isinstance(given.get("logits_to_keep", 0), int) or _layers_of(cache, layers) is None:
+    if not isinstance(given.get("logits_to_keep", 0), int) or _layers_of(cache, shape.layers) is None:
+        return None
+    if not all(0 <= token < shape.V for token in tokens[:, 0].tolist()):
         return None
     held = int(cache.get_seq_length())
     if held < 1 or not _sees_all(given.get("attention_mask"), held + 1):
@@ -279,7 +281,7 @@ class Whole:
     def step(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of a decode step; None if the call runs the model's own `forward`."""
         model = self.model()
-        asked = _asked(self.shape.layers, args, kwargs)
+        asked = _asked(self.shape, args, kwargs)
         if model is None or asked is None or self._needs_own_code(model):
             return None
         decision = self.decided(len(asked.tokens), asked.held + 1)
