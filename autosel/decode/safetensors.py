@@ -77,6 +77,8 @@ class Tensors:
     def read_raw(self, name: str, out: Tensor) -> None:
         """Read a tensor's bytes, as they are, into one of the same size. Raises BadConfig."""
         entry = self.entries[name]
+        if not entry.size:
+            raise BadConfig(f"{entry.file}: {name} is empty", todo="fetch the checkpoint again")
         try:
             with files.opened(entry.file) as file:
                 file.seek(entry.start)

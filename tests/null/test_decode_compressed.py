@@ -203,6 +203,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     [
         (f"{UP}_scale", lambda t: None, f"{UP}_scale is missing"),
         (f"{UP}_scale", lambda t: t[:, :-1].contiguous(), f"{UP}_scale has"),
+        (f"{UP}_scale", lambda t: t[:0].clone(), f"{UP}_scale is empty"),
         (f"{UP}_scale", lambda t: t.fill_(float("inf")), f"{UP}_scale is not finite"),
         (f"{UP}_scale", lambda t: t.int(), f"{UP}_scale is I32"),
         (f"{UP}_packed", lambda t: t[:-1].contiguous(), "config.json says"),
