@@ -43,8 +43,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compressed:
-    """Tensors of a checkpoint whose layers are stored in one scheme."""
+class InScheme:
+    """Tensors of a checkpoint whose layers are stored in one scheme; a subclass reads them."""
 
     described_by: ClassVar[str] = "config.json"
     tensors: Tensors
@@ -58,6 +58,11 @@ class Compressed:
     def note(self, shape: ModelShape, dtype: str) -> str:
         """Describe how matrices are stored, and what the weights are read as."""
         return self.scheme.note(self.place.name, shape.weight, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed(InScheme):
+    """Tensors of a compressed-tensors checkpoint."""
 
     def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""

@@ -16,15 +16,14 @@ formats. Others are dequantised, exactly, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from autosel.decode.compressed import Place, words_shape
+from autosel.decode.compressed import SCALE_DTYPES, InScheme, Place, words_shape
 from autosel.decode.safetensors import Entry, Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
@@ -35,25 +34,12 @@ from autosel.ops.weight import BLOCK, Weight
 CODES, ZEROS, SCALES, ORDER, BIAS = ".qweight", ".qzeros", ".scales", ".g_idx", ".bias"
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds output 8 j + i
 BIAS_BYTES = 1 << 20  # of an output: more are no bias
-SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class PackedRows(InScheme):
     """Tensors of a GPTQ or AWQ checkpoint. A layer that was left out is read as it is, where weights are
     dequantised."""
-
-    described_by: ClassVar[str] = "config.json"
-    tensors: Tensors
-    scheme: Scheme
-    entries: Mapping[str, Place]
-
-    @property
-    def place(self) -> Path:
-        return self.tensors.place
-
-    def note(self, shape: ModelShape, dtype: str) -> str:
-        return self.scheme.note(self.place.name, shape.weight, dtype)
 
     def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""
