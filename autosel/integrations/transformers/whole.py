@@ -167,7 +167,9 @@ def _asked(shape: ModelShape, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     cache: Any = next((given[name] for name in CACHE_NAMES if name in given), None)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1 or tokens.shape[0] > MOST_ROWS:
         return None
-    if not isinstance(given.get("logits_to_keep", 0), int) or _layers_of(cache, shape.layers) is None:
+    if not devices.on_host(tokens.device.type) or not isinstance(given.get("logits_to_keep", 0), int):
+        return None
+    if _layers_of(cache, shape.layers) is None:
         return None
     if not all(0 <= token < shape.V for token in tokens[:, 0].tolist()):
         return None
