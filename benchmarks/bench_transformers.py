@@ -11,7 +11,8 @@ a shape in a process also runs the baseline, which for the logits is every one o
 
 --generate calls `generate` instead (greedy, a random prompt of --seq tokens), for each batch and kind of cache, and
 times the tokens after the first. --compile adds a third arm: the unpatched model's forward under torch.compile, over a
-static cache.
+static cache. A --model DIR in codes of compressed-tensors is loaded by transformers, which needs that package; its
+unpatched model computes with the dequantised weights.
 
 This home's decisions serve. To decide these shapes, run this program
 under `autosel record`, then run `autosel tune --recorded`.
@@ -37,7 +38,7 @@ from typing import Any
 
 import command_line
 import torch
-from hugging_face import filled_cache, model_of, rewinding
+from hugging_face import filled_cache, loaded_model, model_of, rewinding
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +50,7 @@ from autosel.decode.cache import make_cache
 from autosel.decode.run import Plan
 from autosel.decode.weights import Weights, load_weights
 from autosel.devices.cpu.idle import wait_until_idle
+from autosel.formats import PLAIN
 from autosel.guard.rate import CANARY
 
 GOAL = 1.5
@@ -63,12 +65,18 @@ def main() -> int:
     layers = min(options.layers, shape.layers)
     source = options.model if Path(options.model).is_dir() else "random"
     plan = Plan(model=shape, layers=layers, dtype=options.dtype, seq=options.seq, seed=options.seed, weights=source)
-    weights = load_weights(plan)
+    in_codes = shape.stored != PLAIN
+    if in_codes and not (options.generate and layers == shape.layers):
+        sys.exit("a checkpoint in codes is compared with --generate, with all its layers")
+    weights = None if in_codes else load_weights(plan)
     with torch.inference_mode():
-        own = model_of(weights)
-        ours = copy.deepcopy(own, {id(t): t for t in (*own.parameters(), *own.buffers())})
-        if options.generate:
-            found = _compared_generating(options, own, ours, weights.shape.V)
+        if weights is None:
+            own, ours = (loaded_model(options.model, options.dtype) for _ in range(2))
+        else:
+            own = model_of(weights)
+            ours = copy.deepcopy(own, {id(t): t for t in (*own.parameters(), *own.buffers())})
+        if weights is None or options.generate:
+            found = _compared_generating(options, own, ours, shape.V)
         else:
             found = _compared_steps(options, own, ours, weights)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}

@@ -15,6 +15,7 @@ from torch import Tensor
 from autosel.decode.cache import Cache
 from autosel.decode.weights import Weights
 from autosel.models.shape import ModelShape
+from autosel.ops.contract import DTYPE
 
 
 def model_of(weights: Weights) -> Any:
@@ -33,6 +34,13 @@ def model_of(weights: Weights) -> Any:
         model.tie_weights()
     _materialise_buffers(model)
     return model.eval()
+
+
+def loaded_model(folder: str, dtype: str) -> Any:
+    """Return the model that transformers loads from a checkpoint in codes."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE[dtype]).eval()
 
 
 def filled_cache(model: Any, cache: Cache, count: int) -> Any:

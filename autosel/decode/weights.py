@@ -152,10 +152,10 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
 
 
 def weights_of(source: Source, shape: ModelShape, dtype: DTypeName) -> Weights:
-    """Copy the weights of another source, in plain formats, into one arena. Raises BadConfig, UsageError."""
+    """Copy the weights of another source, in the shape's formats, into one arena. Raises BadConfig, UsageError."""
     tensors = _Checkpoint(source, shape, shape.layers)
     arena = PageArena(arena_bytes(shape, dtype), torch.device(devices.HOST))
-    return _Builder(shape, dtype, arena, tensors.read, None, Silent()).build(str(source.place))
+    return _Builder(shape, dtype, arena, tensors.read, tensors.codes(shape), Silent()).build(str(source.place))
 
 
 def refuse_other_tensors(source: Source, shape: ModelShape) -> None:

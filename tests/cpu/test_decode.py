@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autosel import dispatch, models
 from autosel.candidates import registry
+from autosel.candidates.base import support_of
 from autosel.candidates.load import load
 from autosel.certify.issue import IssueRequest, issue
 from autosel.certify.verify import wrong
@@ -284,13 +285,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[st
     def resolve(op: Any, w: Workload, serving: Any, guarded: Any, *, kind: str) -> Resolution:
         device: Fingerprint = serving.device
         for candidate in registry.all_candidates(op.name):
-            if candidate.backend == "CPP" and isinstance(candidate.supports(w, device), Accepted):
+            if candidate.backend == "CPP" and isinstance(support_of(candidate, w, device), Accepted):
                 knobs = candidate.knobs(w, device)
                 recipe = candidate.recipe(w, device, knobs)
                 assert isinstance(recipe, NativeRecipe)
-                flags = tuple(
-                    f for f in recipe.flags if not f.startswith("-D")
-                )  # all dtypes: the same build as in the kernels' own tests
+                # all dtypes: the same build as in the kernels' own tests; that of one format has one dtype
+                of_format = any(f.startswith("-DAUTOSEL_FORMATS") for f in recipe.flags)
+                flags = tuple(f for f in recipe.flags if of_format or not f.startswith("-D"))
                 run = load(op, recipe, compile_source(recipe.source, flags).digest, knobs.values)
                 served.add(candidate.name)
                 return Resolution(workload=w, run=run, candidate=candidate.name, decision=None, reason="for the test")

@@ -21,15 +21,18 @@ from autosel import dispatch, models
 from autosel.decode.measure import measure
 from autosel.decode.run import FUSED, Plan
 from autosel.decode.weights import load_weights
+from autosel.formats import PLAIN
 from autosel.integrations.transformers import whole
 from autosel.ledger.commands import Demote
 from autosel.ledger.store import open_ledger
+from tests import drawn, engines
 from tests.cpu.test_decode import compiled, one_thread
 from tests.flows.test_decode_decision import home, timed
+from tests.flows.test_integrations_transformers_coded import SERVED, codes_of, compressed_tensors, folders, loaded
 
 transformers = pytest.importorskip("transformers")
 
-__all__ = ["compiled", "home", "one_thread", "timed"]  # fixtures
+__all__ = ["compiled", "compressed_tensors", "folders", "home", "one_thread", "timed"]  # fixtures
 
 LAYERS, V, PROMPT, NEW = 2, 512, 17, 9
 SIZES = {"layers": LAYERS, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": V, "tied": False}
@@ -57,10 +60,12 @@ def decided(
         yield board
 
 
-def decide() -> None:
+def decide(weight: str = PLAIN) -> None:
     base = models.load("llama-1b")
     rope, types = replace(base.rope, rotary_dim=64), ("full",) * LAYERS
     shape = replace(base, name="tiny", **SIZES, rope=rope, layer_types=types)  # type: ignore[arg-type]
+    if weight != PLAIN:
+        shape = replace(shape, weight=weight, table=PLAIN)
     with open_ledger() as ledger:
         for batch in (1, 2):
             plan = Plan(model=shape, dtype="fp32", batch=batch, seq=32, iters=2, warmup=0)
@@ -249,6 +254,36 @@ def test_a_wrong_step_is_refused_by_its_proof(
     with caplog.at_level(logging.WARNING):
         assert tokens(model) == before and steps(decided) == 0
     assert "the logits of the whole step are off by" in caplog.text
+
+
+@pytest.mark.skipif(bool(engines.missing()), reason=engines.missing())
+def test_a_model_in_codes_runs_whole_steps_on_them(
+    compiled: set[str],
+    home: Path,
+    timed: Callable[[float], list[str]],
+    compressed_tensors: None,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Test the decision that `autosel run --model DIR` makes for the same checkpoint."""
+    name = drawn.todays(SERVED)
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
+    timed(1.1)
+    decide(name)
+    model, other = loaded(folders[name]), loaded(folders[name])
+    before = [tokens(other, rows) for rows in (1, 2)]
+    with dispatch.use(home) as board:
+        patched = autosel.patch(model)
+        assert "decode steps run whole" in patched.steps and name in patched.codes
+        proven = [codes_of(layer.mlp.down_proj).codes.clone() for layer in model.model.layers]
+        assert [tokens(model, rows) for rows in (1, 2)] == before
+        assert steps(board) == 2 * (NEW - 1)
+        for layer, codes in zip(model.model.layers, proven, strict=True):
+            assert torch.equal(codes_of(layer.mlp.down_proj).codes, codes), "the modules read the step's copy"
+        with torch.no_grad():
+            for changed in (model, other):
+                changed.model.layers[0].mlp.gate_proj.weight.neg_()
+        assert tokens(model) == tokens(other) and steps(board) == 2 * (NEW - 1)
 
 
 def test_a_model_that_computes_something_else_is_refused_by_its_proof(

@@ -4,6 +4,8 @@ projections run decided kernels. `autosel.unpatch(model)` restores it.
     patch       patch, unpatch; refuses models that cannot be patched
     plan        finds the modules of each kind, proves them, collects the reasons for the others
     linear  norms  mlp  rotary  attention      prove a module of a kind, and make its replacement
+    coded       the same for linear layers whose weights are codes
+    layer_format    names the format of a quantised layer
     whole       runs decode steps by one native call, where a decision says so
     forward     copies attention's forward, so that it calls the replacements
     cache       layers of a dynamic cache that grow in place

@@ -13,6 +13,7 @@ from torch import nn
 
 from autosel import devices, extras
 from autosel.errors import UsageError
+from autosel.integrations.transformers.coded import Codes, dequantise, held_codes, told_codes
 from autosel.integrations.transformers.forward import around_attention
 from autosel.integrations.transformers.plan import KINDS, LeftModule, Replacement, plan_of
 from autosel.integrations.transformers.proof import PROVEN_ON, Forward, Names, NotReplaceable
@@ -20,24 +21,27 @@ from autosel.integrations.transformers.whole import Whole, around_steps, whole_o
 from autosel.ops.arguments import FLOATS
 
 NEEDED = "transformers 5"
+BEFORE = "_autosel_before"  # attribute of a patched module: the forward that its package had put on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patched:
     """Count replaced modules, and their total, by kind; with the reasons for the others.
 
-    `steps` says where decode steps run whole, or why they do not.
+    `codes` describes the layers that are served as codes; `steps` says where decode steps run whole, or why they do
+    not.
     """
 
     replaced: Mapping[str, int]
     found: Mapping[str, int]
     left: tuple[LeftModule, ...]
     steps: str = ""
+    codes: str = ""
 
     def __str__(self) -> str:
         counts = ", ".join(f"{k} {self.replaced[k]}/{self.found[k]}" for k in KINDS if self.found[k])
         reasons = sorted({f"{left.kind} not replaced: {left.reason}" for left in self.left})
-        return "\n".join([f"autosel: {counts}", *(f"  {line}" for line in (*reasons, self.steps) if line)])
+        return "\n".join([f"autosel: {counts}", *(f"  {line}" for line in (*reasons, self.codes, self.steps) if line)])
 
 
 def patch(model: Any) -> Patched:
@@ -48,13 +52,16 @@ def patch(model: Any) -> Patched:
     replace.
     """
     _refuse(model)
+    dequantise(model)
     changes, left = plan_of(model)
-    whole = _whole(model)
+    codes = held_codes((change.name, change.what) for change in changes)
+    whole = _whole(model, codes)
     patched = Patched(
         replaced={kind: sum(c.kind == kind for c in changes) for kind in KINDS},
         found={kind: [*(c.kind for c in changes), *(x.kind for x in left)].count(kind) for kind in KINDS},
         left=tuple(left),
         steps=whole.told() if isinstance(whole, Whole) else f"no whole decode steps: {whole}",
+        codes=told_codes(codes),
     )
     if not changes:
         raise UsageError(
@@ -66,6 +73,8 @@ def patch(model: Any) -> Patched:
         device = next(model.parameters()).device
         for module, forward in _forwards(changes):
             module.__dict__[PROVEN_ON] = device
+            if "forward" in module.__dict__:  # a quantised layer's, by its package
+                module.__dict__[BEFORE] = module.__dict__["forward"]
             # A bound method, so that a deep copy of the model runs on the copy's own weights.
             module.__dict__["forward"] = types.MethodType(forward, module)
             _OURS.add(forward)
@@ -81,10 +90,10 @@ def patch(model: Any) -> Patched:
     return patched
 
 
-def _whole(model: Any) -> Whole | str:
+def _whole(model: Any, codes: Mapping[str, Codes]) -> Whole | str:
     """Return what runs the model's decode steps whole, or why nothing does."""
     try:
-        return whole_of(model)
+        return whole_of(model, codes)
     except NotReplaceable as reason:
         return str(reason)
 
@@ -115,8 +124,11 @@ def is_patched(model: Any) -> bool:
 def _restore(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop(PROVEN_ON, None)
+        before = module.__dict__.pop(BEFORE, None)
         if _is_ours(module):
             del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
 
 
 _OURS: weakref.WeakSet[Any] = weakref.WeakSet()  # the functions that replace forwards

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from autosel.integrations.transformers.attention import prove_attention
+from autosel.integrations.transformers.coded import prove_coded
+from autosel.integrations.transformers.layer_format import told_format
 from autosel.integrations.transformers.linear import prove_linear
 from autosel.integrations.transformers.mlp import prove_mlp
 from autosel.integrations.transformers.norms import is_called_norm, prove_norm, resembles_norm
@@ -82,7 +84,9 @@ def _rotary_or_nothing(
 def _kinds(module: nn.Module) -> Iterator[tuple[str, Callable[[Any], Forward | Names]]]:
     """Return the kinds that a module resembles, still to be proven."""
     kind = type(module).__name__
-    if isinstance(module, nn.Linear):
+    if told_format(module):
+        yield "linear", prove_coded
+    elif isinstance(module, nn.Linear):
         yield "linear", prove_linear
     elif resembles_norm(module):
         yield "RMSNorm", prove_norm

@@ -15,8 +15,8 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,55 +37,83 @@ from autosel.decode.team import MOST_ROWS, TeamStep, arm_of
 from autosel.decode.weights import refuse_other_tensors, weights_of
 from autosel.dispatch import Board
 from autosel.errors import AutoselError, BadConfig
+from autosel.formats import PLAIN
+from autosel.integrations.transformers.coded import Codes
+from autosel.integrations.transformers.layer_format import told_format
 from autosel.integrations.transformers.proof import Forward, NotReplaceable
 from autosel.ledger.key import current_mode
 from autosel.models.config import shape_of
 from autosel.models.shape import ModelShape
+from autosel.ops.weight import Weight
 from autosel.values import Decision, DTypeName, length_bucket
 
 log = logging.getLogger(__name__)
 CACHE_NAMES = ("cache", "past_key_values")  # of the argument and the output: since transformers 5.24, and before
 READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
 IGNORED = {"return_dict", "cache_position"}  # the position is the cache's
+PROJECTIONS = 7  # of a layer
+BESIDE = ("weight_scale", "weight_shape")  # parameters of a layer that was dequantised from codes
 LEAST_ROOM = 256  # tokens
 BUCKETS = tuple(16 << n for n in range(17))  # a context in each bucket of lengths
 
 
-def whole_of(model: nn.Module) -> Whole:
-    """Return what runs the model's whole steps. Raises NotReplaceable."""
+def whole_of(model: nn.Module, codes: Mapping[str, Codes] | None = None) -> Whole:
+    """Return what runs the model's whole steps; `codes` are those of its linear layers, by name. Raises
+    NotReplaceable."""
+    codes = codes or {}
     if "forward" in model.__dict__:
         raise NotReplaceable("the model's forward was replaced by other code, and is kept")
     if not devices.on_host(next(model.parameters()).device.type):
         raise NotReplaceable("whole steps of a patched model run on the CPU")
     try:
-        shape = _described(model)
+        shape = _described(model, codes)
         frequencies(shape, torch.device(devices.HOST))
-        refuse_other_tensors(_Parameters(model), shape)
+        refuse_other_tensors(_Parameters(model, codes), shape)
     except (AutoselError, ValueError) as error:
         raise NotReplaceable(str(error).splitlines()[0]) from error
     if shape.window:
         raise NotReplaceable("layers with a sliding window keep another cache")
-    return Whole(model=weakref.ref(model), shape=shape)
+    return Whole(model=weakref.ref(model), shape=shape, codes=codes)
 
 
-def _described(model: nn.Module) -> ModelShape:
-    """Return the dimensions of the model's configuration. Raises BadConfig."""
+def _described(model: nn.Module, codes: Mapping[str, Codes]) -> ModelShape:
+    """Return the dimensions of the model's configuration, with the format of its layers. Raises BadConfig,
+    NotReplaceable."""
     config: Any = model.config
     told = config.to_dict() | {"architectures": [type(model).__name__], "dtype": str(next(model.parameters()).dtype)}
-    told.pop("torch_dtype", None)
-    return shape_of(told, Path(config.name_or_path or type(model).__name__) / "config.json")
+    for name in ("torch_dtype", "quantization_config"):
+        told.pop(name, None)
+    shape = shape_of(told, Path(config.name_or_path or type(model).__name__) / "config.json")
+    format_ = _format_of_layers(model, shape, codes)
+    return shape if format_ == PLAIN else replace(shape, weight=format_, table=PLAIN, stored=format_)
+
+
+def _format_of_layers(model: nn.Module, shape: ModelShape, codes: Mapping[str, Codes]) -> str:
+    """Return the format of the projections of every layer. Raises NotReplaceable for another one, and for a mix."""
+    for name, module in model.named_modules():
+        if name not in codes and (told := told_format(module)):
+            raise NotReplaceable(f"{name} is a {type(module).__name__} in {told}")
+    found = {name: held.weight.format.name for name, held in codes.items()}
+    if not found:
+        return PLAIN
+    if len(set(found.values())) > 1 or len(found) != PROJECTIONS * shape.layers:
+        names = ", ".join(sorted(set(found.values())))
+        raise NotReplaceable(f"{len(found)} of its linear layers are in {names}: a step reads all layers in one format")
+    return next(iter(found.values()))
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
 class _Parameters:
-    """The model's parameters as a source of weights. A parameter that is read becomes a view of the copy."""
+    """The model's parameters as a source of weights. A parameter that is read becomes a view of the copy; codes too."""
 
     described_by = "the model's configuration"
 
-    def __init__(self, model: nn.Module) -> None:
-        self.entries: Mapping[str, Tensor] = dict(model.named_parameters())
+    def __init__(self, model: nn.Module, codes: Mapping[str, Codes]) -> None:
+        self.held = {f"{name}.weight": held for name, held in codes.items()}
+        beside = {f"{name}.{part}" for name in codes for part in BESIDE}
+        self.entries: Mapping[str, Tensor] = {n: p for n, p in model.named_parameters() if n not in beside}
         self.place = Path(type(model).__name__)
 
     def read_into(self, name: str, out: Tensor) -> None:
@@ -98,8 +126,16 @@ class _Parameters:
     def note(self, shape: ModelShape, dtype: str) -> str:
         return ""
 
-    def codes(self, shape: ModelShape) -> None:
-        return None
+    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
+        return self._read_codes if self.held else None
+
+    def _read_codes(self, name: str, out: Weight) -> None:
+        held = self.held[name]
+        if held.weight.shape != out.shape:
+            raise BadConfig(f"{name} is {list(held.weight.shape)}", why=f"{self.described_by} says {list(out.shape)}")
+        for part, own in zip(out.parts().values(), held.weight.parts().values(), strict=True):
+            part.copy_(own)
+        held.weight = out
 
 
 Slot = tuple[Mapping[str, Any], str]  # a module's dictionary, and a name in it
@@ -272,6 +308,7 @@ class Whole:
 
     model: weakref.ref[nn.Module]
     shape: ModelShape
+    codes: Mapping[str, Codes] = field(default_factory=dict)  # of the linear layers, by name
     unchanged: _Unchanged | None = None  # None: not patched yet
     decoder: Decoder | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest of a decided arm -> why it does not serve this model
@@ -371,7 +408,7 @@ class Whole:
         """Move the model's weights into one mapping, once."""
         if self.decoder is None:
             with torch.inference_mode(mode=next(model.parameters()).is_inference()), torch.no_grad():
-                weights = weights_of(_Parameters(model), self.shape, self.shape.dtype)
+                weights = weights_of(_Parameters(model, self.codes), self.shape, self.shape.dtype)
             self.decoder = Decoder(weights)
             self.begin()
         return self.decoder
