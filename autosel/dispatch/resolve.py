@@ -26,6 +26,8 @@ from autosel.ops.contract import Op
 from autosel.values import SERVING, Decision, Fingerprint, Knobs, Recipe, Workload, length_bucket
 
 log = logging.getLogger(__name__)
+UNDECIDED, NOTHING = "no decision for", "nothing is decided"
+DECIDE = "  to decide it: autosel record -- PROGRAM, then autosel tune --recorded recorded.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,8 @@ class Resolution:
         reader = reader_of(self.run)
         lines += [f"  layout    {reader.told()}"] if reader is not None else []
         lines += [f"  lengths   to {p.workload['L']}: {p.candidate}" for p in self.parts]
-        return "\n".join([*lines, f"  reason    {self.reason}"])
+        lines.append(f"  reason    {self.reason}")
+        return "\n".join([*lines, DECIDE] if self.reason.startswith((UNDECIDED, NOTHING)) else lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +243,7 @@ def _why_none(w: Workload, serving: Serving, mode: str) -> str:
     own = ((m, serving.device.hw_id) for m, bucket in serving.rows if bucket == w.bucket)
     other = (("", hw_id) for hw_id in serving.foreign.get(w.bucket, ()))
     told = other_conditions((*own, *other), mode=here, device=serving.device, identify=of_hardware)
-    return told or f"no decision for {w.bucket}"
+    return told or f"{UNDECIDED} {w.bucket}"
 
 
 # --- baseline -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from autosel.fingerprint import known
 from autosel.ledger import snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode, serving_key
+from autosel.ops.weight import quantise
 from autosel.values import (
     Arm,
     Decision,
@@ -779,3 +780,11 @@ SIZES = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16, "R": 8,
 def small(op: Any) -> Workload:
     made: Workload = op.workload("fp32", {name: SIZES.get(name, 16) for name in op.dim_names})
     return made
+
+
+@pytest.mark.parametrize("weight", ["plain", "int4-g64"])
+def test_an_undecided_op_says_how_to_decide_it(home: Path, weight: str) -> None:
+    x, w = torch.ones(1, 64), quantise(torch.ones(32, 64), weight)
+    with dispatch.use(home):
+        best = dispatch.best("linear", like=(x, w, None, None))
+    assert best.decision is None and best.explain().count("autosel tune --recorded") == 1
