@@ -24,10 +24,10 @@ PartDType = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8", "uint8"]
 PART_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "int8": 1, "uint8": 1}
 PLAIN = "plain"
 
-# What `scales` holds: a scale per group; a scale and an offset per group; blocks of 256 weights as in GGUF's Q4_K and
-# Q6_K, or with the scales of Q6_K and the offsets of Q4_K.
-Scaling = Literal["one", "pair", "q4_k", "q6_k", "q6_k-m"]
-WITH_OFFSETS: tuple[Scaling, ...] = ("pair", "q4_k", "q6_k-m")
+# What `scales` holds: a scale per group; a scale and an offset per group; a scale and a zero point per group; blocks of
+# 256 weights as in GGUF's Q4_K and Q6_K, or with the scales of Q6_K and the offsets of Q4_K.
+Scaling = Literal["one", "pair", "zeros", "q4_k", "q6_k", "q6_k-m"]
+WITH_OFFSETS: tuple[Scaling, ...] = ("pair", "zeros", "q4_k", "q6_k-m")
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -84,7 +84,9 @@ class WeightFormat:
 
     @property
     def offsets(self) -> bool:
-        """Return True if a group also has an offset, which is added to each of its weights."""
+        """Return True if a group also has an offset, which is added to each of its weights. A zero point z is the
+        offset -scale * z.
+        """
         return self.scaling in WITH_OFFSETS
 
     def nbytes(self, dtype: str, n: int, k: int) -> int:
@@ -120,6 +122,12 @@ def _scaled_groups(name: str, codes: Part, bits: int, group: int, scale: PartDTy
     return WeightFormat(name=name, code=f"int{bits}", bits=bits, group=group, parts=parts)
 
 
+def _paired(name: str, scaling: Scaling, group: int, scale: PartDType | None = None) -> WeightFormat:
+    """Return the format of unsigned codes of 4 bits with two numbers for each group."""
+    parts = (NIBBLES, Part(name="scales", dtype=scale, per=group, count=2))
+    return WeightFormat(name=name, code="uint4", bits=4, group=group, parts=parts, scaling=scaling)
+
+
 def _blocks(scaling: Scaling, code: str, bits: int, group: int, scales: int) -> WeightFormat:
     """Return the format with blocks of 256 weights, so many bytes of them for scales."""
     parts = (
@@ -142,17 +150,13 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         _scaled_groups("int8-g128", OCTETS, 8, 128),
         _scaled_groups("q4_0", NIBBLES, 4, 32, "fp16"),
         _scaled_groups("q8_0", OCTETS, 8, 32, "fp16"),
-        WeightFormat(
-            name="q4_1",
-            code="uint4",
-            bits=4,
-            group=32,
-            parts=(NIBBLES, Part(name="scales", dtype="fp16", per=32, count=2)),
-            scaling="pair",
-        ),
+        _paired("q4_1", "pair", 32, "fp16"),
         _blocks("q4_k", "q4_k", 4, 32, 20),
         _blocks("q6_k", "q6_k", 6, 16, 18),
         _blocks("q6_k-m", "q6_k", 6, 16, 28),
+        _paired("uint4-g32", "zeros", 32),
+        _paired("uint4-g64", "zeros", 64),
+        _paired("uint4-g128", "zeros", 128),
     )
 }
 

@@ -16,7 +16,9 @@ from autosel.errors import Stopped, UsageError
 if TYPE_CHECKING:
     from autosel.decode.checkpoint import Made
 
-FORMATS = ("int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128")  # as decode.checkpoint, which loads torch
+FORMATS = (  # as decode.checkpoint, which loads torch
+    "int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128", "uint4-g32", "uint4-g64", "uint4-g128",
+)  # fmt: skip
 
 
 @verb(
@@ -45,9 +47,9 @@ FORMATS = ("int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128")  # as d
 def quantise_command(folder: Path, weight_format: str, output: Path, as_json: bool) -> None:
     """Round the checkpoint in DIR to codes, and write it in compressed-tensors' format pack-quantized.
 
-    int4-g128 has 4 bits per weight and a scale per 128 neighbours, int8-row 8 bits and a scale per row. Weights are
-    rounded to nearest; embedding, output head and norms stay as they are. transformers, vLLM and `run --model OUT` read
-    the result. Ctrl-C leaves nothing behind.
+    int4-g128 has 4 bits per weight and a scale per 128 neighbours, uint4-g128 also a zero point, int8-row 8 bits and a
+    scale per row. Weights are rounded to nearest; embedding, output head and norms stay as they are. `run --model OUT`
+    and vLLM read the result, transformers all but zero points. Ctrl-C leaves nothing behind.
     """
     from autosel.cli.progress import Progress
     from autosel.decode.checkpoint import write_checkpoint

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from autosel import files, models
-from autosel.decode.compressed import PACKED, SCALE, SHAPE, WORD_BYTES
+from autosel.decode.compressed import PACKED, SCALE, SHAPE, WORD_BYTES, ZERO
 from autosel.decode.run import Listener, Silent
 from autosel.decode.safetensors import BITS, CHUNK, INDEX, SINGLE, Entry, Tensors, open_folder
 from autosel.decode.weights import refuse_other_tensors
+from autosel.decode.words import WORD_BITS, words_of
 from autosel.errors import BadConfig, UsageError
 from autosel.formats import WeightFormat, find_weight_format
 from autosel.models.quantised import FILE_LIMIT_BYTES, scheme_of
@@ -35,7 +36,9 @@ from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Weight, quantise
 from autosel.values import parse_json
 
-FORMATS = ("int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128")
+FORMATS = (
+    "int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128", "uint4-g32", "uint4-g64", "uint4-g128",
+)  # fmt: skip
 PROJECTION = re.compile(r"\blayers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight$")
 STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # names of dtypes in a safetensors header
 SPARE_BYTES = 64 << 20  # of the disk, for headers and copied files
@@ -101,7 +104,7 @@ def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | 
 
 
 def _bits(tensors: Tensors, shards: Mapping[str, Sequence[_Stored]], found: WeightFormat) -> float:
-    parts = [p for shard in shards.values() for p in shard if p.name.endswith((PACKED, SCALE))]
+    parts = [p for shard in shards.values() for p in shard if p.name.endswith((PACKED, SCALE, ZERO))]
     weights = sum(torch.Size(e.shape).numel() for name, e in tensors.entries.items() if PROJECTION.search(name))
     return 8 * sum(part.size for part in parts) / weights
 
@@ -129,9 +132,15 @@ def _parts(tensors: Tensors, name: str, entry: Entry, found: WeightFormat, scale
             why="compressed-tensors and its readers expect whole groups",
             todo="use --format int8-row, or smaller groups",
         )
-    base, words = name.removesuffix(".weight"), -(-k * found.bits // (8 * WORD_BYTES))
-    parts = {PACKED: ("I32", (n, words)), SCALE: (scale, (n, k // (found.group or k))), SHAPE: ("I64", (2,))}
+    base, groups = name.removesuffix(".weight"), k // (found.group or k)
+    parts = {PACKED: ("I32", (n, _words(k, found))), SCALE: (scale, (n, groups)), SHAPE: ("I64", (2,))}
+    if found.scaling == "zeros":
+        parts[ZERO] = ("I32", (_words(n, found), groups))
     return [_Stored(name=base + part, dtype=d, shape=s, source=name) for part, (d, s) in parts.items()]
+
+
+def _words(codes: int, found: WeightFormat) -> int:
+    return -(-codes * found.bits // WORD_BITS)
 
 
 def _refuse_other_matrix(tensors: Tensors, name: str, entry: Entry) -> None:
@@ -156,7 +165,7 @@ def scheme(found: WeightFormat) -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
         "strategy": "group" if found.group else "channel",
-        "symmetric": True,
+        "symmetric": found.scaling != "zeros",
         "type": "int",
     }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -256,8 +265,11 @@ class _Writer:
             )
         made, base = quantise(w, self.format), source.removesuffix(".weight")
         assert isinstance(made, Weight)
-        scales = made.scales.view(len(w), -1)
-        return {base + PACKED: packed(made), base + SCALE: scales, base + SHAPE: torch.tensor(w.shape)}
+        scales, found = made.scales.view(len(w), -1), {base + PACKED: packed(made), base + SHAPE: torch.tensor(w.shape)}
+        if self.format.scaling != "zeros":
+            return {**found, base + SCALE: scales}
+        zeros = words_of(scales[:, 1::2].T, self.format.bits).T
+        return {**found, base + SCALE: scales[:, ::2], base + ZERO: zeros}
 
     def _copy(self, target: BinaryIO, entry: Entry) -> None:
         try:

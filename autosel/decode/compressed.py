@@ -6,7 +6,7 @@ codes of 8 bits differ in the offset.
 
 Asymmetric codes also have `weight_zero_point`, packed along N with the same offset: int32 [N / codes of a word,
 groups]; older files have int8 [N, groups] without offset. `weight_g_idx` [K] is the group of each column, if groups are
-not of neighbours. Both are dequantised.
+not of neighbours: such codes are dequantised.
 """
 
 from __future__ import annotations
@@ -91,12 +91,15 @@ class Compressed(InScheme):
         if self.scheme.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)[:, :k]
         out.codes[:, : codes.shape[1]] = codes
-        scales = self._scales(base)
-        if scales.numel() != out.scales.numel():
-            self._refuse(base + SCALE, f"has {list(scales.shape)} scales, {list(out.scales.shape)} are expected")
-        out.scales.copy_(scales.view(out.scales.shape))
-        if not torch.equal(out.scales.double().flatten(), scales.double().flatten()):
-            self._refuse(base + SCALE, f"is not exact in {_name(out.scales.dtype)}")
+        scales, groups = self._scales(base), -(-k // (self.scheme.group or k))
+        if scales.numel() != n * groups:
+            self._refuse(base + SCALE, f"has {list(scales.shape)} scales, {[n, groups]} are expected")
+        zeros = self._zeros(base, n, groups) if self.scheme.zeros else None
+        if not put_scales(out, scales.view(n, groups), zeros):
+            better = "bf16" if scales.dtype == torch.bfloat16 else "fp16"
+            self._refuse(
+                base + SCALE, f"is not exact in {_name(out.scales.dtype)}. Use --dtype {better}, or --format plain"
+            )
 
     def _words(self, name: str, n: int, k: int) -> Tensor:
         if self.entries[name].shape != (n, k):
@@ -123,7 +126,10 @@ class Compressed(InScheme):
         if self._entry(base + ZERO).dtype == "I8":
             plain = torch.empty(n, groups, dtype=torch.int8)
             self._raw(base + ZERO, plain, "I8")
-            return plain.int() + half
+            found = plain.int() + half
+            if (wrong := plain[(found < 0) | (found >= 2 * half)]).numel():
+                self._refuse(base + ZERO, f"has the zero point {int(wrong[0])} of codes of {self.scheme.bits} bits")
+            return found
         words = torch.empty(-(-n * self.scheme.bits // WORD_BITS), groups, dtype=torch.int32)
         self._raw(base + ZERO, words, "I32")
         return unpacked(words.T, self.scheme.bits)[:, :n].T
@@ -168,6 +174,15 @@ def open_compressed(tensors: Tensors, scheme: Scheme) -> Compressed:
         n, k = words_shape(tensors, base + PACKED)
         entries[f"{base}.weight"] = Place(shape=(n, k * WORD_BITS // scheme.bits), packed=True)
     return Compressed(tensors=tensors, scheme=scheme, entries=entries)
+
+
+def put_scales(out: Weight, scales: Tensor, zeros: Tensor | None) -> bool:
+    """Store scales [N, groups] and zero points. Return False if the matrix's dtype does not hold a scale."""
+    into = out.scales if zeros is None else out.scales[:, ::2]
+    into.copy_(scales.reshape(into.shape))
+    if zeros is not None:
+        out.scales[:, 1::2] = zeros
+    return torch.equal(into.double().flatten(), scales.double().flatten())
 
 
 def words_shape(tensors: Tensors, name: str) -> tuple[int, int]:

@@ -10,8 +10,8 @@ s (q - z), and s is fp16.
 GPTQ of version 1 stores z - 1. A zero point of 0 is then stored as 15, or as a borrow from its neighbour: libraries
 disagree, so it is refused.
 
-Codes whose zero point is half of the range everywhere, in groups of neighbours, are read as the symmetric weight
-formats. Others are dequantised, exactly, and rounded once.
+Codes in groups of neighbours are read as weight formats: the symmetric ones if every zero point is half of the range,
+those with zero points for other codes of 4 bits. Others are dequantised, exactly, and rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from autosel.decode.compressed import SCALE_DTYPES, InScheme, Place, words_shape
+from autosel.decode.compressed import SCALE_DTYPES, InScheme, Place, put_scales, words_shape
 from autosel.decode.safetensors import Entry, Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
@@ -59,20 +59,21 @@ class PackedRows(InScheme):
                 self._refuse(base + SCALES, f"makes weights of {name} that are not finite in {_name(out.dtype)}")
 
     def _read_codes(self, name: str, out: Weight) -> None:
-        """Read codes and scales whose zero point is half of the range. Raises BadConfig."""
+        """Read codes and scales, and zero points, which must be half of the range if the format has none.
+
+        Raises BadConfig.
+        """
         if not self.entries[name].packed:
             self._refuse(name, "is no code, unlike other layers. --format plain dequantises those")
         self._refuse_shape(name, tuple(out.shape))
         base, half, k = name.removesuffix(".weight"), 1 << self.scheme.bits - 1, out.shape[1]
         zeros = self._zeros(base)
-        if not bool((zeros == half).all()):
+        if not self.scheme.zeros and not bool((zeros == half).all()):
             other = int(zeros[zeros != half][0])
             self._refuse(base + ZEROS, f"has the zero point {other}; {half} is expected. --format plain dequantises")
         if not torch.equal(self._groups(base), torch.arange(k) // (self.scheme.group or k)):
             self._refuse(base + ORDER, "puts columns into other groups. --format plain dequantises")
-        stored = self._scales(base).T
-        out.scales.copy_(stored.reshape(out.scales.shape))
-        if not torch.equal(out.scales.double().flatten(), stored.double().flatten()):
+        if not put_scales(out, self._scales(base).T, zeros.T if self.scheme.zeros else None):
             self._refuse(
                 base + SCALES, f"is not exact in {_name(out.scales.dtype)}. Use --dtype fp16, or --format plain"
             )

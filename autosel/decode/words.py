@@ -14,6 +14,14 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
 
 
+def words_of(codes: Tensor, bits: int) -> Tensor:
+    """Return int32 words [R, words] of unsigned codes [R, C], the lowest bits first; rows are filled up with zeros."""
+    per = WORD_BITS // bits
+    whole = torch.nn.functional.pad(codes.int(), (0, -codes.shape[1] % per)).unflatten(1, (-1, per))
+    words: Tensor = (whole << torch.arange(0, WORD_BITS, bits, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return words
+
+
 def exact(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
     """Return scale * (code - zero) in float64, which holds it exactly: codes [N, K], zeros and scales [N, groups].
 

@@ -1,8 +1,9 @@
 """Read `quantization_config` of a config.json: how the matrices of a checkpoint's layers are stored.
 
 Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16), GPTQ, and AWQ's `gemm`, all Linear layers but the
-output head. Codes in groups of neighbours whose zero point is half of the range are a weight format; kernels read them.
-Others are dequantised when they are loaded. Everything else is refused by the name of the field.
+output head. Codes in groups of neighbours are a weight format, which kernels read: with a zero point of half of the
+range, or in groups of 4 bits with any zero points. Others are dequantised when they are loaded. Everything else is
+refused by the name of the field.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Scheme:
     zeros: bool = False  # groups have zero points of their own
     ordered: bool = False  # groups are not of neighbours: columns were quantised in another order
     less_one: bool = False  # zero points are stored minus 1 (GPTQ, version 1)
+    partial: bool = False  # some layers are left out, and keep the dtype
 
     @property
     def format(self) -> str:
         """Return the weight format whose codes these are; plain if the weights are dequantised."""
-        return self.codes if not (self.zeros or self.ordered) and self.codes in WEIGHT_FORMATS else PLAIN
+        name = f"u{self.codes}" if self.zeros else self.codes
+        return name if not (self.ordered or self.partial) and name in WEIGHT_FORMATS else PLAIN
 
     @property
     def codes(self) -> str:
@@ -49,7 +52,9 @@ class Scheme:
         """Describe the stored form, and what the weights are read as."""
         read = "read as they are" if PLAIN != format == self.format else f"dequantised to {dtype} when loaded"
         why = [" with zero points"] * self.zeros + [" in activation order"] * self.ordered
-        return f"weights: {self.codes}{''.join(why)} ({self.method}) in {name}, {read}"
+        why += [" in some layers"] * self.partial
+        stored = self.format if self.format != PLAIN else f"{self.codes}{''.join(why)}"
+        return f"weights: {stored} ({self.method}) in {name}, {read}"
 
 
 def weight_format(fields: Fields, found: Any) -> str:
@@ -120,7 +125,16 @@ def _awq(found: Fields) -> Scheme:
     if not isinstance(version, str) or version.lower() != "gemm":
         _refuse(found, "version", "gemm")
     size = _group(found, group if group in found.data else "group_size")
-    return Scheme(method="awq", bits=4, group=size, zeros=found.flag("zero_point", default=True))
+    left_out = found.data.get("modules_to_not_convert") or []
+    if not isinstance(left_out, list):
+        _refuse(found, "modules_to_not_convert", "a list of names")
+    return Scheme(
+        method="awq",
+        bits=4,
+        group=size,
+        zeros=found.flag("zero_point", default=True),
+        partial=any(name not in HEADS for name in left_out),
+    )
 
 
 def _group(found: Fields, name: str) -> int:

@@ -2,6 +2,8 @@
 
     one     a number per group (or per row): its scale
     pair    two numbers per group: scale d and offset m; a weight is d q + m
+    zeros   two numbers per group: scale s and zero point z, an integer of 0 to 15; a weight is s (q - z), so the offset
+            is -s z
     q4_k    for each 256 weights: fp16 d and e; eight bytes of scales s, then of minimums t, one for each 32 weights.
             A weight is d s q - e t
     q6_k    for each 256 weights: sixteen int8 scales s, one for each 16 weights; fp16 d. A weight is d s q
@@ -83,6 +85,29 @@ class Pair(One):
         pairs = stored.unflatten(-1, (-1, 2))
         pairs[::4, ::5, 0] = float("nan")
         pairs[2::4, ::5, 1] = float("nan")
+
+
+class Zeros(Pair):
+    most: ClassVar[int] = 15
+
+    def read(self, stored: Tensor) -> Groups:
+        scales = stored[..., ::2].double()
+        return scales, -scales * stored[..., 1::2].double()
+
+    def write(self, stored: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
+        assert offsets is not None
+        stored[..., ::2] = _normal(scales, stored.dtype)
+        stored[..., 1::2] = (-offsets / stored[..., ::2].float()).round().clamp(0, self.most)
+
+    def numbers(self, stored: Tensor) -> Tensor:
+        return stored[..., ::2]
+
+    def put(self, stored: Tensor, numbers: Tensor, draw: Draw) -> None:
+        """Replace the scales, and draw zero points: a third of them are 0 or the largest."""
+        scales = self.numbers(stored)
+        scales.copy_(_held(numbers, stored.dtype).view(scales.shape))
+        drawn = draw.integers(-4, self.most + 5, *scales.shape)
+        stored[..., 1::2] = drawn.clamp(0, self.most).to(stored.dtype)
 
 
 class Blocks(Scales):
@@ -189,6 +214,7 @@ class SixKWithMinimums(SixK):
 SCALES: Mapping[Scaling, Scales] = {
     "one": One(),
     "pair": Pair(),
+    "zeros": Zeros(),
     "q4_k": FourK(),
     "q6_k": SixK(),
     "q6_k-m": SixKWithMinimums(),

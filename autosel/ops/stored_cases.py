@@ -47,9 +47,9 @@ KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1
 def weight_cases(op: Op, w: Workload, name: str) -> list[Case]:
     """Return cases at a small workload w that change codes or scales of the weight `name`."""
     found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
-    if not w.weight_format.offsets:
-        return found
-    return found + [case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in OFFSETS]
+    more = OFFSETS if w.weight_format.offsets else ()
+    more = (*more, *ZEROS) if w.weight_format.scaling == "zeros" else more
+    return found + [case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in more]
 
 
 def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> list[Case]:
@@ -258,4 +258,33 @@ OFFSETS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
     ("offsets that cancel", "an offset that is left out or has the wrong sign", _offsets(lambda n: -(n % 5 + 5.0))),
     ("large offsets", "another group's offset", _offsets(lambda n: -(2.0 ** (n % 7)))),
     ("few offsets", "an offset at the wrong place", _offsets(lambda n: torch.where(n % 5 == 3, -15.0, -0.0))),
+)
+
+
+# --- zero points ------------------------------------------------------------------------------------------------------
+
+
+def _at_zero_points(name: str) -> Change:
+    """Give groups each zero point in turn, uneven scales, and codes that equal their zero point but for every 13th."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        w: Weight = inputs[name]
+        scales = (1 + draw.uniform(w.groups()[0].numel()).view(w.groups()[0].shape)) * 2.0**-6
+        zeros = torch.arange(scales.numel()).view(scales.shape) % 16
+        SCALES[w.format.scaling].write(w.scales, scales, -zeros * scales)
+        numbers = w.along_k(zeros).clone()
+        numbers[:, 5::13] += 1
+        w.codes.copy_(CODES[w.format.code].nearest(numbers))
+
+    return change
+
+
+def _ends(name: str) -> Change:
+    """Give neighbouring groups the zero points 0 and 15, so that all numbers of a group have one sign."""
+    return _offsets(lambda n: torch.where(n % 3 == 1, -15.0, -0.0))(name)
+
+
+ZEROS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
+    ("codes at their zero points", "a product that is rounded before the zero point is subtracted", _at_zero_points),
+    ("zero points at both ends", "a zero point of another group; a signed one", _ends),
 )

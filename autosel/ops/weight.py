@@ -16,7 +16,7 @@ In addition to the roundings of a plain weight, a candidate may round:
 A candidate may add a group's offset times the sum of its x instead of an offset per weight. Then its terms are up to
 |code * scale| + |offset| times |x|, which may exceed the weight's, and infinite x may give NaN; no case has it with
 such a format. The bound has these terms. It has no rounding of an offset, or of a scale beside an offset: their errors
-would not cancel as the numbers do.
+would not cancel as the numbers do. A zero point beside a scale is the offset -scale * zero.
 
 `product_error` bounds all of these together. Roundings of different weights are independent and add in squares;
 rounding to nearest has an RMS error of u / 2. Equal weights round equally and change the sum by u of itself.

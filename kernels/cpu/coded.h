@@ -1,5 +1,6 @@
 // Weights as codes with scales: y[m] = sum over groups g of scale[n, g] * (x[m, g] . codes[n, g]); if groups have offsets,
-// plus offset[n, g] * (sum of x[m, g]), whose sums are computed once per row of x.
+// plus offset[n, g] * (sum of x[m, g]), whose sums are computed once per row of x. If groups have zero points,
+// scale[n, g] * (x[m, g] . codes[n, g] - zero[n, g] * (sum of x[m, g])): no product of a scale and a zero is rounded.
 //
 //   Nibbles   codes of 4 bits, unsigned, the number is code - bias: a 32-bit word holds 8 neighbours along K, the first in
 //             its lowest bits; a row is whole lines of 128 codes
@@ -222,8 +223,11 @@ template <class T> struct Sixes : InBlocks<T, 3> {
 
 // --- scales ----------------------------------------------------------------------------------------------------------
 
-// A scale and an offset for each lane of a piece.
+// A scale, and an offset or a zero point, for each lane of a piece.
 struct Scaled { vreg scale, offset; };
+
+// What a group has beside its scale s: nothing, an offset m (a weight is s q + m), or a zero point z (s (q - z)).
+enum class Beside { kNothing, kOffset, kZero };
 
 template <class S> static inline float number_at(const uint8_t* at) {
   S found;
@@ -235,22 +239,31 @@ template <class S> static inline float number_at(const uint8_t* at) {
 static inline vreg chosen(__m512 from, __m512i lanes) {
   return reinterpret_cast<vreg>(_mm512_permutexvar_ps(lanes, from));
 }
-template <class S> static inline __m128 four_at(const uint8_t* at) {
-  if constexpr (sizeof(S) == 4) return _mm_loadu_ps(reinterpret_cast<const float*>(at));
-  __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
-  if constexpr (std::is_same_v<S, f16>) return _mm_cvtph_ps(halves);
-  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves), 16));
+template <class S> static inline __m256 eight_at(const uint8_t* at) {
+  if constexpr (sizeof(S) == 4) return _mm256_loadu_ps(reinterpret_cast<const float*>(at));
+  __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  if constexpr (std::is_same_v<S, f16>) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 #elif defined(__AVX2__)
 static inline vreg chosen(__m256 from, __m256i lanes) {
   return reinterpret_cast<vreg>(_mm256_permutevar8x32_ps(from, lanes));
 }
 #endif
+#if defined(__AVX2__)
+template <class S> static inline __m128 four_at(const uint8_t* at) {
+  if constexpr (sizeof(S) == 4) return _mm_loadu_ps(reinterpret_cast<const float*>(at));
+  __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  if constexpr (std::is_same_v<S, f16>) return _mm_cvtph_ps(halves);
+  return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves), 16));
+}
+#endif
 
-// Numbers of type S for each group of neighbours (0: for a row): its scale, and its offset if there are any.
-template <int64_t group, class S, bool offsets> struct PerGroup {
+// Numbers of type S for each group of neighbours (0: for a row): its scale, and what is beside it.
+template <int64_t group, class S, Beside beside> struct PerGroup {
   using Stored = S;
-  static constexpr bool kOfRow = group == 0, kOffsets = offsets;
+  static constexpr bool offsets = beside != Beside::kNothing;
+  static constexpr bool kOfRow = group == 0, kOffsets = offsets, kZeros = beside == Beside::kZero;
   static constexpr int64_t kEntry = (offsets ? 2 : 1) * int64_t(sizeof(S));
   static_assert(group == 0 || group == 32 || group == 64 || group == 128, "a scale is for a row or 32 to 128 codes");
   static int64_t stored(int64_t k) { return group ? (k + group - 1) / (group ? group : 1) * (offsets ? 2 : 1) : 1; }
@@ -272,12 +285,19 @@ template <int64_t group, class S, bool offsets> struct PerGroup {
   }
   static double weight(const uint8_t* at, int64_t k, int code) {
     const uint8_t* entry = at + (group ? k / (group ? group : 1) : 0) * kEntry;
-    return double(number_at<S>(entry)) * code + (offsets ? double(number_at<S>(entry + sizeof(S))) : 0.0);
+    double scale = number_at<S>(entry), other = offsets ? number_at<S>(entry + sizeof(S)) : 0.0;
+    return kZeros ? scale * (code - other) : scale * code + other;
   }
 
  private:
   // N entries, for as many equal parts of the lanes.
   template <int64_t N> static inline Scaled spread(const uint8_t* s) {
+    if constexpr (N == 1 && offsets && std::is_same_v<S, bf16>) {  // one load instead of two
+      uint32_t both;
+      memcpy(&both, s, sizeof both);
+      vu all = vu{} + both;
+      return {reinterpret_cast<vreg>(all << 16), reinterpret_cast<vreg>(all & 0xffff0000u)};
+    }
     if constexpr (N == 1) return {splat(number_at<S>(s)), offsets ? splat(number_at<S>(s + sizeof(S))) : vreg{}};
 #if defined(AUTOSEL_AVX512)
     if constexpr (N == 2 && !offsets)
@@ -287,8 +307,13 @@ template <int64_t group, class S, bool offsets> struct PerGroup {
       const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
       return {chosen(_mm512_castps128_ps512(four_at<S>(s)), lane), vreg{}};
     }
-    if constexpr (N == 4 && offsets && std::is_same_v<S, f16>) {
-      __m512 all = _mm512_castps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s))));
+    if constexpr (N == 2 && offsets) {
+      __m512 all = _mm512_castps128_ps512(four_at<S>(s));
+      const __m512i even = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+      return {chosen(all, even), chosen(all, _mm512_or_epi32(even, _mm512_set1_epi32(1)))};
+    }
+    if constexpr (N == 4 && offsets) {
+      __m512 all = _mm512_castps256_ps512(eight_at<S>(s));
       const __m512i even = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
       return {chosen(all, even), chosen(all, _mm512_or_epi32(even, _mm512_set1_epi32(1)))};
     }
@@ -296,8 +321,8 @@ template <int64_t group, class S, bool offsets> struct PerGroup {
     if constexpr (N == 2 && !offsets)
       return {reinterpret_cast<vreg>(_mm256_set_m128(_mm_set1_ps(number_at<S>(s + kEntry)),
                                                      _mm_set1_ps(number_at<S>(s)))), vreg{}};
-    if constexpr (N == 2 && offsets && std::is_same_v<S, f16>) {
-      __m256 all = _mm256_castps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(s))));
+    if constexpr (N == 2 && offsets) {
+      __m256 all = _mm256_castps128_ps256(four_at<S>(s));
       return {chosen(all, _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2)),
               chosen(all, _mm256_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3))};
     }
@@ -314,7 +339,7 @@ template <int64_t group, class S, bool offsets> struct PerGroup {
 // For each block fp16 d and e, 8 bytes s and 8 bytes t: two lanes have the scale d s and the offset -e t.
 struct FourScales {
   using Stored = uint8_t;
-  static constexpr bool kOfRow = false, kOffsets = true;
+  static constexpr bool kOfRow = false, kOffsets = true, kZeros = false;
   static constexpr int64_t kBlock = 20;
   static int64_t stored(int64_t k) { return (k + kBlockCodes - 1) / kBlockCodes * kBlock; }
 
@@ -360,7 +385,7 @@ struct FourScales {
 // behind it: two lanes have the offset -e t.
 template <bool minimums> struct SixScales {
   using Stored = uint8_t;
-  static constexpr bool kOfRow = false, kOffsets = minimums;
+  static constexpr bool kOfRow = false, kOffsets = minimums, kZeros = false;
   static constexpr int64_t kBlock = minimums ? 28 : 18, kHalves = minimums ? 24 : 16;
   static int64_t stored(int64_t k) { return (k + kBlockCodes - 1) / kBlockCodes * kBlock; }
 
@@ -402,11 +427,15 @@ template <bool minimums> struct SixScales {
 template <int bits, int64_t group, class S> struct Symmetric {
   static_assert(bits == 4 || bits == 8, "codes have 4 or 8 bits");
   template <class T> using Codes = std::conditional_t<bits == 4, Nibbles<T, 8>, Octets<T>>;
-  using Scales = PerGroup<group, S, false>;
+  using Scales = PerGroup<group, S, Beside::kNothing>;
 };
 template <int64_t group, class S> struct Affine {
   template <class T> using Codes = Nibbles<T, 0>;
-  using Scales = PerGroup<group, S, true>;
+  using Scales = PerGroup<group, S, Beside::kOffset>;
+};
+template <int64_t group, class S> struct Asymmetric {
+  template <class T> using Codes = Nibbles<T, 0>;
+  using Scales = PerGroup<group, S, Beside::kZero>;
 };
 struct Q4K {
   template <class T> using Codes = Fours<T>;
@@ -496,8 +525,10 @@ static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8
     for (int i = 0; i < R; ++i)
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
+        if constexpr (S::kZeros)
+          part[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, part[i][m]);
         acc[i][m] = S::kOfRow ? acc[i][m] + part[i][m] : fma(part[i][m], scaled[i].scale, acc[i][m]);
-        if constexpr (S::kOffsets)
+        if constexpr (S::kOffsets && !S::kZeros)
           acc[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, acc[i][m]);
       }
     x += kRegistersOfX<T, F> * M * W;
@@ -578,8 +609,8 @@ template <class T, class C> static inline void lay_out(const Wide<T>* x, Wide<T>
   }
 }
 
-// Writes the sum of each lane's x behind the registers of a piece.
-template <class T, class C> static inline void add_up(Wide<T>* x, int64_t apart) {
+// Writes the sum of each lane's x behind the registers of a piece, negative if zero points are subtracted.
+template <class T, class C, bool negative> static inline void add_up(Wide<T>* x, int64_t apart) {
   vreg sums{};
   for (int64_t r = 0; r < C::kRegisters; ++r) {
 #if defined(AUTOSEL_BF16_DOT)
@@ -589,7 +620,7 @@ template <class T, class C> static inline void add_up(Wide<T>* x, int64_t apart)
 #endif
       sums = sums + load(x + r * apart);
   }
-  store(reinterpret_cast<float*>(x + C::kRegisters * apart), sums);
+  store(reinterpret_cast<float*>(x + C::kRegisters * apart), negative ? -sums : sums);
 }
 
 // Rows of x [piece][register][rows][W], group after group (dot.h), zeros behind K.
@@ -614,7 +645,7 @@ template <class T, class F, class X> static void pack_for_codes(const Matrix<con
             else wide[c] = widen(from[c]);
           lay_out<T, C>(wide, to, m * W);
         }
-        if constexpr (F::Scales::kOffsets) add_up<T, C>(to, m * W);
+        if constexpr (F::Scales::kOffsets) add_up<T, C, F::Scales::kZeros>(to, m * W);
       }
     }
   }

@@ -355,7 +355,7 @@ def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeN
     same = (torch.arange(2**found.bits) + least)[:, None].expand(-1, k)
     w.codes.copy_(same if w.codes.dtype == torch.int8 else code.nearest(same))
     w.scales.copy_(simple_scales(w))
-    numbers = 2 * (same[:, 0] + (3 if found.offsets else 0))
+    numbers = 2 * (same[:, 0] + (-5 if found.scaling == "zeros" else 3 if found.offsets else 0))
     assert torch.equal(w.exact(), numbers[:, None].double().expand(-1, k))
     function = entry("gemv_coded", isa, format_, dtype)
     for m, rows in ((1, 1), (1, 4), (2, 4), (3, 1), (4, 2), (7, 1), (8, 1), (11, 4)):
@@ -368,11 +368,12 @@ def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeN
 
 
 def simple_scales(w: Weight) -> torch.Tensor:
-    """Return scales of 2, and offsets of 6."""
+    """Return scales of 2, and offsets of 6 or zero points of 5."""
     if w.format.scaling == "one":
         return torch.full_like(w.scales, 2.0)
-    if w.format.scaling == "pair":
-        return torch.tensor([2.0, 6.0]).repeat(w.scales.shape[0], w.scales.shape[1] // 2)
+    if w.format.scaling in ("pair", "zeros"):
+        pair = torch.tensor([2.0, 6.0 if w.format.scaling == "pair" else 5.0])
+        return pair.repeat(w.scales.shape[0], w.scales.shape[1] // 2)
     halves = torch.tensor([2.0, -6.0] if w.format.offsets else [2.0]).half().view(torch.uint8)
     ones = torch.ones(24 if w.format.scaling == "q6_k-m" else 16, dtype=torch.uint8)
     block = torch.cat((halves, ones) if w.format.scaling == "q4_k" else (ones, halves))
@@ -395,6 +396,7 @@ def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str) -> Non
         assert torch.equal(y.T, w.exact().float()[:, first : first + 32]), first
 
 
+UINT4, PIECE = ("uint4-g32", "uint4-g64", "uint4-g128"), "S::template piece<C>(scales + i * w.scale_stride,"
 # One fault each in kernels/cpu/coded.h: the line, the wrong line, and the formats that it breaks.
 WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "the neighbour's group": ("spread<kMany<C>>(at + p *", "spread<kMany<C>>(at + (p ? p - 1 : 0) *", ("q4_1", "q4_0")),
@@ -421,7 +423,30 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "codes without a sign": ("kNumbers<6, -32>", "kNumbers<6, 32>", ("q6_k",)),
     "lines swapped": ("four_bits_to_bf16(words[r / 4]", "four_bits_to_bf16(words[1 - r / 4]", ("q4_k",)),
     "a scale without a sign": ("_mm512_cvtepi8_epi32(_mm_loadu", "_mm512_cvtepu8_epi32(_mm_loadu", ("q6_k",)),
-    "the last group's offset": ("there < kMany<C> ? there : kMany<C>", "there < 2 ? there : 1", ("q4_1",)),
+    "the last group's offset": ("there < kMany<C> ? there : kMany<C>", "there < 2 ? there : 1", ("q4_1", "uint4-g32")),
+    "zero point ignored": ("if constexpr (S::kZeros)\n", "if constexpr (S::kZeros && R > 9)\n", UINT4),
+    "zero point one more": (
+        "scaled[i].offset, part[i][m]);",
+        "scaled[i].offset + splat(1), part[i][m]);",
+        UINT4,
+    ),
+    "the neighbour row's zero point": (
+        "scaled[i].offset, part[i][m]);",
+        "scaled[i ? i - 1 : R - 1].offset, part[i][m]);",
+        UINT4,
+    ),
+    "the neighbour group's zero point": (
+        f"scaled[i] = {PIECE} p);",
+        f"scaled[i].scale = {PIECE} p).scale, scaled[i].offset = {PIECE} p ? p - 1 : p).offset;",
+        UINT4,
+    ),
+    "zero points added": ("negative ? -sums : sums", "sums", UINT4),
+    "zero points of even groups": ("even, _mm512_set1_epi32(1)", "even, _mm512_set1_epi32(3)", ("uint4-g32",)),
+    "zero point subtracted after rounding": (
+        "if constexpr (S::kZeros)\n",
+        "if constexpr (S::kZeros) part[i][m] = vreg(vu(part[i][m]) & 0xffff0000u);\nif constexpr (S::kZeros)\n",
+        UINT4,
+    ),
 }
 WRONG_BUILDS = [(name, format_) for name, (_, _, formats) in WRONG.items() for format_ in formats]
 

@@ -89,18 +89,19 @@ MIX = (
     ("1.o", "plain"),
     ("1.gate", "q4_1"),
     ("1.up", "q4_1"),
+    ("1.down", "uint4-g32"),
 )
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_on_a_mix_of_formats_is_within_the_bound_of_the_exact_weights(rows: int, scale: float) -> None:
-    """Run matrices in six formats, by one build of the team; each thread counts in one of them at a time."""
+    """Run matrices in seven formats, by one build of the team; each thread counts in one of them at a time."""
     check_logits("whole", rows, weights("q4_k", embedding_scale=scale, others=MIX))
 
 
 def test_a_table_of_codes_is_read_with_one_rounding(tmp_path: Path) -> None:
-    for name in ("q4_1", "q4_k", "q6_k", "q6_k-m", "q8_0", "int4-g32"):
+    for name in ("q4_1", "q4_k", "q6_k", "q6_k-m", "q8_0", "int4-g32", "uint4-g64"):
         found = weights("plain", others=(("embedding", name),), tied=False)
         decoder, fp = Decoder(found), fingerprint.take("cpu")
         with torch.inference_mode():

@@ -26,7 +26,7 @@ from autosel.errors import BadConfig, UsageError
 from autosel.ops.weight import Weight, quantise
 from tests import steps
 
-GROUP = {"int8-row": 0, "int8-g128": 128, "int4-g32": 32, "int4-g64": 64, "int4-g128": 128}
+GROUP = {name: int(name.partition("-g")[2] or 0) for name in FORMATS}
 UP = "model.layers.1.mlp.up_proj"
 
 
@@ -71,7 +71,7 @@ def test_every_bit_has_its_documented_place(tmp_path: Path, name: str) -> None:
     source = write_model(tmp_path / "m")
     made = write_checkpoint(source, name, tmp_path / "q")
     plain, found = stored(source), stored(tmp_path / "q")
-    bits, group = int(name[3]), GROUP[name]
+    bits, group, zeros = int(name.partition("-")[0][-1]), GROUP[name], name.startswith("u")
     words, scales = found[f"{UP}.weight_packed"], found[f"{UP}.weight_scale"]
     w = plain[f"{UP}.weight"].double()
     n, k = w.shape
@@ -82,11 +82,13 @@ def test_every_bit_has_its_documented_place(tmp_path: Path, name: str) -> None:
         for at in (0, 1, 7, 8, 31, 32, k - 1):
             scale = float(scales[row, at // (group or k)])
             most = (1 << bits - 1) - 1
-            assert code(words, row, at, bits) == max(-most - 1, min(most, round(float(w[row, at]) / scale)))
+            zero = code(found[f"{UP}.weight_zero_point"].T, at // group, row, bits) if zeros else 0
+            assert code(words, row, at, bits) == max(-most - 1, min(most, round(float(w[row, at]) / scale) + zero))
     others = {n: t for n, t in plain.items() if not PROJECTION.search(n)}
     assert all(torch.equal(found[n], t) for n, t in others.items())
-    assert len(found) == len(others) + 3 * (len(plain) - len(others))
-    assert made.bits_per_weight == pytest.approx(bits + (16 / group if group else 16 * (n + 0.0) / (n * k)), abs=0.2)
+    assert len(found) == len(others) + (4 if zeros else 3) * (len(plain) - len(others))
+    each = 16 / group + (bits / group if zeros else 0) if group else 16 * (n + 0.0) / (n * k)
+    assert made.bits_per_weight == pytest.approx(bits + each, abs=0.2)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -89,15 +89,9 @@ def test_layers_are_read_as_codes_and_tables_are_plain(tmp_path: Path, bits: int
     assert sum(w.nbytes for w in found.named.values()) == found.bytes
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "old"),
-    [(4, 32, False), (4, 32, True), (8, 32, False), (4, 0, False), (8, 0, True)],
-)
-def test_codes_with_zero_points_are_dequantised_exactly_and_rounded_once(
-    tmp_path: Path, bits: int, group: int, old: bool
-) -> None:
-    """A zero point is packed along the outputs like codes; older files have int8."""
-    folder, exact = write(tmp_path / "m", bits, group)
+def write_asymmetric(folder: Path, bits: int, group: int, old: bool = False) -> tuple[Path, dict[str, Tensor]]:
+    """Write a model with random zero points, packed along the outputs like codes; `old` files have int8."""
+    folder, exact = write(folder, bits, group)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     for name in exact:
@@ -108,6 +102,48 @@ def test_codes_with_zero_points_are_dequantised_exactly_and_rounded_once(
         exact[name] -= shift.repeat_interleave(group or exact[name].shape[1], 1)[:, : exact[name].shape[1]]
     save_file(tensors, folder / "model.safetensors")
     rewrite(folder, config_groups=scheme(bits, group, symmetric=False)["config_groups"])
+    return folder, exact
+
+
+@pytest.mark.parametrize(("group", "old"), [(32, False), (32, True), (64, False), (128, False)])
+def test_codes_of_four_bits_with_zero_points_are_read_as_they_are(tmp_path: Path, group: int, old: bool) -> None:
+    folder, exact = write_asymmetric(tmp_path / "m", 4, group, old)
+    name = f"uint4-g{group}"
+    assert (models.load(folder).weight, models.load(folder).stored) == (name, name)
+    for dtype in ("bf16", "fp32"):
+        found = loaded(folder, dtype=dtype)
+        for i, layer in enumerate(found.layers):
+            assert isinstance(layer.down, Weight) and isinstance(layer.qkv, Weight)
+            assert torch.equal(layer.down.exact(), exact[f"model.layers.{i}.mlp.down_proj.weight"])
+            stacked = torch.cat([exact[f"model.layers.{i}.self_attn.{p}_proj.weight"] for p in "qkv"])
+            assert torch.equal(layer.qkv.exact(), stacked)
+        assert found.note == f"weights: {name} (compressed-tensors) in m, read as they are"
+    damage(folder, f"{UP}_scale", lambda t: t.fill_(2.0**-30))
+    with pytest.raises(BadConfig, match=r"not exact in float16. Use --dtype bf16, or --format plain"):
+        loaded(folder, dtype="fp16")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        ("zero_point", lambda t: None, "zero_point is missing"),
+        ("zero_point", lambda t: t[:-1].contiguous(), "zero_point is I8"),
+        ("zero_point", lambda t: t.fill_(8), "zero_point has the zero point 8 of codes of 4 bits"),
+        ("zero_point", lambda t: t.float(), "zero_point is F32"),
+    ],
+)
+def test_zero_points_that_do_not_fit_are_refused(tmp_path: Path, part: str, change: Any, told: str) -> None:
+    folder, _ = write_asymmetric(tmp_path / "m", 4, 32, old=True)
+    damage(folder, f"{UP}_{part}", change)
+    with pytest.raises(BadConfig, match=told):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(("bits", "group", "old"), [(8, 32, False), (4, 0, False), (8, 0, True)])
+def test_other_codes_with_zero_points_are_dequantised_exactly_and_rounded_once(
+    tmp_path: Path, bits: int, group: int, old: bool
+) -> None:
+    folder, exact = write_asymmetric(tmp_path / "m", bits, group, old)
     assert (models.load(folder).weight, models.load(folder).stored) == ("plain", "plain")
     for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         found = loaded(folder, dtype=dtype)

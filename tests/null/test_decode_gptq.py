@@ -17,6 +17,7 @@ from autosel import models
 from autosel.decode.run import Plan
 from autosel.decode.weights import Weights, load_weights
 from autosel.errors import BadConfig
+from autosel.ops.codes import CODES
 from autosel.ops.weight import Weight
 from tests import steps
 
@@ -107,13 +108,39 @@ def test_symmetric_codes_of_neighbours_are_read_as_they_are(tmp_path: Path, chan
     assert found.note == f"weights: {name} ({(GPTQ | changes)['quant_method']}) in m, read as they are"
 
 
+@pytest.mark.parametrize("config", [AWQ, GPTQ | {"sym": False}, GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}])
+def test_codes_with_zero_points_are_read_as_they_are(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder, exact = write(tmp_path / "m", config)
+    shape = models.load(folder)
+    assert (shape.weight, shape.table, shape.stored, shape.dtype) == ("uint4-g32", "plain", "uint4-g32", "fp16")
+    for dtype in ("fp16", "fp32"):
+        found = loaded(folder, dtype)
+        for i, layer in enumerate(found.layers):
+            for part, matrix in of_layer(exact, i).items():
+                ours = getattr(layer, part)
+                assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
+        assert found.note == f"weights: uint4-g32 ({config['quant_method']}) in m, read as they are"
+    with pytest.raises(BadConfig, match=r"is not exact in bfloat16. Use --dtype fp16, or --format plain"):
+        loaded(folder, "bf16")
+    plain = loaded(folder, "bf16", "plain")
+    assert torch.equal(plain.layers[1].down, of_layer(exact, 1)["down"].bfloat16())
+    assert plain.note == f"weights: uint4-g32 ({config['quant_method']}) in m, dequantised to bf16 when loaded"
+
+
+@pytest.mark.parametrize("value", [0, 15])
+def test_zero_points_at_the_ends_of_the_range_are_read(tmp_path: Path, value: int) -> None:
+    folder, _ = write(tmp_path / "m", AWQ)
+    change(folder, f"{UP}.qzeros", lambda t: t.fill_(-1 if value else 0))
+    found = loaded(folder).layers[1].up
+    assert isinstance(found, Weight) and (found.scales[:, 1::2] == value).all()
+    assert torch.equal(found.exact().sign(), (CODES["uint4"].numbers(found.codes)[:, :64] - value).sign())
+
+
 @pytest.mark.parametrize(
     ("config", "order", "told"),
     [
-        (AWQ, False, "int4-g32 with zero points (awq)"),
         ({**AWQ, "group_size": -1}, False, "int4-row with zero points (awq)"),
-        (GPTQ | {"sym": False}, False, "int4-g32 with zero points (gptq)"),
-        (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, False, "int4-g32 with zero points (gptq)"),
+        ({**AWQ, "modules_to_not_convert": ["visual"]}, False, "int4-g32 with zero points in some layers (awq)"),
         (GPTQ | {"sym": False, "desc_act": True}, True, "int4-g32 with zero points in activation order (gptq)"),
         (GPTQ | {"sym": False, "bits": 8, "group_size": 16}, False, "int8-g16 with zero points (gptq)"),
     ],
@@ -177,7 +204,8 @@ def test_parts_that_do_not_fit_are_refused_by_tensor_and_value(
 
 
 def test_a_layer_that_is_left_out_is_read_where_weights_are_dequantised(tmp_path: Path) -> None:
-    folder, exact = write(tmp_path / "m", AWQ)
+    """Dequantise all layers if the config names one that keeps the dtype; without its name it is refused."""
+    folder, exact = write(tmp_path / "m", AWQ | {"modules_to_not_convert": [UP, "lm_head"]})
     tensors = load_file(folder / "model.safetensors")
     for part in ("qweight", "qzeros", "scales"):
         del tensors[f"{UP}.{part}"]
@@ -185,11 +213,11 @@ def test_a_layer_that_is_left_out_is_read_where_weights_are_dequantised(tmp_path
     save_file(tensors, folder / "model.safetensors")
     assert torch.equal(loaded(folder, "fp16").layers[1].up, tensors[f"{UP}.weight"])
     told = json.loads((folder / "config.json").read_text())
-    told["quantization_config"]["zero_point"] = False
+    told["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
     (folder / "config.json").write_text(json.dumps(told))
-    change(folder, "model.layers.0.mlp.up_proj.qzeros", lambda t: t.fill_(-0x77777778))
-    with pytest.raises(BadConfig, match=r"zero point .* --format plain|is no code, unlike other layers"):
+    with pytest.raises(BadConfig, match=r"up_proj.weight is no code, unlike other layers. --format plain dequantises"):
         loaded(folder, "fp16")
+    assert torch.equal(loaded(folder, "fp16", "plain").layers[1].up, tensors[f"{UP}.weight"])
 
 
 def test_a_scale_that_the_dtype_cannot_hold_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -214,6 +242,7 @@ def test_a_scale_that_the_dtype_cannot_hold_is_refused_with_the_way_out(tmp_path
         (AWQ | {"w_bit": 3}, "w_bit = 3"),
         (AWQ | {"q_group_size": "g"}, "q_group_size = 'g'"),
         (AWQ | {"zero_point": None, "version": 4}, "version = 4"),
+        (AWQ | {"modules_to_not_convert": "visual"}, "modules_to_not_convert"),
         ({"quant_method": "hqq"}, "quantization_config hqq"),
         ({"quant_method": 4}, "quantization_config 4"),
         ("gptq", "quantization_config"),

@@ -84,7 +84,8 @@ def test_rows_are_quantised_to_their_largest_weight_and_come_back(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("q4_1", 0.6 / 15), ("q4_k", 1.2 / 15), ("q6_k", 0.8 / 32), ("q6_k-m", 0.8 / 32)]
+    ("name", "part"),
+    [("q4_1", 0.6 / 15), ("q4_k", 1.2 / 15), ("q6_k", 0.8 / 32), ("q6_k-m", 0.8 / 32), ("uint4-g32", 0.6 / 15)],
 )
 def test_a_weight_is_quantised_to_a_part_of_its_groups_range(name: str, part: float) -> None:
     w = drawn(300, 600)
@@ -101,6 +102,25 @@ def test_the_bits_of_q4_1_worked_out_by_hand() -> None:
         "q4_1", codes=torch.full((1, 64), 0xF1, dtype=torch.uint8), scales=torch.tensor([[2.0, -3.0] * 4]).half()
     )
     assert w.shape == (1, 128) and w.exact()[0, :4].tolist() == [-1.0, 27.0, -1.0, 27.0]
+
+
+def test_the_bits_of_uint4_worked_out_by_hand() -> None:
+    pairs = torch.tensor([[2.0, 3.0, 0.5, 15.0]], dtype=torch.bfloat16)
+    w = Weight.of("uint4-g128", codes=torch.full((1, 128), 0xF1, dtype=torch.uint8), scales=pairs)
+    assert w.shape == (1, 256) and w.exact()[0, :2].tolist() == [-4.0, 24.0] and w.exact()[0, -2:].tolist() == [-7.0, 0]
+    assert w.terms()[0, :2].tolist() == [8.0, 36.0]
+
+
+@pytest.mark.parametrize("name", ["uint4-g32", "uint4-g64", "uint4-g128"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_zero_points_are_whole_numbers_of_four_bits_and_zero_stays_zero(name: str, dtype: torch.dtype) -> None:
+    w = drawn(60, 200).to(dtype)
+    w[1], w[2], w[3, 5] = w[1].abs() + 1, -w[2].abs() - 1, 0.0
+    found = quantise(w, name)
+    assert isinstance(found, Weight)
+    zeros = found.scales[:, 1::2].double()
+    assert torch.equal(zeros, zeros.round().clamp(0, 15)) and found.scales.dtype == dtype
+    assert (zeros[1] == 0).all() and (zeros[2] == 15).all() and found.exact()[3, 5] == 0
 
 
 @pytest.mark.parametrize(("name", "lines"), [("q4_k", 2), ("q6_k", 3)])
@@ -195,10 +215,15 @@ def product(
     scaled: Numbers = lambda s: s,
     shifted: Numbers = lambda o: o,
 ) -> Tensor:
-    """Return fp32 sums of codes, times the scale; with offsets, plus those times the sums of x."""
+    """Return fp32 sums of codes, times the scale; with offsets, plus those times the sums of x.
+
+    The offset of a zero point has the changed scale too.
+    """
     w: Weight = inputs["w"]
     numbers = read(CODES[w.format.code].numbers(w.codes)[:, : w.shape[1]].float())
     of_groups, offsets = w.groups()
+    if w.format.scaling == "zeros":
+        offsets = -scaled(of_groups.float()) * w.scales[:, 1::2].float()
     scales = w.along_k(scaled(of_groups.float()))
     if w.format.group:
         y = inputs["x"].float() @ (numbers * scales).T
@@ -312,6 +337,49 @@ MISPLACED: dict[str, Numbers] = {
 @pytest.mark.parametrize("shifted", MISPLACED)
 def test_a_wrong_offset_is_refused(name: str, shifted: str) -> None:
     assert not passes(name, lambda inputs: product(inputs, shifted=MISPLACED[shifted]))
+
+
+def zeroed(inputs: dict[str, Any], change: Numbers, stored: Numbers, shifted: Numbers) -> Tensor:
+    """Return s (sum of q x) - (s z) (sum of x) of each group, with changed zero points, and both products changed."""
+    w, x = inputs["w"], inputs["x"].float()
+    group, k = w.format.group, w.shape[1]
+    numbers = CODES["uint4"].numbers(w.codes)[:, :k].float()
+    scales, zeros = w.scales[:, ::2].float(), change(w.scales[:, 1::2].float())
+    y = torch.zeros(len(x), len(numbers))
+    for i in range(scales.shape[1]):
+        some = slice(i * group, min(k, (i + 1) * group))
+        y += stored(x[:, some] @ numbers[:, some].T) * scales[:, i]
+        y -= shifted(scales[:, i] * zeros[:, i]) * x[:, some].sum(1, keepdim=True)
+    return y.to(inputs["x"].dtype)
+
+
+def kept(t: Tensor) -> Tensor:
+    return t
+
+
+def stored16(t: Tensor) -> Tensor:
+    return t.bfloat16().float()
+
+
+# The change of zero points, of the sums of products, and of scale times zero point.
+ZEROED: dict[str, tuple[Numbers, Numbers, Numbers]] = {
+    "ignored": (lambda z: 0 * z, kept, kept),
+    "of the neighbouring group": (lambda z: z.roll(1, 1), kept, kept),
+    "of the neighbouring row": (lambda z: z.roll(1, 0), kept, kept),
+    "one more": (lambda z: z + 1, kept, kept),
+    "one less, as GPTQ stores it": (lambda z: (z - 1) % 16, kept, kept),
+    "half of the range": (lambda z: torch.full_like(z, 8.0), kept, kept),
+    "of four signed bits": (lambda z: torch.where(z > 7, z - 16, z), kept, kept),
+    "subtracted after the sum is rounded": (kept, stored16, kept),
+    "times the scale, rounded": (kept, kept, stored16),
+}
+
+
+@pytest.mark.parametrize("name", ["uint4-g32", "uint4-g64", "uint4-g128"])
+@pytest.mark.parametrize("wrong", ["", *ZEROED])
+def test_a_wrong_zero_point_is_refused(name: str, wrong: str) -> None:
+    changes = ZEROED.get(wrong, (kept, kept, kept))
+    assert passes(name, lambda inputs: zeroed(inputs, *changes)) is (not wrong)
 
 
 @pytest.mark.parametrize("name", FORMATS)

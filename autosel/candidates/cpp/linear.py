@@ -23,6 +23,7 @@ GATE_UP_PACKED = (
 )  # fmt: skip
 MOST_CODED = 4 * linear.MAX_ROWS  # passes over the weights
 SCALES = {"bf16": "bf16", "fp16": "f16", "fp32": "float"}  # of a part's dtype: the kernels' type
+PAIRS = {"pair": "Affine", "zeros": "Asymmetric"}  # of a format's scaling: the kernels' type
 IN_BLOCKS = {"q4_k": "Q4K", "q6_k": "Q6K", "q6_k-m": "Q6KM"}  # of a format's scaling: the kernels' type
 FEWEST_FOR_GEMM = 5  # below, converting the weights costs more than the multiplications: it never wins
 
@@ -86,8 +87,8 @@ def _cpp_type(found: WeightFormat, dtype: str) -> str:
     if found.scaling in IN_BLOCKS:
         return IN_BLOCKS[found.scaling]
     scale = SCALES[next(p.dtype or dtype for p in found.parts if p.name == "scales")]
-    if found.scaling == "pair":
-        return f"Affine<{found.group},{scale}>"
+    if found.scaling in PAIRS:
+        return f"{PAIRS[found.scaling]}<{found.group},{scale}>"
     return f"Symmetric<{found.bits},{found.group},{scale}>"
 
 
