@@ -30,6 +30,7 @@ from autosel.files import read_named
 from autosel.guard.call import captured
 from autosel.guard.rate import CANARY
 from autosel.integrations.trial import EngineTrial
+from autosel.ops.weight import Matrix
 from autosel.values import DTypeName, Workload, count_bucket, length_bucket
 
 log = logging.getLogger(__name__)
@@ -204,13 +205,13 @@ def norm(
     return y.view(x.shape), added.view(x.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, own: Callable[[], Tensor], weights: int) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None, own: Callable[[], Tensor], weights: int) -> Tensor:
     """Return x[..., K] @ weight[N, K]^T (+ bias); `own` is the engine's kernel, `weights` how many it has of this
     shape."""
     rows = x.reshape(-1, x.shape[-1])
     if not rows.numel():
         return own()
-    key = (count_bucket(len(rows)), weight.shape, rows.stride(0), x.dtype, bias is None)
+    key = (count_bucket(len(rows)), weight.shape, weight.dtype, rows.stride(0), x.dtype, bias is None)
     made: Tensor = LINEAR.beside(key, (rows, weight, bias, None), own, weights)
     return made.view(*x.shape[:-1], weight.shape[0])
 

