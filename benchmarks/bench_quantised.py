@@ -1,8 +1,10 @@
-"""Time the gemv of each format of codes against the gemv of bf16 weights, in turn, from memory or from L2.
+"""Time the kernel of each format of codes against that of bf16 weights, in turn, from memory or from L2.
 
     python benchmarks/bench_quantised.py [--shape N K] [--m 1] [--isa avx2] [--formats q4_k q6_k] [--rounds 20] [--json]
+    python benchmarks/bench_quantised.py --m 512    the kernels for many rows of x, by their speed
     python benchmarks/bench_quantised.py --l2       one thread, 256 x 2048: what a core multiplies from L2
 
+Up to 8 rows of x it times gemv, and compares the rates at which weights are read; above, gemm, and compares the speed.
 From memory, copies of the weights rotate, so that 120 MB were read since a copy was last used. A time is the lower
 quartile of all calls.
 """
@@ -13,22 +15,28 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import command_line
 import torch
 
-from autosel.candidates.cpp.linear import code_flags
+from autosel.candidates.cpp.linear import CODED_WALK, WALK, code_flags
 from autosel.fingerprint import take
-from autosel.formats import CODED, find_weight_format
+from autosel.formats import CODED, PLAIN
+from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import ISA_FLAGS, facts
+from autosel.knobs.cpu.linear import by_dots
 from autosel.native.compile import compile_source
 from autosel.native.load import load_entry
+from autosel.ops import OPS
 from autosel.ops.weight import Weight, quantise
 
 ROTATED_BYTES = 120e6
 ROWS = 4  # of weights together, as the knobs say at M = 1
-Arms = dict[str, tuple[list[Callable[[], Any]], int]]  # by format: a call for each copy, and its bytes
+Arm = tuple[list[Callable[[], Any]], int]  # a call for each copy of the weights, and its bytes
+Arms = dict[str, Arm]
 
 
 def main() -> int:
@@ -37,47 +45,72 @@ def main() -> int:
     parser.add_argument("--m", type=int, default=1, help="rows of x")
     parser.add_argument("--isa", choices=list(ISA_FLAGS), default=facts(take("cpu")).isa)
     parser.add_argument("--formats", nargs="*", choices=CODED, default=CODED)
+    parser.add_argument("--few", action="store_true", help="also time gemv's kernels for codes above 8 rows")
     parser.add_argument("--l2", action="store_true", help="one thread, and weights that fit L2")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     shape = (256, 2048) if options.l2 else tuple(options.shape)
-    found = timed(
-        arms(shape, options.m, options.isa, options.formats, l2=options.l2), options.rounds * (15 if options.l2 else 1)
-    )
+    bench = Bench(shape, options.m, options.isa, one=options.l2)
+    found = timed(bench.arms(options.formats, few=options.few), options.rounds * (15 if options.l2 else 1))
+    for row in found.values():
+        row["gflops"] = 2 * options.m * shape[0] * shape[1] / row["us"] / 1e3
     if options.json:
         print(json.dumps(found))
     for name, row in () if options.json else found.items():
-        print(f"{name:10}  {row['us']:9.1f} us  {row['gb_per_s']:6.1f} GB/s  {row['of_bf16']:5.0%} of bf16's rate")
+        rate = f"{row['of_bf16']:5.0%} of bf16's rate" if by_dots(options.m) else f"{row['speed']:5.0%} of bf16's speed"
+        print(f"{name:15}  {row['us']:9.1f} us  {row['gb_per_s']:6.1f} GB/s  {row['gflops']:6.0f} GFLOP/s  {rate}")
     return 0
 
 
-def arms(shape: tuple[int, ...], m: int, isa: Any, formats: Sequence[str], *, l2: bool) -> Arms:
-    """Return the calls of each arm; bf16 is the first."""
-    n, k = shape
-    threads = 1 if l2 else torch.get_num_threads()
-    plain, x, y = torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16(), torch.empty(m, n).bfloat16()
+class Bench:
+    """The operands of a product, and the kernels that compute it. `one`: one thread, and one copy of the weights."""
 
-    def entry(source: str, *flags: str) -> Callable[..., Any]:
-        built = compile_source(f"cpu/{source}.cpp", (*ISA_FLAGS[isa], "-DAUTOSEL_BF16", *flags))
+    def __init__(self, shape: tuple[int, ...], m: int, isa: Any, *, one: bool) -> None:
+        (n, k), self.m, self.isa, self.one = shape, m, isa, one
+        self.plain, self.x = torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16()
+        self.y = torch.empty(m, n).bfloat16()
+        self.facts = replace(facts(take("cpu")), isa=isa)
+        self.threads = 1 if one else torch.get_num_threads()
+
+    def arms(self, formats: Sequence[str], *, few: bool) -> Arms:
+        """Return the calls of each arm; bf16 is the first."""
+        source = "gemv" if by_dots(self.m) else "gemm"
+        plain = self.entry(source)
+        found: Arms = {"bf16": self.arm(self.plain, lambda w: plain(self.x, w, None, None, self.y, *self.settings()))}
+        for name in formats:
+            w = quantise(self.plain, name)
+            assert isinstance(w, Weight)
+            found[name] = self.coded(f"{source}_coded", w)
+            if few and source == "gemm":
+                found[f"{name} gemv"] = self.coded("gemv_coded", w)
+        return found
+
+    def coded(self, source: str, w: Weight) -> Arm:
+        run = self.entry(source, *code_flags(w.format, dtype="bf16"))
+        given = self.settings(w.format.name, few=source == "gemv_coded")
+        return self.arm(w, lambda q: run(self.x, q.codes, q.scales, None, None, self.y, *given))
+
+    def settings(self, format_: str = PLAIN, *, few: bool = False) -> tuple[int, ...]:
+        """Return the knobs after the outputs."""
+        if few or by_dots(self.m):
+            return self.threads, 8 if format_ == PLAIN else ROWS
+        n, k = self.plain.shape
+        w = OPS["linear"].workload("bf16", {"M": self.m, "N": n, "K": k}, weight=format_)
+        names = WALK if format_ == PLAIN else CODED_WALK
+        given = (linear.gemm if format_ == PLAIN else linear.gemm_coded)(w, self.facts)
+        return self.threads, *(int(given[name]) for name in names)
+
+    def entry(self, source: str, *flags: str) -> Callable[..., Any]:
+        built = compile_source(f"cpu/{source}.cpp", (*ISA_FLAGS[self.isa], "-DAUTOSEL_BF16", *flags))
         return load_entry(built.digest, source)
 
-    def copies(w: Any) -> list[Any]:
-        return [w.clone() for _ in range(1 if l2 else max(1, int(ROTATED_BYTES / w.nbytes)))]
-
-    gemv = entry("gemv")
-    found: Arms = {"bf16": ([lambda w=w: gemv(x, w, None, None, y, threads, 8) for w in copies(plain)], plain.nbytes)}
-    for name in formats:
-        coded, w = entry("gemv_coded", *code_flags(find_weight_format(name), dtype="bf16")), quantise(plain, name)
-        assert isinstance(w, Weight)
-        calls: list[Callable[[], Any]] = [
-            lambda q=q, run=coded: run(x, q.codes, q.scales, None, None, y, threads, ROWS) for q in copies(w)
-        ]
-        found[name] = (calls, w.nbytes)
-    return found
+    def arm(self, w: Any, run: Callable[[Any], Any]) -> Arm:
+        count = 1 if self.one else max(1, int(ROTATED_BYTES / w.nbytes))
+        return [partial(run, w.clone()) for _ in range(count)], w.nbytes
 
 
 def timed(arms: Arms, rounds: int) -> dict[str, dict[str, float]]:
-    """Return time, rate and the rate relative to bf16's, by arm."""
+    """Return time, rate, and rate and speed relative to bf16's, by arm."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, (calls, _) in arms.items():
@@ -87,7 +120,15 @@ def timed(arms: Arms, rounds: int) -> dict[str, dict[str, float]]:
                 times[name].append(time.perf_counter() - began)
     quartile = {name: sorted(some)[len(some) // 4] for name, some in times.items()}
     rate = {name: size / quartile[name] / 1e9 for name, (_, size) in arms.items()}
-    return {n: {"us": quartile[n] * 1e6, "gb_per_s": rate[n], "of_bf16": rate[n] / rate["bf16"]} for n in arms}
+    return {
+        n: {
+            "us": quartile[n] * 1e6,
+            "gb_per_s": rate[n],
+            "of_bf16": rate[n] / rate["bf16"],
+            "speed": quartile["bf16"] / quartile[n],
+        }
+        for n in arms
+    }
 
 
 if __name__ == "__main__":

@@ -184,6 +184,8 @@ def projection_cases(
         cases.append(case(op, shape, f"random {shape.shape_text}", "long sums"))
     cases += needle_cases(op, at)
     cases += _values(op, at, weights, skip)
+    if not w.weight_format.plain and w["M"] > 8:  # other kernels, or other code of them
+        cases += [c for name in weights for c in weight_cases(op, at(9, 37, 321), name, ", M9")]
     cases += layout_cases(op, at, weights)
     return tuple(cases)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,12 +44,13 @@ _SMALL: Mapping[DTypeName, float] = {"bf16": 2.0**-110, "fp16": 2.0**-20, "fp32"
 KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1e30, "fp16": 64.0, "fp32": 1e30})
 
 
-def weight_cases(op: Op, w: Workload, name: str) -> list[Case]:
-    """Return cases at a small workload w that change codes or scales of the weight `name`."""
+def weight_cases(op: Op, w: Workload, name: str, told: str = "") -> list[Case]:
+    """Return cases at a small workload w that change codes or scales of the weight `name`; `told` ends their names."""
     found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
     more = OFFSETS if w.weight_format.offsets else ()
     more = (*more, *ZEROS) if w.weight_format.scaling == "zeros" else more
-    return found + [case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in more]
+    found += [case(op, w, f"{what} in {name}", covers, change(name)) for what, covers, change in more]
+    return [replace(one, name=f"{one.name}{told}") for one in found] if told else found
 
 
 def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> list[Case]:
@@ -254,10 +255,25 @@ def _offsets(value: Callable[[Tensor], Tensor]) -> Callable[[str], Change]:
     return of
 
 
+def _cancelling(name: str) -> Change:
+    """Make weights of about a scale from the largest codes and offsets that nearly cancel them."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        w: Weight = inputs[name]
+        code = CODES[w.format.code]
+        n = torch.arange(w.groups()[0].numel()).view(w.groups()[0].shape)
+        scales = 2.0**-9 * (1 + (n // 2 % 7) / 9)
+        SCALES[w.format.scaling].write(w.scales, scales, (1 - code.most) * scales)
+        w.codes.copy_(code.nearest(code.most - draw.integers(0, 3, *code.count(w.codes)).float()))
+
+    return change
+
+
 OFFSETS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
     ("offsets that cancel", "an offset that is left out or has the wrong sign", _offsets(lambda n: -(n % 5 + 5.0))),
     ("large offsets", "another group's offset", _offsets(lambda n: -(2.0 ** (n % 7)))),
     ("few offsets", "an offset at the wrong place", _offsets(lambda n: torch.where(n % 5 == 3, -15.0, -0.0))),
+    ("codes and offsets that cancel", "code x scale, or an offset, rounded alone", _cancelling),
 )
 
 

@@ -222,36 +222,50 @@ struct Walk {
   int64_t k_block, k_ahead, m_block;
 };
 
-// Location of one strip's weights: kLanes rows for each of its halves, `rows` of them real.
-template <class T> struct Strip {
-  const T* w[2];
-  int64_t rows[2], stride[2];
+// Half of a strip: kLanes rows of a matrix from `first` on, `rows` of them real; the next strip's are `apart` rows on.
+template <class W> struct Half {
+  const W* w;
+  int64_t first, rows, apart;
 };
+template <class W> struct Strip { Half<W> half[2]; };
 
 // One matrix gives 2 kLanes of its rows; two give kLanes each, so that a register tile holds gate and up side by side.
-template <class T, int Parts> static Strip<T> strip_at(const Matrix<const T>* w, int64_t s) {
-  Strip<T> found;
+template <int Parts, class W> static Strip<W> strip_at(const W* w, int64_t s) {
+  Strip<W> found;
   for (int v = 0; v < 2; ++v) {
-    const Matrix<const T>& part = w[Parts == 2 ? v : 0];
+    const W& part = w[Parts == 2 ? v : 0];
     int64_t first = Parts == 2 ? s * kLanes : s * kStrip + v * kLanes, left = part.rows - first;
-    found.w[v] = part.row(first), found.stride[v] = part.stride;
-    found.rows[v] = left < 0 ? 0 : left < kLanes ? left : kLanes;
+    found.half[v] = {&part, first, left < 0 ? 0 : left < kLanes ? left : kLanes, Parts == 2 ? kLanes : kStrip};
   }
   return found;
 }
 
+// How the rows of plain weights become lanes (of codes: coded_block.h).
+template <class T> struct PlainStrips {
+  using Weights = Matrix<const T>;
+  static constexpr bool kAsks = true;  // tiles prefetch the next part
+  // Writes elements j to j + count of the rows to a column of `to` each, kStrip apart.
+  static void turn(const Half<Weights>& half, int64_t j, int64_t count, float* to) {
+    turn_rows<T, kPerLane<T>>(half.w->row(half.first) + j, half.w->stride, half.rows, count, to, kLanes, kStrip);
+  }
+  // Completes the sums of m rows of x.
+  static void finish(const Strip<Weights>&, float*, int64_t) {}
+};
+
 // The next part of a strip's weights, divided into runs of lines: kLanes rows of `lines` lines in each half.
-template <class T> struct Ahead {
-  const Strip<T>& strip;
+template <class W> struct Ahead {
+  const Strip<W>& strip;
   int64_t from, lines;
-  const char* run(int half, int64_t line) const {
-    return reinterpret_cast<const char*>(strip.w[half] + from + line / lines * strip.stride[half]) + line % lines * 64;
+  const char* run(int v, int64_t line) const {
+    const Half<W>& half = strip.half[v];
+    return reinterpret_cast<const char*>(half.w->row(half.first) + from + line / lines * half.w->stride) +
+           line % lines * 64;
   }
 };
 
 // c[m][kStrip] = x . (the strip's weights)^T; `after` is the next strip of this thread.
-template <class T>
-static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>& at, const Strip<T>& after,
+template <class T, class S, class W>
+static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<W>& at, const Strip<W>& after,
                            const Walk& walk, float* w, float* c) {
   constexpr int P = kPerLane<T>;
   const Tiles tiles(m);
@@ -263,24 +277,22 @@ static void multiply_strip(const float* x, int64_t m, int64_t k, const Strip<T>&
   for (int64_t part = 0; part < k; part += walk.k_ahead) {
     int64_t part_end = part + walk.k_ahead < k ? part + walk.k_ahead : k;
     bool last = part_end == k;
-    Ahead<T> next{last ? after : at, last ? 0 : part_end, part_lines};
+    Ahead<W> next{last ? after : at, last ? 0 : part_end, part_lines};
     for (int64_t j = part, line = 0; j < part_end; j += walk.k_block, line += share) {
       int64_t wide = part_end - j < walk.k_block ? part_end - j : walk.k_block, l = lanes_of<T>(wide);
-      for (int v = 0; v < 2; ++v)
-        turn_rows<T, P>(at.w[v] + j, at.stride[v], at.rows[v], wide, w + v * kLanes, kLanes, kStrip);
+      for (int v = 0; v < 2; ++v) S::turn(at.half[v], j, wide, w + v * kLanes);
       for (int64_t t = 0, i = 0; t < tiles.count; i += tiles.of(t++)) {
-        const char* nothing = reinterpret_cast<const char*>(w);
-        kernels[t >= tiles.larger](w, x + i * lanes + j / P * tiles.of(t), l, c + i * kStrip, j == 0,
-                                   t ? nothing : next.run(0, line), t ? nothing : next.run(1, line));
+        const char *a = reinterpret_cast<const char*>(w), *b = a;
+        if constexpr (S::kAsks) if (t == 0) a = next.run(0, line), b = next.run(1, line);
+        kernels[t >= tiles.larger](w, x + i * lanes + j / P * tiles.of(t), l, c + i * kStrip, j == 0, a, b);
       }
     }
   }
 }
 
-// As `stream` in dot.h, for any m; each thread calls x(m0, m) for each chunk of rows.
-template <class T, int Parts, class X, class Done>
-static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t threads, const Walk& walk,
-                    const Done& done) {
+// As `stream` in dot.h, for any m; each thread calls x(m0, m) for each chunk of rows. S reads the weights.
+template <class T, int Parts, class S = PlainStrips<T>, class X, class W, class Done>
+static void blocked(const X& x, int64_t m, const W* w, int64_t threads, const Walk& walk, const Done& done) {
   constexpr int64_t columns = Parts == 2 ? kLanes : kStrip;
   AUTOSEL_CHECK(walk.k_block > 0 && walk.k_block % (kLanes * kPerLane<T>) == 0 && walk.k_ahead > 0 &&
                     walk.k_ahead % walk.k_block == 0 && walk.m_block > 0,
@@ -295,12 +307,13 @@ static void blocked(const X& x, int64_t m, const Matrix<const T>* w, int64_t thr
       int64_t turned = walk.k_block / kPerLane<T> * kStrip;
       float *block = blocks.get<float>(turned + taken * kStrip), *c = block + turned;
       for (int64_t s = begin; s < end; ++s) {
-        Strip<T> at = strip_at<T, Parts>(w, s), after = strip_at<T, Parts>(w, s + 1 < end ? s + 1 : begin);
-        multiply_strip<T>(panel, taken, k, at, after, walk, block, c);
+        Strip<W> at = strip_at<Parts>(w, s), after = strip_at<Parts>(w, s + 1 < end ? s + 1 : begin);
+        multiply_strip<T, S>(panel, taken, k, at, after, walk, block, c);
+        S::finish(at, c, taken);
         for (int64_t i = 0; i < taken; ++i) {
           const float* v[2] = {c + i * kStrip, c + i * kStrip + kLanes};
-          done(rank, m0 + i, s * columns, at.rows[0], v);
-          if (Parts == 1 && at.rows[1] > 0) done(rank, m0 + i, s * columns + kLanes, at.rows[1], v + 1);
+          done(rank, m0 + i, s * columns, at.half[0].rows, v);
+          if (Parts == 1 && at.half[1].rows > 0) done(rank, m0 + i, s * columns + kLanes, at.half[1].rows, v + 1);
         }
       }
     }

@@ -3,15 +3,15 @@
 // act: 0 silu, 1 gelu (erf), 2 gelu (tanh)
 // bytes   2 I d (bits / 8 + scale / group) + (M d + d + M I) b      FLOPs   4 M I d + 4 M d + 5 M I
 // roofline at M=1, d=4096, I=14336, on two cores of Zen 4 reading 37 GB/s: 117 MB is 3.2 ms in int8.
-// knobs   threads, rows (knobs/cpu/linear.py). As gate_up.cpp, with the weights of coded.h.
+// knobs   threads, rows (M <= 8) or k_block, m_block (knobs/cpu/linear.py). As gate_up.cpp, with the weights of coded.h.
 #include "activation.h"
-#include "coded.h"
+#include "coded_block.h"
 
 namespace autosel {
 
 static void gate_up_coded(TensorView x, TensorView norm_weight, TensorView gate_codes, TensorView gate_scales,
                          TensorView up_codes, TensorView up_scales, double eps, double offset, int64_t activation,
-                         TensorView y, int64_t threads, int64_t rows) {
+                         TensorView y, int64_t threads, int64_t rows, int64_t k_block, int64_t m_block) {
   AUTOSEL_CHECK(activation >= 0 && activation <= 2, "activation is " << activation << ", expected 0, 1 or 2");
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
@@ -21,10 +21,10 @@ static void gate_up_coded(TensorView x, TensorView norm_weight, TensorView gate_
     auto to = matrix<T>(y, "y", x, from.rows, gate.rows);
     auto scale = vector<const T>(norm_weight, "norm_weight", x, from.columns);
     Normalised<T> normalised{from, scale, float(eps), float(offset)};
-    stream_coded<T, 2>(normalised, from.rows, weights, threads, rows,
-                      [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
-                        store_some(to.row(i) + n, activate(activation, load(v[0])) * load(v[1]), count);
-                      });
+    project_coded<T, 2>(normalised, from.rows, weights, threads, rows, k_block, m_block,
+                        [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
+                          store_some(to.row(i) + n, activate(activation, load(v[0])) * load(v[1]), count);
+                        });
   });
 }
 

@@ -3,16 +3,16 @@
 //
 // bytes   V d (bits / 8 + scale / group) + M d b + (M V b or 8 M)      FLOPs   2 M V d
 // roofline at M=1, V=128256, d=4096, on two cores of Zen 4 reading 37 GB/s: 525 MB is 14 ms in int8.
-// knobs   threads, rows (knobs/cpu/linear.py). As lm_head.cpp, with the weights of coded.h.
+// knobs   threads, rows (M <= 8) or k_block, m_block (knobs/cpu/linear.py). As lm_head.cpp, with the weights of coded.h.
 #include <vector>
 
 #include "best.h"
-#include "coded.h"
+#include "coded_block.h"
 
 namespace autosel {
 
 static void lm_head_coded(TensorView x, TensorView codes, TensorView scales, int64_t greedy, TensorView out,
-                         int64_t threads, int64_t rows) {
+                         int64_t threads, int64_t rows, int64_t k_block, int64_t m_block) {
   by_dtype(x, [&](auto tag) {
     using T = decltype(tag);
     auto from = matrix<const T>(x, "x", x);
@@ -20,10 +20,10 @@ static void lm_head_coded(TensorView x, TensorView codes, TensorView scales, int
     int64_t m = from.rows;
     if (!greedy) {
       auto to = matrix<T>(out, "logits", x, m, weights.rows);
-      return stream_coded<T, 1>(from, m, &weights, threads, rows,
-                               [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
-                                 for (int64_t c = 0; c < count; ++c) to.row(i)[n + c] = narrow<T>(v[0][c]);
-                               });
+      return project_coded<T, 1>(from, m, &weights, threads, rows, k_block, m_block,
+                                 [&](int, int64_t i, int64_t n, int64_t count, const float* const* v) {
+                                   store_some(to.row(i) + n, load(v[0]), count);
+                                 });
     }
     DLDataType d = out.dtype();
     AUTOSEL_CHECK(out.ndim() == 1 && out.size(0) == m && d.code == kDLInt && d.bits == 64,
@@ -32,10 +32,10 @@ static void lm_head_coded(TensorView x, TensorView codes, TensorView scales, int
     static thread_local std::vector<Best> kept;
     kept.assign(size_t(threads * m), Best{0, -1});
     Best* best = kept.data();
-    stream_coded<T, 1>(from, m, &weights, threads, rows,
-                      [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
-                        challenge<T>(best[rank * m + i], n, count, v[0]);
-                      });
+    project_coded<T, 1>(from, m, &weights, threads, rows, k_block, m_block,
+                        [&](int rank, int64_t i, int64_t n, int64_t count, const float* const* v) {
+                          challenge<T>(best[rank * m + i], n, count, v[0]);
+                        });
     for (int64_t i = 0; i < m; ++i) data<int64_t>(out)[i] = best_of(best + i, threads, m).index;
   });
 }

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -177,12 +178,7 @@ def check_linear(
     op = OPS["linear"]
     made = op.inputs(op.workload(dtype, {"M": m, "N": n, "K": k}, bias=True, residual=True), m * n + k)
 
-    def view(t: torch.Tensor) -> torch.Tensor:
-        wide = torch.full((t.shape[0] + 1, t.shape[1] + 3), float("nan"), dtype=t.dtype)
-        wide[:-1, 1:-2] = t
-        return wide[:-1, 1:-2]
-
-    inputs = {**made, **{a: view(made[a]) for a in ("x", "w", "residual")}}
+    inputs = {**made, **{a: odd_view(made[a]) for a in ("x", "w", "residual")}}
     guarded = torch.full((m + 2, n + 4), 7.0, dtype=DTYPE[dtype])
     y = guarded[1:-1, 1:-3]
     function(*op.arguments(inputs), y, *settings)
@@ -190,6 +186,13 @@ def check_linear(
     assert isinstance(found, Match), f"M{m} N{n} K{k} {settings}: {found}"
     y.fill_(7.0)
     assert bool((guarded == 7.0).all()), f"M{m} N{n} K{k} {settings}: written outside y"
+
+
+def odd_view(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy with separated rows that begins at an odd element; around it is NaN."""
+    wide = torch.full((t.shape[0] + 1, t.shape[1] + 3), float("nan"), dtype=t.dtype)
+    wide[:-1, 1:-2] = t
+    return wide[:-1, 1:-2]
 
 
 SHAPES = ((1, 61, 70), (2, 67, 1), (3, 2, 519), (2, 130, 257))  # threads, N, K
@@ -333,11 +336,18 @@ CODED_BUILDS = [
     *((f, "bf16", NATIVE) for f in CODED),
     *drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=6),
 ]
+BLOCKED_BUILDS = [
+    *drawn.share([(f, "bf16", NATIVE) for f in CODED], days=2),
+    *drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=8),
+]
+BUILDS = [*(("gemv_coded", *build) for build in CODED_BUILDS), *(("gemm_coded", *build) for build in BLOCKED_BUILDS)]
 
 
-@pytest.mark.parametrize(("format_", "dtype", "isa"), CODED_BUILDS)
-def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(format_: str, dtype: DTypeName, isa: Isa) -> None:
-    kernel, op, wrong = variant("gemv_coded", isa), OPS["linear"], []
+@pytest.mark.parametrize(("name", "format_", "dtype", "isa"), BUILDS)
+def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(
+    name: str, format_: str, dtype: DTypeName, isa: Isa
+) -> None:
+    kernel, op, wrong = variant(name, isa), OPS["linear"], []
     for dims, traits in WORKLOADS["linear"]:
         for case in op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_)):
             if isinstance(kernel.supports(case.workload, device()), Accepted):
@@ -346,8 +356,8 @@ def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(format_: st
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("format_", "dtype", "isa"), CODED_BUILDS)
-def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeName, isa: Isa) -> None:
+@pytest.mark.parametrize(("name", "format_", "dtype", "isa"), BUILDS)
+def test_a_code_is_multiplied_exactly_at_every_place(name: str, format_: str, dtype: DTypeName, isa: Isa) -> None:
     """Multiply all codes by powers of two, with simple scales, so that each product is exact, at every place of K."""
     k, found = 290, find_weight_format(format_)
     code, w = CODES[found.code], empty(found, 2**found.bits, k, dtype=DTYPE[dtype])
@@ -357,14 +367,16 @@ def test_a_code_is_multiplied_exactly_at_every_place(format_: str, dtype: DTypeN
     w.scales.copy_(simple_scales(w))
     numbers = 2 * (same[:, 0] + (-5 if found.scaling == "zeros" else 3 if found.offsets else 0))
     assert torch.equal(w.exact(), numbers[:, None].double().expand(-1, k))
-    function = entry("gemv_coded", isa, format_, dtype)
-    for m, rows in ((1, 1), (1, 4), (2, 4), (3, 1), (4, 2), (7, 1), (8, 1), (11, 4)):
+    function = entry(name, isa, format_, dtype)
+    few: tuple[tuple[int, ...], ...] = ((1, 1), (1, 4), (2, 4), (3, 1), (4, 2), (7, 1), (8, 1), (11, 4))
+    many: tuple[tuple[int, ...], ...] = ((1, 256, 24), (5, 256, 24), (12, 512, 7), (33, 256, 24))
+    for m, *settings in few if name == "gemv_coded" else many:
         for at in range(0, k, 1 if m == 1 else 37):
             x = torch.zeros(m, k, dtype=DTYPE[dtype])
             x[:, at] = torch.tensor([0.5, -1.0, 2.0])[torch.arange(m) % 3].to(x.dtype)
             y = torch.empty(m, len(numbers), dtype=x.dtype)
-            function(x, w.codes, w.scales, None, None, y, 2, rows)
-            assert torch.equal(y.float(), (x[:, at : at + 1].float() * numbers).to(x.dtype).float()), (m, rows, at)
+            function(x, w.codes, w.scales, None, None, y, 2, *settings)
+            assert torch.equal(y.float(), (x[:, at : at + 1].float() * numbers).to(x.dtype).float()), (m, settings, at)
 
 
 def simple_scales(w: Weight) -> torch.Tensor:
@@ -380,8 +392,9 @@ def simple_scales(w: Weight) -> torch.Tensor:
     return block.repeat(w.scales.shape[0], w.scales.shape[1] // len(block))
 
 
+@pytest.mark.parametrize(("name", "settings"), [("gemv_coded", (4,)), ("gemm_coded", (256, 24))])
 @pytest.mark.parametrize("format_", CODED)
-def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str) -> None:
+def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str, name: str, settings: tuple[int, ...]) -> None:
     n, k = 19, 416
     w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(1)), format_)
     assert isinstance(w, Weight)
@@ -392,8 +405,56 @@ def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str) -> Non
     x = torch.eye(k)
     for first in range(0, k, 32):
         y = torch.empty(32, n)
-        entry("gemv_coded", NATIVE, format_, "fp32")(x[first : first + 32], w.codes, w.scales, None, None, y, 2, 4)
+        function = entry(name, NATIVE, format_, "fp32")
+        function(x[first : first + 32], w.codes, w.scales, None, None, y, 2, *settings)
         assert torch.equal(y.T, w.exact().float()[:, first : first + 32]), first
+
+
+@pytest.mark.parametrize("format_", drawn.share(CODED, days=2))
+def test_blocks_of_codes_are_the_weights_rounded_once(format_: str) -> None:
+    """Multiply by one: y is each weight, an offset included, rounded to nearest in bf16 (a scale per row: rounded as a
+    product). Hostile scales and offsets cancel, so that rounding either alone would show."""
+    n, k = 35, 321
+    w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(3)).bfloat16(), format_)
+    assert isinstance(w, Weight)
+    for first in range(0, k, 50):
+        x = torch.eye(k, dtype=torch.bfloat16)[first : first + 50]
+        y = torch.empty(len(x), n, dtype=torch.bfloat16)
+        entry("gemm_coded", NATIVE, format_)(x, w.codes, w.scales, None, None, y, 2, 256, 24)
+        assert torch.equal(y.T, w.exact().float().bfloat16()[:, first : first + 50]), first
+
+
+@pytest.mark.parametrize(
+    ("format_", "dtype", "isa"), drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=10)
+)
+def test_gemm_on_codes_is_right_for_any_blocking_threads_and_m(format_: str, dtype: DTypeName, isa: Isa) -> None:
+    """Draw shapes, blocks and threads; x, residual and y are strided views at odd addresses, and y has guards."""
+    op, draw, function = OPS["linear"], Random(drawn.seed), entry("gemm_coded", isa, format_, dtype)
+    for _ in range(40):
+        m, n = draw.choice((1, 5, 8, 9, 33, 50)), draw.randint(1, 80)
+        k = draw.choice((1, 31, 32, 33, 255, 256, 257, 512, draw.randint(1, 1100)))
+        made = op.inputs(op.workload(dtype, {"M": m, "N": n, "K": k}, bias=True, residual=True, weight=format_), m * n)
+        inputs = {**made, **{a: odd_view(made[a]) for a in ("x", "residual")}}
+        guarded = torch.full((m + 2, n + 4), 7.0, dtype=DTYPE[dtype])
+        y, w = guarded[1:-1, 1:-3], inputs["w"]
+        settings = draw.randint(1, 3), draw.choice((256, 512, 1024)), draw.choice((1, 7, 12, 24, 1000))
+        function(inputs["x"], w.codes, w.scales, inputs["bias"], inputs["residual"], y, *settings)
+        found = op.verify(inputs, (y,))
+        assert isinstance(found, Match), f"M{m} N{n} K{k} {settings}: {found}; {drawn.options()}"
+        y.fill_(7.0)
+        assert bool((guarded == 7.0).all()), f"M{m} N{n} K{k} {settings}: written outside y; {drawn.options()}"
+
+
+def test_a_row_of_x_has_the_same_product_with_codes_whatever_shares_its_blocks() -> None:
+    op, function = OPS["linear"], entry("gemm_coded", NATIVE, "q4_k", "fp32")
+    inputs = op.inputs(op.workload("fp32", {"M": 40, "N": 70, "K": 600}, weight="q4_k"), 5)
+    x, w = inputs["x"], inputs["w"]
+    whole = torch.empty(40, 70)
+    function(x, w.codes, w.scales, None, None, whole, 1, 256, 1000)
+    for m, settings in ((1, (1, 256, 24)), (7, (2, 512, 24)), (40, (3, 256, 12)), (33, (2, 1024, 5))):
+        y = torch.empty(m, 70)
+        function(x[:m], w.codes, w.scales, None, None, y, *settings)
+        assert torch.equal(y, whole[:m]), (m, settings)
 
 
 UINT4, PIECE = ("uint4-g32", "uint4-g64", "uint4-g128"), "S::template piece<C>(scales + i * w.scale_stride,"
@@ -448,21 +509,65 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
         UINT4,
     ),
 }
-WRONG_BUILDS = [(name, format_) for name, (_, _, formats) in WRONG.items() for format_ in formats]
+# The same in kernels/cpu/coded_block.h.
+WRONG_BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "the neighbour piece's scales": ("piece<C>(scales, p) :", "piece<C>(scales, p ? p - 1 : 0) :", ("q4_0", "q6_k")),
+    "the neighbour row's scales": ("w.scales_of(n + r)", "w.scales_of(n + (r ^ 1))", ("int4-g128", "q4_k")),
+    "the last panel left out": ("k < j + count; k += kCodes", "k + kCodes <= j + count; k += kCodes", ("q8_0", "q4_k")),
+    "the tail of K left out": ("whole || lane < lanes_of<T>(left)", "whole", ("int8-g128", "q4_1")),
+    "the last element of K left out": ("lane < lanes_of<T>(left)", "2 * lane + 1 < left", ("q4_0",)),
+    "half of the rows": ("group < kLanes; group += 8", "group < 8; group += 8", ("q6_k",)),
+    "neighbours swapped": ("cvtne2ps_pbh(odd, even)", "cvtne2ps_pbh(even, odd)", ("q4_0", "int8-row")),
+    "offset left out": ("fma(number, s.scale, s.offset)", "number * s.scale", ("q4_1", "q4_k", "q6_k-m")),
+    "offset rounded": ("fma(number, s.scale, s.offset)", "fma(number, s.scale, rounded(s.offset))", ("q4_1", "q4_k")),
+    "code x scale rounded": (
+        "fma(number, s.scale, s.offset)",
+        "rounded(number * s.scale) + s.offset",
+        ("q4_1", "q4_k"),
+    ),
+    "zero point left out": ("(number - s.offset) * s.scale", "number * s.scale", UINT4),
+    "zero point added": ("(number - s.offset) * s.scale", "(number + s.offset) * s.scale", UINT4),
+    "zero point subtracted after rounding": (
+        "(number - s.offset) * s.scale",
+        "rounded(number * s.scale) - rounded(s.offset * s.scale)",
+        UINT4,
+    ),
+    "the last row not scaled": ("at < sums + m * kStrip", "at < sums + (m - 1) * kStrip", ("int8-row",)),
+    "half of the columns not scaled": (
+        "v < 2; ++v) {\n        const Half",
+        "v < 1; ++v) {\n        const Half",
+        ("int8-row",),
+    ),
+}
+ROUNDED = """
+static inline vreg rounded(vreg v) {
+  bf16 half[kLanes];
+  store(half, v);
+  return load(half);
+}
+"""
+WRONG_BUILDS = [
+    *(("gemv_coded", "coded.h", name, f) for name, (_, _, formats) in WRONG.items() for f in formats),
+    *(("gemm_coded", "coded_block.h", name, f) for name, (_, _, formats) in WRONG_BLOCKS.items() for f in formats),
+]
 
 
 @pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
-@pytest.mark.parametrize(("name", "format_"), drawn.share(WRONG_BUILDS, days=5))
-def test_the_battery_refuses_a_kernel_with_one_fault(name: str, format_: str, tmp_path: Path) -> None:
-    right, wrong, _ = WRONG[name]
+@pytest.mark.parametrize(("source", "header", "name", "format_"), drawn.share(WRONG_BUILDS, days=5))
+def test_the_battery_refuses_a_kernel_with_one_fault(
+    source: str, header: str, name: str, format_: str, tmp_path: Path
+) -> None:
+    right, wrong, _ = (WRONG if header == "coded.h" else WRONG_BLOCKS)[name]
     shutil.copytree(resources.kernels() / "cpu", tmp_path / "cpu")
     for file in resources.kernels().glob("*.h"):
         shutil.copy(file, tmp_path)
-    header = tmp_path / "cpu" / "coded.h"
-    assert right in header.read_text()
-    header.write_text(header.read_text().replace(right, wrong))
-    kernel, op = variant("gemv_coded", NATIVE), OPS["linear"]
-    w = op.workload("bf16", {"M": 3, "N": 64, "K": 416}, weight=format_)
+    faulty = tmp_path / "cpu" / header
+    text = faulty.read_text()
+    assert text.count(right) >= 1
+    space = "namespace autosel {\n"
+    faulty.write_text(text.replace(right, wrong).replace(space, space + ROUNDED, 1))
+    kernel, op = variant(source, NATIVE), OPS["linear"]
+    w = op.workload("bf16", {"M": 17, "N": 64, "K": 416}, weight=format_)
     recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
     built = compile_source(str(tmp_path / recipe.source), recipe.flags).digest

@@ -1,6 +1,6 @@
 """The projections: linear by two kernels (few rows of x, many rows), and the fused ones, which do both.
 
-Each also has a kernel for weights as codes of 4 or 8 bits, and one for plain weights in a lossless layout of 12 bits,
+Each also has a kernel for weights as codes of 4 to 8 bits, and one for plain weights in a lossless layout of 12 bits,
 for few rows only.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autosel.candidates.cpp.base import CppKernel
+from autosel.candidates.cpp.base import CppKernel, Formula, Limits
 from autosel.formats import CODED, WeightFormat
 from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import facts
 from autosel.values import Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Rejected, Support, Workload
 
-WALK = ("k_block", "k_ahead", "m_block")
+WALK, CODED_WALK = ("k_block", "k_ahead", "m_block"), ("k_block", "m_block")
+CODED_LINEAR = ("x", "w.codes", "w.scales", "bias", "residual")
 GATE_UP = (
     "x", "norm_weight", "w_gate.codes", "w_gate.scales", "w_up.codes", "w_up.scales", "eps", "offset", "activation",
 )  # fmt: skip
@@ -66,16 +67,16 @@ class PackedKernel(CppKernel):
 def _few(w: Workload) -> str:
     if w["M"] <= linear.MAX_ROWS:
         return ""
-    return f"M = {w['M']} is above {linear.MAX_ROWS}: cpp:gemm's range"
+    return f"M = {w['M']} is above {linear.MAX_ROWS}: the range of gemm"
 
 
 def _many(w: Workload) -> str:
-    return "" if w["M"] >= FEWEST_FOR_GEMM else f"M = {w['M']} is below {FEWEST_FOR_GEMM}: cpp:gemv's range"
+    return "" if w["M"] >= FEWEST_FOR_GEMM else f"M = {w['M']} is below {FEWEST_FOR_GEMM}: the range of gemv"
 
 
 def _few_coded(w: Workload) -> str:
-    """Refuse more rows, where PyTorch, which widens the weights once and multiplies in blocks, is about as fast."""
-    return "" if w["M"] <= MOST_CODED else f"M = {w['M']} is above {MOST_CODED}, where widening weights once is faster"
+    """Refuse more rows, where reading the codes once for every eight of them costs more than making weights of them."""
+    return "" if w["M"] <= MOST_CODED else f"M = {w['M']} is above {MOST_CODED}: the range of gemm"
 
 
 def code_flags(*formats: WeightFormat, dtype: str) -> tuple[str, ...]:
@@ -95,13 +96,22 @@ def _cpp_type(found: WeightFormat, dtype: str) -> str:
 class CodedKernel(CppKernel):
     """A kernel for weights as integer codes with scales; a build serves one format."""
 
-    def __init__(self, op: str, source: str, operands: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        op: str,
+        source: str,
+        operands: tuple[str, ...],
+        *,
+        formula: Formula = linear.fused_coded,
+        knob_args: tuple[str, ...] = ("threads", "rows", *CODED_WALK),
+        limits: Limits = lambda w: "",
+    ) -> None:
         super().__init__(
             op,
             f"{source}_coded",
-            formula=linear.gemv,
-            knob_args=("threads", "rows"),
-            limits=_few_coded,
+            formula=formula,
+            knob_args=knob_args,
+            limits=limits,
             formats=CODED,
             operands=operands,
         )
@@ -119,15 +129,13 @@ KERNELS = (
         CppKernel(op, op, formula=linear.fused, knob_args=("threads", "rows", *WALK))
         for op in ("norm_qkv", "gate_up", "lm_head")
     ),
-    *(
-        CodedKernel(op, source, operands)
-        for op, source, operands in (
-            ("linear", "gemv", ("x", "w.codes", "w.scales", "bias", "residual")),
-            ("norm_qkv", "norm_qkv", ("x", "norm_weight", "w.codes", "w.scales", "eps", "offset")),
-            ("gate_up", "gate_up", GATE_UP),
-            ("lm_head", "lm_head", ("x", "w.codes", "w.scales", "greedy")),
-        )
+    CodedKernel("linear", "gemv", CODED_LINEAR, formula=linear.gemv, knob_args=("threads", "rows"), limits=_few_coded),
+    CodedKernel(
+        "linear", "gemm", CODED_LINEAR, formula=linear.gemm_coded, knob_args=("threads", *CODED_WALK), limits=_many
     ),
+    CodedKernel("norm_qkv", "norm_qkv", ("x", "norm_weight", "w.codes", "w.scales", "eps", "offset")),
+    CodedKernel("gate_up", "gate_up", GATE_UP),
+    CodedKernel("lm_head", "lm_head", ("x", "w.codes", "w.scales", "greedy")),
     PackedKernel("linear", "gemv", ("x", "w", "w.packed", "bias", "residual"), "w"),
     PackedKernel("norm_qkv", "norm_qkv", ("x", "norm_weight", "w", "w.packed", "eps", "offset"), "w"),
     PackedKernel("gate_up", "gate_up", GATE_UP_PACKED, "w_gate", "w_up"),

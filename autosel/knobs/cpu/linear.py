@@ -30,6 +30,7 @@ MAX_ROWS = 8  # rows of x in one walk of dot.h
 WIDE_L1 = 48 << 10
 X_SHARES_WIDE, X_SHARES = (0.0, 0.4375), (0.5, 0.8)
 PAGE = 4096
+CODES_IN_BLOCK = 256  # kBlockCodes of kernels/cpu/coded.h: the pieces of every format of codes divide it
 
 # (rows of x, rows of all weights, their length) by op.
 _SHAPE = {
@@ -58,11 +59,17 @@ def gemm(w: Workload, f: CpuFacts) -> Knobs:
 def fused(w: Workload, f: CpuFacts) -> Knobs:
     """Return threads; rows up to M = 8, 0 above it, where gemm's walk runs. All are given: the unused route ignores its
     own."""
-    if by_dots(w["M"]):
-        rows = _rows(w, f)
-    else:
-        rows = Knob(name="rows", value=0, formula="0 where M > 8: blocked", inputs={"M": w["M"]})
-    return Knobs(settings=(_threads(w, f), rows, *_walk(w, f)))
+    return Knobs(settings=(_threads(w, f), _rows_of_few(w, f), *_walk(w, f)))
+
+
+def gemm_coded(w: Workload, f: CpuFacts) -> Knobs:
+    """Return threads, k_block and m_block."""
+    return Knobs(settings=(_threads(w, f), _coded_k_block(w, f), _m_block(w, f)))
+
+
+def fused_coded(w: Workload, f: CpuFacts) -> Knobs:
+    """Return threads; rows up to M = 8, 0 above it, where gemm_coded's walk runs, with its k_block and m_block."""
+    return Knobs(settings=(_threads(w, f), _rows_of_few(w, f), _coded_k_block(w, f), _m_block(w, f)))
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
@@ -167,6 +174,12 @@ def rows_together(m: int, f: CpuFacts) -> int:
     return math.ceil(m / groups)
 
 
+def _rows_of_few(w: Workload, f: CpuFacts) -> Knob:
+    if by_dots(w["M"]):
+        return _rows(w, f)
+    return Knob(name="rows", value=0, formula="0 where M > 8: blocked", inputs={"M": w["M"]})
+
+
 # --- block.h ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +196,19 @@ def _k_block(w: Workload, f: CpuFacts) -> Knob:
         name="k_block",
         value=lanes * per_lane,
         formula="L1 / 2 / (4 * strip), down to whole vectors, times elements a lane",
+        inputs={"L1": f.l1d_bytes, "strip": 2 * vector, "elements a lane": per_lane},
+        reason="the block is read by every tile of x; x's tile and the sums have the other half",
+    )
+
+
+def _coded_k_block(w: Workload, f: CpuFacts) -> Knob:
+    """Return the elements of K whose codes become weights at a time: whole blocks of codes, at least one."""
+    vector, per_lane = _lanes(f), 2 if _paired(w, f) else 1
+    blocks = f.l1d_bytes // 2 // (4 * 2 * vector) * per_lane // CODES_IN_BLOCK
+    return Knob(
+        name="k_block",
+        value=max(1, blocks) * CODES_IN_BLOCK,
+        formula=f"L1 / 2 / (4 * strip), times elements a lane, down to whole blocks of {CODES_IN_BLOCK}, at least one",
         inputs={"L1": f.l1d_bytes, "strip": 2 * vector, "elements a lane": per_lane},
         reason="the block is read by every tile of x; x's tile and the sums have the other half",
     )
