@@ -2,9 +2,11 @@
 
     python benchmarks/bench_peers.py [--model llama-1b] [--layers N] [--seq 128 --seq 2048] [--rounds 12]
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
+    python benchmarks/bench_peers.py --file-type q4_k_m         llama.cpp quantises the model; both read that file
+    python benchmarks/bench_peers.py --model MODEL.gguf         both read this file
 
-    autosel     the step of `autosel run --step whole`: one native call, C++ kernels at their formulas' knobs, lossless
-                12-bit weights (kernels/cpu/packed.h)
+    autosel     the step of `autosel run --step whole`: one native call, C++ kernels at their formulas' knobs; bf16
+                weights in lossless 12 bits (kernels/cpu/packed.h), quantised ones as their codes
     autosel, 16 bits
                 the same with plain weights (`--weights-layout plain`)
     eager       Hugging Face's model class, SDPA, DynamicCache, torch.inference_mode
@@ -14,13 +16,13 @@
     llama.cpp as installed
                 the same with the package's default, `Llama(flash_attn=False)`: attention in three operations
 
-Every arm is one greedy step that attends to --seq tokens, with one thread a core; the cache is rewound after each
-step. The arms take turns in random order. Before each, all threads of this process sleep; an arm takes one step
-untimed, to wake its threads, then one timed. Caches hold random keys and values (llama.cpp's come from a prompt of
-random tokens). The figure is an arm's step over autosel's, median over median, with the interval of resampled rounds;
-on a shared machine only ratios within one run are meaningful. There the read rate changes from minute to minute, and
-the ratios with it, since arithmetic counts more at a higher rate. --split 50 makes one row of the rounds below 50 GB/s
-and one of the others.
+The last two and `autosel` are the arms of a quantised file. Every arm is one greedy step that attends to --seq tokens,
+with one thread a core; the cache is rewound after each step. The arms take turns in random order. Before each, all
+threads of this process sleep; an arm takes one step untimed, to wake its threads, then one timed. Caches hold random
+keys and values (llama.cpp's come from a prompt of random tokens). The figure is an arm's step over autosel's, median
+over median, with the interval of resampled rounds; on a shared machine only ratios within one run are meaningful. There
+the read rate changes from minute to minute, and the ratios with it, since arithmetic counts more at a higher rate.
+--split 50 makes one row of the rounds below 50 GB/s and one of the others.
 
 llama.cpp is built once, which needs a compiler and several minutes: pip install llama-cpp-python gguf (possibly in a
 separate environment with this one's packages on its path).
@@ -61,9 +63,12 @@ from autosel.decode.team import KERNELS, write_team
 from autosel.decode.weights import Weights, load_weights
 from autosel.devices.cpu import probe
 from autosel.devices.cpu.idle import wait_until_idle
+from autosel.formats import PLAIN
 from autosel.values import Accepted
 
+FILE_TYPES = ("q8_0", "q4_0", "q4_1", "q4_k_m")  # of llama.cpp; q4_k_m mixes Q4_K and Q6_K
 ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
+OF_CODES = ("autosel", "llama.cpp", "llama.cpp as installed")
 LEAST_ROUNDS = 5  # minimum rounds of a row
 KEPT: list[Any] = []
 SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> number of ops that it serves in the autosel step
@@ -74,14 +79,12 @@ def main() -> int:
     options = _parsed()
     fp = fingerprint.take("cpu")
     torch.set_num_threads(int(fp.identity["cpus"]))
-    model = models.load(options.model)
-    plan = Plan(model=model, layers=min(options.layers, model.layers), seq=max(options.seq or [2048]))
-    weights = load_weights(plan)
     rows = []
     with torch.inference_mode(), dispatch.measuring(), tempfile.TemporaryDirectory() as scratch:
-        folder = options.gguf or scratch
+        plan, weights, file = _read(options, Path(options.gguf or scratch))
+        names = options.arm or (ARMS if weights.shape.weight == PLAIN else OF_CODES)
         for seq in options.seq or [128, 2048]:
-            arms = {name: ARM[name](weights, seq, Path(folder)) for name in options.arm or ARMS}
+            arms = {name: ARM[name](weights, seq, file) for name in names}
             print(f"{options.model} {seq}: {', '.join(arms)}", file=sys.stderr, flush=True)
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             about = {"seq": seq, "date": today, "serving": SERVING.get(seq, {})}
@@ -93,13 +96,32 @@ def main() -> int:
         "torch": torch.__version__,
         **_versions(),
         "model": options.model,
+        "file_type": options.file_type,
         "layers": plan.layers_run,
-        "of_layers": model.layers,
+        "of_layers": plan.model.layers,
         "dtype": plan.dtype,
         "rows": rows,
     }
     print(json.dumps(found, indent=1) if options.json else steps(found))
     return 0
+
+
+def _read(options: argparse.Namespace, folder: Path) -> tuple[Plan, Weights, Path]:
+    """Return the weights that autosel reads, and the file that llama.cpp reads: the same one, if it is quantised."""
+    file = Path(options.model)
+    if not models.is_gguf(file):
+        plan, weights = _loaded(options, options.model)
+        if not options.file_type:
+            return plan, weights, folder / "model.gguf"
+        file = quantised_file(weights, folder, options.file_type)
+    return *_loaded(options, str(file), weights=str(file)), file
+
+
+def _loaded(options: argparse.Namespace, name: str, weights: str = "random") -> tuple[Plan, Weights]:
+    model = models.load(name)
+    layers, seq = min(options.layers, model.layers), max(options.seq or [2048])
+    plan = Plan(model=model, layers=layers, seq=seq, weights=weights)
+    return plan, load_weights(plan)
 
 
 def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -142,7 +164,7 @@ def figures(times: Mapping[str, list[float]], rates: list[float]) -> dict[str, A
 
 def _autosel(weights: Weights, seq: int, _: Path, *, packed: bool = True) -> Step:
     fp = fingerprint.take("cpu")
-    packed = packed and isinstance(packing.supports(weights.dtype, fp), Accepted)
+    packed &= weights.shape.weight == PLAIN and isinstance(packing.supports(weights.dtype, fp), Accepted)
     decoder, cache = Decoder(weights), _filled(weights, seq)
     place = Place.at(torch.tensor([7]), [seq - 1])
     logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
@@ -212,10 +234,9 @@ def _restore(layer: Any, before: Mapping[str, Any]) -> None:
             setattr(layer, name, value)
 
 
-def _llama_cpp(weights: Weights, seq: int, folder: Path, *, flash: bool = True) -> Step:
+def _llama_cpp(weights: Weights, seq: int, path: Path, *, flash: bool = True) -> Step:
     import llama_cpp as L  # noqa: N812
 
-    path = folder / "model.gguf"
     if not path.exists():
         print(f"writing {path}", file=sys.stderr, flush=True)
         write_gguf(weights, path)
@@ -291,6 +312,25 @@ ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
 # --- a GGUF of the same tensors --------------------------------------------------------------------------------------
 
 
+def quantised_file(weights: Weights, folder: Path, file_type: str) -> Path:
+    """Let llama.cpp write the model in one of its FILE_TYPES. It puts tied embeddings in Q6_K unless all is Q8_0."""
+    import llama_cpp as L  # noqa: N812
+
+    plain, path = folder / "model.gguf", folder / f"model-{file_type}.gguf"
+    if path.exists():
+        return path
+    print(f"writing {path}", file=sys.stderr, flush=True)
+    if not plain.exists():
+        write_gguf(weights, plain)
+    L.llama_backend_init()
+    _be_quiet(L)
+    wanted = L.llama_model_quantize_default_params()
+    wanted.nthread, wanted.ftype = torch.get_num_threads(), getattr(L, f"LLAMA_FTYPE_MOSTLY_{file_type.upper()}")
+    if L.llama_model_quantize(str(plain).encode(), str(path).encode(), wanted):
+        raise RuntimeError(f"llama.cpp could not write {path}")
+    return path
+
+
 def write_gguf(weights: Weights, path: Path) -> None:
     """Write a bf16 GGUF file of a Llama model, with a vocabulary size but no vocabulary.
 
@@ -363,7 +403,8 @@ def _paired(w: Tensor, heads: int) -> Tensor:
 def steps(found: Mapping[str, Any]) -> str:
     """Format whole decode steps: each arm's median, also relative to autosel's."""
     part = f"{found['layers']} of {found['of_layers']} layers"
-    lines = [f"{found['model']} {found['dtype']}, {part}, on {found['device']}, {found['date']}", ""]
+    form = found["file_type"] or found["dtype"]
+    lines = [f"{Path(found['model']).name} {form}, {part}, on {found['device']}, {found['date']}", ""]
     lines += ["| context | arm | ms a step | over autosel | read rate |", "| --- | --- | --- | --- | --- |"]
     for row in found["rows"]:
         for name, one in row["arms"].items():
@@ -397,7 +438,8 @@ def _parsed() -> argparse.Namespace:
         metavar="GB/s",
         help="separate rows below and above this read rate",
     )
-    parser.add_argument("--gguf", metavar="DIR", help="store the GGUF file in DIR and reuse it (same layers only)")
+    parser.add_argument("--gguf", metavar="DIR", help="store the GGUF files in DIR and reuse them (same layers only)")
+    parser.add_argument("--file-type", choices=FILE_TYPES, default="", help="let llama.cpp quantise the model")
     return parser.parse_args()
 
 

@@ -36,7 +36,6 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -589,12 +588,10 @@ def _digest(path: Path) -> str:
 def changed_since(found: Sequence[Mapping[str, Any]]) -> str:
     """Return which cells were measured before the last change of their kernels' sources, as text; "" if none."""
     there = {name: _digest(KERNELS / name) for c in found for name in c.get("sources", {})}
-    stale = [{n for n, was in c["sources"].items() if was != there[n]} for c in found if "sources" in c]
-    old = Counter(name for names in stale for name in names)
+    old = sum(any(was != there[n] for n, was in c.get("sources", {}).items()) for c in found)
     told = []
     if old:
-        files = ", ".join(f"`kernels/{name}` ({count})" for name, count in sorted(old.items()))
-        told.append(f"{sum(map(bool, stale))} cells were measured before the last change of {files}")
+        told.append(f"{old} cells were measured before the last change of a source file of their kernels")
     unknown = sum("sources" not in c for c in found)
     if unknown:
         told.append(f"the measured sources of {unknown} cells are unknown")
