@@ -20,7 +20,7 @@ from autosel.ledger.store import Ledger
 from autosel.tuning.contend import contend, contests, refuse_without_memory
 from autosel.tuning.crossover import lowest_ends, may_split, split_buckets
 from autosel.tuning.decide import decide
-from autosel.tuning.job import Listener, Rejection, Report, Request, Tally, Tuning
+from autosel.tuning.job import Rejection, Report, Request, TuneEvents, TuneListener, Tuning
 from autosel.tuning.prove import prove_all
 from autosel.tuning.renew import serve_meanwhile
 from autosel.tuning.shortlist import shortlist
@@ -28,11 +28,11 @@ from autosel.tuning.trial import Tried, try_candidate
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Listener", "Rejection", "Report", "Request", "Tried", "try_candidate", "tune", "tune_at"]
+__all__ = ["Rejection", "Report", "Request", "Tried", "TuneListener", "try_candidate", "tune", "tune_at"]
 
 
 def tune(
-    request: Request, ledger: Ledger, listener: Listener, *, clock: Callable[[], float] = time.monotonic
+    request: Request, ledger: Ledger, listener: TuneListener, *, clock: Callable[[], float] = time.monotonic
 ) -> Report:
     """Decide every workload of the request, with evidence; settled ones are not measured again.
 
@@ -45,7 +45,7 @@ def tune(
         fp=fp,
         ledger=ledger,
         request=request,
-        tally=Tally(listener),
+        tally=TuneEvents(listener),
         rng=Random(request.seed),
         clock=clock,
         deadline=started + request.budget_s if request.budget_s else float("inf"),
@@ -77,7 +77,7 @@ def tune_at(
     request: Request,
     counts: Sequence[int],
     ledger: Ledger,
-    listener: Listener,
+    listener: TuneListener,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:

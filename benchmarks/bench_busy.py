@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="folder for results")
     options = parser.parse_args()
     for load in options.load:
-        asked = Asked(
+        asked = BusyTune(
             only=tuple(options.only),
             realtime=options.realtime,
             without=tuple(_kept(options.home).get(load, {}).get("rows", ())) if options.resume else (),
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BusyTune:
     """Options of a tune: the workloads, by op or key, and the priority."""
 
     only: Collection[str] = ()
@@ -92,7 +92,7 @@ class Asked:
     slice_s: float = NO_END_S  # no workload starts later
 
 
-def run(home: Path, load: str, asked: Asked, work: str) -> None:
+def run(home: Path, load: str, asked: BusyTune, work: str) -> None:
     """Tune in a fresh process with the load's own home and `load` competing processes.
 
     Each workload is stored when it is decided.
@@ -139,7 +139,7 @@ def competing(count: int, work: str) -> Iterator[list[int]]:
             process.wait()
 
 
-def tuned(asked: Asked) -> None:
+def tuned(asked: BusyTune) -> None:
     """Tune in this process; print a line of JSON for each workload."""
     from autosel import models
     from autosel.ledger.store import open_ledger

@@ -63,7 +63,7 @@ from autosel.tuning.builds import Builds
 from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Recipe, Scalar, Workload, digest
 from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
-from benchmarks.halving import Bench, final, held_out, interval, nominate, ratios_of
+from benchmarks.halving import ArmTimes, final, held_out, interval, nominate, ratios_of
 from benchmarks.kept import device_of, file_of, keep
 from benchmarks.peer_settings import of_peers
 
@@ -88,7 +88,7 @@ GOALS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class RegretCell:
     """A kernel at a workload, or several kernels at one for the kind `route`."""
 
     kind: str  # decode, gemm or route
@@ -125,7 +125,7 @@ WAYS: dict[str, Formula] = {
 }  # triton:gemm on either side of M2
 
 
-def cells(device: str) -> list[Cell]:
+def cells(device: str) -> list[RegretCell]:
     """Return all cells: projections at few and many rows, attention by length, group and batch.
 
     On a GPU they cover every kernel of autosel, since each has its own formula or its own share of one.
@@ -133,13 +133,13 @@ def cells(device: str) -> list[Cell]:
     return [*_few_rows(device), *_attention(device), *_rows(device), *_many_rows(device), *_routes(device)]
 
 
-def _cell(kind: str, kernels: str, op: str, dims: Mapping[str, int], **traits: Scalar) -> Cell:
+def _cell(kind: str, kernels: str, op: str, dims: Mapping[str, int], **traits: Scalar) -> RegretCell:
     from autosel.ops import OPS
 
-    return Cell(kind=kind, kernels=tuple(kernels.split()), workload=OPS[op].workload("bf16", dims, **traits))
+    return RegretCell(kind=kind, kernels=tuple(kernels.split()), workload=OPS[op].workload("bf16", dims, **traits))
 
 
-def _few_rows(device: str) -> Iterator[Cell]:
+def _few_rows(device: str) -> Iterator[RegretCell]:
     own = "cpp" if device == "cpu" else "cuda"
     for n, k in PROJECTIONS.values():
         yield from (_cell("decode", f"{own}:gemv", "linear", {"M": m, "N": n, "K": k}) for m in (1, 2, 4, 8))
@@ -158,10 +158,10 @@ def _few_rows(device: str) -> Iterator[Cell]:
             )
 
 
-def _attention(device: str) -> Iterator[Cell]:
+def _attention(device: str) -> Iterator[RegretCell]:
     own = "cpp" if device == "cpu" else "cuda"
 
-    def at(kernel: str, hq: int, hkv: int, length: int, *, d: int = 128, batch: int = 1, page: int = 0) -> Cell:
+    def at(kernel: str, hq: int, hkv: int, length: int, *, d: int = 128, batch: int = 1, page: int = 0) -> RegretCell:
         dims = {"B": batch, "Hq": hq, "Hkv": hkv, "S": 1, "D": d, "L": length, **({"page": page} if page else {})}
         ragged: dict[str, Scalar] = {"ragged": True} if batch > 1 else {}
         return _cell("decode", kernel, "paged_attn" if page else "attn", dims, **ragged)
@@ -189,7 +189,7 @@ def _attention(device: str) -> Iterator[Cell]:
         yield _cell("prefill", "triton:attn_prefill", "prefill_attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": s, "D": 128})
 
 
-def _rows(device: str) -> Iterator[Cell]:
+def _rows(device: str) -> Iterator[RegretCell]:
     own = ("cpp",) if device == "cpu" else ("cuda", "triton")
     yield from (_cell("decode", f"{name}:add_rmsnorm", "add_rmsnorm", {"M": 64, "d": 4096}) for name in own)
     for name, m in itertools.product(own, (1, 64)):
@@ -204,7 +204,7 @@ def _rows(device: str) -> Iterator[Cell]:
             yield _cell("decode", f"{name}:sample", "sample", {"B": batch, "V": 128256, "L": 1024})
 
 
-def _many_rows(device: str) -> Iterator[Cell]:
+def _many_rows(device: str) -> Iterator[RegretCell]:
     names = ("cpp:gemm",) if device == "cpu" else ("triton:gemm", "cutlass:gemm_sm90", "cutlass:gemm_sm80")
     for (n, k), m in itertools.product(((4096, 4096), (2048, 8192)), (16, 32, 64, 128, 256)):
         yield from (_cell("gemm", name, "linear", {"M": m, "N": n, "K": k}) for name in names)
@@ -212,7 +212,7 @@ def _many_rows(device: str) -> Iterator[Cell]:
         yield _cell("gemm", name, "lm_head", {"M": 16, "V": 128256, "d": 4096})
 
 
-def _routes(device: str) -> Iterator[Cell]:
+def _routes(device: str) -> Iterator[RegretCell]:
     pair = "cpp:gemv cpp:gemm" if device == "cpu" else "cuda:gemv triton:gemm"
     for (n, k), m in itertools.product(((4096, 4096), (2048, 2048)), ROUTE_ROWS):
         yield _cell("route", pair, "linear", {"M": m, "N": n, "K": k})
@@ -231,7 +231,7 @@ def routed(w: Workload, fp: Fingerprint, kernels: Sequence[str]) -> str:
     return kernels[route != "gemv"]
 
 
-def kernel(cell: Cell, name: str, fp: Fingerprint) -> Candidate | None:
+def kernel(cell: RegretCell, name: str, fp: Fingerprint) -> Candidate | None:
     """Return the candidate if it supports the workload; for a route cell, if it supports any number of rows.
 
     The range of rows in which a kernel is offered is part of what a route cell judges.
@@ -355,7 +355,7 @@ def constant(closed: Setting, fp: Fingerprint) -> Setting:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, Any]:
+def measure(cell: RegretCell, timer: Timer, seconds: float, rng: Random) -> dict[str, Any]:
     """Measure a cell; return its regret with all details. Raises LookupError without a kernel, or Disturbed."""
     arms, closed = _arms(cell, timer.fp)
     legs = {name: arm for name, (arm, _) in arms.items()}
@@ -412,7 +412,7 @@ def measure(cell: Cell, timer: Timer, seconds: float, rng: Random) -> dict[str, 
     return found
 
 
-def refusing(timer: Bench, names: Sequence[str]) -> list[str]:
+def refusing(timer: ArmTimes, names: Sequence[str]) -> list[str]:
     """Return the names whose first call raises; like settings that the compiler refuses, they are dropped.
 
     On a GPU the first call compiles (Triton) and is captured. It is made here, outside the sweep's time; otherwise the
@@ -454,7 +454,7 @@ class Disturbed(Exception):
     """Raised if other load left too few visits to judge a cell."""
 
 
-def _arms(cell: Cell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
+def _arms(cell: RegretCell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
     """Return name -> (entrant, setting), including the closed form's twin and the constants; and the closed form's
     name."""
     from benchmarks.gpu.entrants import entrant
@@ -558,7 +558,7 @@ def of_stage(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"device": device["name"], "hw_id": device["hw_id"], "date": record["started"][:10], "cells": cells}
 
 
-def sources_of(cell: Cell, fp: Fingerprint) -> dict[str, str]:
+def sources_of(cell: RegretCell, fp: Fingerprint) -> dict[str, str]:
     """Return file below kernels/ -> start of its digest, for all sources of the cell's kernels."""
     found: set[Path] = set()
     for one in (kernel(cell, name, fp) for name in cell.kernels):
@@ -675,7 +675,7 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def build(todo: Sequence[Cell], fp: Fingerprint) -> int:
+def build(todo: Sequence[RegretCell], fp: Fingerprint) -> int:
     """Compile the kernels of these cells at the closed form's settings, into this home's cache."""
     from benchmarks.gpu.entrants import entrant
 
@@ -702,7 +702,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def held_for(cell: Cell, fp: Fingerprint) -> str:
+def held_for(cell: RegretCell, fp: Fingerprint) -> str:
     """Return the key of a cell's figures: device, kernel sources, the formulas' values, and the method."""
     from autosel.native.compile import sources_digest
 

@@ -172,7 +172,7 @@ def _compared(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class GenerateCell:
     """Hold the result of one batch and one kind of cache. Times are ms between tokens."""
 
     batch: int
@@ -214,7 +214,7 @@ def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[
     return [(b - a) / 1e6 for a, b in itertools.pairwise(ends)], tokens[:, prompt.shape[1] :]
 
 
-def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[int, Tensor]) -> list[Cell]:
+def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[int, Tensor]) -> list[GenerateCell]:
     """Compare all cells; the arms of a round come in random order."""
     rng, cells = random.Random(options.seed), []
     for batch, cache in itertools.product(options.batch, options.cache):
@@ -231,7 +231,7 @@ def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[i
         interval = speedup_interval(times["own"], times["patched"])
         same = int((made["own"] == made["patched"]).int().cumprod(-1).sum())
         cells.append(
-            Cell(
+            GenerateCell(
                 batch=batch,
                 cache=cache,
                 ms={name: median(found) for name, found in times.items()},

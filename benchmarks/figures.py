@@ -56,7 +56,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class FigureRow:
     """Hold a result. `lo`..`hi` is the interval of a median; both equal `value` for a single measurement."""
 
     name: str
@@ -128,21 +128,21 @@ def measure(wanted: Sequence[Goal], *, quick: bool) -> dict[str, Any]:
         return describe(fp, found, quick)
 
 
-def _part(part: Part, names: set[str], fp: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
+def _part(part: FigureGroup, names: set[str], fp: Fingerprint, folder: Path, quick: bool) -> Iterator[FigureRow]:
     if any(name.startswith(part.prefix) for name in names):
         say(part.prefix.rstrip("/"))
         yield from (f for f in part.measure(fp, folder, quick) if f.name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FigureGroup:
     """Figures that are measured together: those whose name starts with `prefix`."""
 
     prefix: str
-    measure: Callable[[Fingerprint, Path, bool], Iterator[Figure]]
+    measure: Callable[[Fingerprint, Path, bool], Iterator[FigureRow]]
 
 
-def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
     from bench_gemv import measure as measured
 
     found = measured(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 1.0 if quick else 10.0)
@@ -151,7 +151,7 @@ def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
     yield of_rounds("gemv/torch", found["speedup"], note)
 
 
-def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
     from bench_attn import measure as measured
 
     w = _workload("attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192})
@@ -163,14 +163,14 @@ def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
     yield of_rounds("attn/read", over["read"]["quartiles"], note, scale=100)
 
 
-def of_rounds(name: str, quartiles: Sequence[float], note: str, *, scale: float = 1.0) -> Figure:
+def of_rounds(name: str, quartiles: Sequence[float], note: str, *, scale: float = 1.0) -> FigureRow:
     """Return the median over rounds of the round's own ratio, with its quartiles."""
     low, middle, high = (scale * q for q in quartiles)
-    return Figure(name=name, value=middle, lo=low, hi=high, note=f"quartiles; {note}")
+    return FigureRow(name=name, value=middle, lo=low, hi=high, note=f"quartiles; {note}")
 
 
-def row_op(op: str, **dims: int) -> Callable[[Fingerprint, Path, bool], Iterator[Figure]]:
-    def measured(fp: Fingerprint, _: Path, quick: bool) -> Iterator[Figure]:
+def row_op(op: str, **dims: int) -> Callable[[Fingerprint, Path, bool], Iterator[FigureRow]]:
+    def measured(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
         yield race(_workload(op, dims), fp, f"{op}/torch", f"torch:{op}", 8 if quick else 100)
 
     return measured
@@ -182,7 +182,7 @@ def _workload(op: str, dims: Mapping[str, int]) -> Workload:
     return ops.find(op).workload("bf16", dims)
 
 
-def tune(_: Fingerprint, folder: Path, quick: bool) -> Iterator[Figure]:
+def tune(_: Fingerprint, folder: Path, quick: bool) -> Iterator[FigureRow]:
     """Time `autosel tune` in child processes, in a home without builds, proofs and decisions, then once more."""
     home, scope = folder / "cold", ["--op", "rmsnorm"] if quick else []
     cold_s, cold = _verb(home, "tune", "--model", "llama-8b", *scope, "--json")
@@ -216,7 +216,7 @@ def stage_shares(progress: str, seconds: float) -> str:
     return ", ".join(f"{stage} {share:.0%}" for stage, share in shares.items())
 
 
-def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
+def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[FigureRow]:
     """Run bench_dispatch.py in a child process, since it uses one thread; take its kernels that do nothing."""
     command = [sys.executable, str(ROOT / "benchmarks" / "bench_dispatch.py"), "--json"]
     command += ["--rounds", "5"] if quick else []
@@ -230,16 +230,16 @@ def best(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
         worst = max((line for line in lines if "does nothing" in line["case"]), key=lambda line: line[way]["median_ns"])
         found = worst[way]
         values = [found[key] / 1e3 for key in ("median_ns", "q25_ns", "q75_ns")]
-        yield Figure(name=name, value=values[0], lo=values[1], hi=values[2], note=note or "quartiles over rounds")
+        yield FigureRow(name=name, value=values[0], lo=values[1], hi=values[2], note=note or "quartiles over rounds")
 
 
-def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
+def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[FigureRow]:
     from bench_dispatch import import_times
 
     count = 3 if quick else 11
     imported = import_times(count)
     loads = "loads torch" if imported["loads_torch"] else "torch not loaded"
-    yield Figure(
+    yield FigureRow(
         name="start/import",
         value=imported["median_ms"],
         lo=imported["median_ms"],
@@ -253,31 +253,31 @@ def start(_: Fingerprint, __: Path, quick: bool) -> Iterator[Figure]:
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True)
         taken.append((time.perf_counter() - started) * 1e3)
     kept = taken[1:]  # the first run fills the page cache
-    yield Figure(
+    yield FigureRow(
         name="start/help", value=statistics.median(kept), lo=min(kept), hi=max(kept), note=f"{count} processes"
     )
 
 
-def once(name: str, value: float, note: str = "") -> Figure:
-    return Figure(name=name, value=value, lo=value, hi=value, note=note)
+def once(name: str, value: float, note: str = "") -> FigureRow:
+    return FigureRow(name=name, value=value, lo=value, hi=value, note=note)
 
 
 PARTS = (
-    Part(prefix="start/", measure=start),
-    Part(prefix="best/", measure=best),
-    Part(prefix="gemv/", measure=gemv),
-    Part(prefix="attn/", measure=attn),
-    Part(prefix="rmsnorm/", measure=row_op("rmsnorm", M=1, d=4096)),
-    Part(prefix="rope/", measure=row_op("rope", M=1, Hq=32, Hkv=8, D=128, R=128)),
-    Part(prefix="swiglu/", measure=row_op("swiglu", M=1, I=14336)),
-    Part(prefix="tune/", measure=tune),
+    FigureGroup(prefix="start/", measure=start),
+    FigureGroup(prefix="best/", measure=best),
+    FigureGroup(prefix="gemv/", measure=gemv),
+    FigureGroup(prefix="attn/", measure=attn),
+    FigureGroup(prefix="rmsnorm/", measure=row_op("rmsnorm", M=1, d=4096)),
+    FigureGroup(prefix="rope/", measure=row_op("rope", M=1, Hq=32, Hkv=8, D=128, R=128)),
+    FigureGroup(prefix="swiglu/", measure=row_op("swiglu", M=1, I=14336)),
+    FigureGroup(prefix="tune/", measure=tune),
 )
 
 
 # --- a race without a verdict: the row ops ----------------------------------------------------------------------------
 
 
-def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Figure:
+def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> FigureRow:
     """Time every PyTorch and C++ candidate in random order each round; return the rival's over the best C++ time."""
     import torch
 
@@ -301,12 +301,12 @@ def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> Fi
             taken.append({arm: median(ns) for arm, ns in times.items()})
     bench.release()
     if not taken:
-        return Figure(name=name, value=0.0, lo=0.0, hi=0.0, note="void: every round was disturbed")
+        return FigureRow(name=name, value=0.0, lo=0.0, hi=0.0, note="void: every round was disturbed")
     ours = min((a for a in arms if a.startswith("cpp:")), key=lambda a: median([r[a] for r in taken]))
     ratios = [r[rival] / r[ours] for r in taken]
     low, high = median_interval(ratios)
     note = f"95 % interval; {ours} {median([r[ours] for r in taken]) / 1e3:.3g} us, {len(taken)} rounds"
-    return Figure(name=name, value=median(ratios), lo=low, hi=high, note=note)
+    return FigureRow(name=name, value=median(ratios), lo=low, hi=high, note=note)
 
 
 def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
@@ -342,7 +342,7 @@ def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
 # --- the document -----------------------------------------------------------------------------------------------------
 
 
-def describe(fp: Fingerprint, figures: Sequence[Figure], quick: bool) -> dict[str, Any]:
+def describe(fp: Fingerprint, figures: Sequence[FigureRow], quick: bool) -> dict[str, Any]:
     from autosel.fingerprint.describe import headline
 
     return {
@@ -364,7 +364,7 @@ def goal(name: str) -> Goal:
     return next(g for g in GOALS if g.name == name)
 
 
-def verdict(g: Goal, f: Figure) -> str:
+def verdict(g: Goal, f: FigureRow) -> str:
     """Return reached, missed or void; with `tie`, faster, tie or slower."""
     if f.note.startswith("void") or (g.unit == "%" and f.value > 100 * CEILING):
         return "void"

@@ -30,7 +30,7 @@ PATIENCE = 2.0  # lost time at which the final ends, in multiples of its time
 RESAMPLES = 200
 
 
-class Bench(Protocol):
+class ArmTimes(Protocol):
     """Interface that reads the times of arms."""
 
     def visit(self, order: Sequence[str]) -> dict[str, float] | None:
@@ -47,7 +47,7 @@ class Bench(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Sweep:
+class HalvingSweep:
     """The nominees of a sweep, and how they were found."""
 
     settings: int  # number of settings
@@ -57,15 +57,15 @@ class Sweep:
 
 
 def nominate(
-    bench: Bench, closed: str, rivals: Mapping[str, Setting], given: Setting, *, seconds: float, rng: Random
-) -> Sweep:
+    bench: ArmTimes, closed: str, rivals: Mapping[str, Setting], given: Setting, *, seconds: float, rng: Random
+) -> HalvingSweep:
     """Return the NOMINEES fastest of `rivals` (name -> setting; the closed form's is `given`), by successive halving.
 
     Every rung reads all remaining settings at least once and drops the slower half, or three quarters if one reading
     of all takes a quarter of the time. Unused time goes to the next rung. If one reading of each would take more than
     half of the time, single values are tried first.
     """
-    found = Sweep(settings=len(rivals))
+    found = HalvingSweep(settings=len(rivals))
     ratios: dict[str, list[float]] = {name: [] for name in rivals}
     end, left = bench.now() + seconds, list(rivals)
     if len(left) > NOMINEES:
@@ -85,7 +85,7 @@ def nominate(
 
 
 def _affordable(
-    bench: Bench,
+    bench: ArmTimes,
     closed: str,
     rivals: Mapping[str, Setting],
     given: Setting,
@@ -117,7 +117,7 @@ def _changes(setting: Setting, given: Setting) -> list[tuple[str, object]]:
     return [(knob, value) for knob, value in setting.items() if given.get(knob) != value]
 
 
-def _read(bench: Bench, closed: str, arms: Sequence[str], ratios: dict[str, list[float]], rng: Random) -> None:
+def _read(bench: ArmTimes, closed: str, arms: Sequence[str], ratios: dict[str, list[float]], rng: Random) -> None:
     """Read each arm once more, in groups that each contain the closed form."""
     shuffled = rng.sample(list(arms), len(arms))
     for i in range(0, len(shuffled), SIDE_BY_SIDE):
@@ -146,7 +146,7 @@ def _is_sharp(ratios: Sequence[float]) -> bool:
 
 
 def final(
-    bench: Bench, arms: Sequence[str], closed: str, rivals: Sequence[str], *, seconds: float, rng: Random
+    bench: ArmTimes, arms: Sequence[str], closed: str, rivals: Sequence[str], *, seconds: float, rng: Random
 ) -> Times:
     """Visit all arms until the interval is narrow or the time is up; disturbed spells are discarded.
 
@@ -172,7 +172,7 @@ def final(
             return kept if enough else {arm: [] for arm in arms}
 
 
-def _spell(bench: Bench, arms: Sequence[str], rng: Random) -> Times:
+def _spell(bench: ArmTimes, arms: Sequence[str], rng: Random) -> Times:
     """Visit all arms for LOOK_S, at least once."""
     found: Times = {arm: [] for arm in arms}
     start = bench.now()

@@ -67,7 +67,7 @@ Outcome = Literal["patched", "refused", "wrong", "not built", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ClassResult:
     """Hold the result of one class. `worst` is the largest logit difference divided by its bound."""
 
     name: str
@@ -106,7 +106,7 @@ def names() -> list[str]:
 # --- one class -------------------------------------------------------------------------------------------------------
 
 
-def swept(name: str) -> Row:
+def swept(name: str) -> ClassResult:
     """Compare a model of this class before and after `patch`. Errors are returned as a row."""
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
@@ -114,20 +114,20 @@ def swept(name: str) -> Row:
             model = tiny_model(name)
             own, calls = _counted(model)
         except Exception as error:  # transformers' error, or a configuration that this file cannot shrink
-            return Row(name=name, outcome="not built", reason=_line(error))
+            return ClassResult(name=name, outcome="not built", reason=_line(error))
         try:
             return _compared(name, model, own, calls)
         except UsageError as error:
-            return Row(name=name, outcome="refused", reason=f"{error.what}: {error.why}", calls=calls)
+            return ClassResult(name=name, outcome="refused", reason=f"{error.what}: {error.why}", calls=calls)
         except Exception as error:
-            return Row(name=name, outcome="failed", reason=_line(error), calls=calls)
+            return ClassResult(name=name, outcome="failed", reason=_line(error), calls=calls)
 
 
 def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:240]
 
 
-def _compared(name: str, model: Any, own: list[Tensor], calls: int) -> Row:
+def _compared(name: str, model: Any, own: list[Tensor], calls: int) -> ClassResult:
     with tempfile.TemporaryDirectory() as folder:
         wanted = _wanted(model, Path(folder) / "empty", len(own))
         board = Moving(serve(Path(folder) / "pinned", wanted), Policy(on=False))
@@ -140,11 +140,11 @@ def _compared(name: str, model: Any, own: list[Tensor], calls: int) -> Row:
             bounds = _bounds(model, board, ours)
             autosel.unpatch(model)
     if not all(torch.equal(a, b) for a, b in zip(own, passes(model, len(own)), strict=True)):
-        return Row(name=name, outcome="wrong", reason="after unpatch the logits differ", calls=calls)
+        return ClassResult(name=name, outcome="wrong", reason="after unpatch the logits differ", calls=calls)
     pairs = list(zip(own, ours, bounds, strict=True))
     worst = max(pairs, key=lambda pair: _distance(pair[0], pair[1]) / pair[2])
     tokens = [_tokens(*pair) for pair in pairs]
-    row = Row(
+    row = ClassResult(
         name=name,
         outcome="patched",
         calls=calls,
@@ -479,12 +479,14 @@ def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[s
 # --- all classes ------------------------------------------------------------------------------------------------------
 
 
-def sweep(wanted: Sequence[str], jobs: int, heard: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def sweep(
+    wanted: Sequence[str], jobs: int, heard: Callable[[ClassResult], None] = lambda row: None
+) -> list[ClassResult]:
     """Return a row for each class. A worker process that dies or exceeds LIMIT_S loses only its class."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in wanted:
         waiting.put(name)
-    found: list[Row] = []
+    found: list[ClassResult] = []
     threads = [threading.Thread(target=_work, args=(waiting, found, heard)) for _ in range(jobs)]
     for thread in threads:
         thread.start()
@@ -493,7 +495,7 @@ def sweep(wanted: Sequence[str], jobs: int, heard: Callable[[Row], None] = lambd
     return sorted(found, key=lambda row: row.name)
 
 
-def _work(waiting: queue.SimpleQueue[str], found: list[Row], heard: Callable[[Row], None]) -> None:
+def _work(waiting: queue.SimpleQueue[str], found: list[ClassResult], heard: Callable[[ClassResult], None]) -> None:
     worker: subprocess.Popen[str] | None = None
     while True:
         try:
@@ -505,7 +507,9 @@ def _work(waiting: queue.SimpleQueue[str], found: list[Row], heard: Callable[[Ro
         if row is None:
             worker.kill()
             ended = f"exit status {worker.wait()}" if worker.returncode is None else f"exit status {worker.returncode}"
-            row = Row(name=name, outcome="failed", reason=f"no answer in {LIMIT_S} s, or the process ended: {ended}")
+            row = ClassResult(
+                name=name, outcome="failed", reason=f"no answer in {LIMIT_S} s, or the process ended: {ended}"
+            )
             worker = None
         found.append(row)
         heard(row)
@@ -522,7 +526,7 @@ def _started() -> subprocess.Popen[str]:
     )
 
 
-def _asked_of(worker: subprocess.Popen[str], name: str) -> Row | None:
+def _asked_of(worker: subprocess.Popen[str], name: str) -> ClassResult | None:
     assert worker.stdin is not None and worker.stdout is not None
     with suppress(BrokenPipeError):
         worker.stdin.write(name + "\n")
@@ -531,7 +535,7 @@ def _asked_of(worker: subprocess.Popen[str], name: str) -> Row | None:
             line = worker.stdout.readline()
             if line:
                 told = json.loads(line)
-                return Row(**{**told, "left": tuple(told["left"])})
+                return ClassResult(**{**told, "left": tuple(told["left"])})
     return None
 
 
@@ -546,7 +550,7 @@ def _worker() -> int:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ClassResult]) -> str:
     lines = [f"{'class':<36} {'outcome':<9} {'served':>7} {'error':>9} {'/bound':>7} tokens  reason"]
     for row in rows:
         figures = (
@@ -557,7 +561,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, summary(rows)])
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[ClassResult]) -> str:
     counts = {o: sum(r.outcome == o for r in rows) for o in ("patched", "refused", "not built", "wrong", "failed")}
     reached = sum(r.reaches for r in rows)
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
@@ -579,7 +583,7 @@ def main() -> int:
         return _worker()
     began = time.monotonic()
 
-    def heard(row: Row) -> None:
+    def heard(row: ClassResult) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {row.name}  {row.outcome}  {row.reason}", file=sys.stderr)
 
     rows = sweep(options.only or names(), options.jobs, heard)

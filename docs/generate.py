@@ -836,12 +836,12 @@ def _outcomes() -> Iterator[tuple[str, str, bool]]:
 def silicon() -> str:
     """Return goals and results of every GPU with committed results; without any, the goals."""
     from benchmarks.gpu import goals
-    from benchmarks.gpu.kept import Kept
+    from benchmarks.gpu.kept import RunFolder
     from benchmarks.gpu.stages import NAMES
 
     parts = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/fingerprint.json")):
-        records = {record.stage: record for record in Kept(path.parent).records(NAMES)}
+        records = {record.stage: record for record in RunFolder(path.parent).records(NAMES)}
         device = records["fingerprint"].device
         if device["kind"] != "cuda":
             continue

@@ -81,7 +81,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class ArmProof:
     """The parity that an arm passed before it could serve."""
 
     cases: int
@@ -114,14 +114,14 @@ class OpFigures:
     baseline: str  # the candidate to beat; empty: nothing is decided, so it runs
     state: str  # promoted, kept, pinned, or baseline
     decision_id: int | None
-    parity: Proof | None  # None: no proof of this arm is known here
+    parity: ArmProof | None  # None: no proof of this arm is known here
     runner_up: RunnerUp | None
     served: Mapping[str, int]  # counted calls by candidate; empty: the mode does not count single calls
     reason: str = ""  # why the baseline serves without a decision; empty before version 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class FormTime:
     """Time of the whole step with one half of each layer in one form; see decode.run.Way."""
 
     half: str
@@ -240,7 +240,7 @@ class Measured:
     autosel: Mapping[str, str]  # op -> backend
     knobs: Mapping[str, Mapping[str, Scalar]]  # op -> the settings of the kernel that served it
     per_op: Mapping[str, OpFigures]  # op -> what served it, how often, its time and proof
-    ways: tuple[Way, ...]  # each half of a layer in each form, and the time of the whole step with it
+    ways: tuple[FormTime, ...]  # each half of a layer in each form, and the time of the whole step with it
     # how right
     verification: Verification  # tokens and logits of both arms, from the same states
     quality: Mapping[str, Scalar] | None  # of a scored text (see Quality); None: no text was given

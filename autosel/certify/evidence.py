@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autosel.certify.certificate import Proof, RunnerUp
+from autosel.certify.certificate import ArmProof, RunnerUp
 from autosel.errors import LedgerError
 from autosel.values import Passed, Scalar
 
@@ -21,7 +21,7 @@ class Grounds:
 
     knobs: Mapping[str, Scalar]
     baseline: str
-    parity: Proof | None
+    parity: ArmProof | None
     runner_up: RunnerUp | None
 
 
@@ -45,7 +45,7 @@ def _grounds(stored: Stored) -> Grounds:
     return Grounds(
         knobs=d.arm.knobs,
         baseline=d.baseline.candidate,
-        parity=Proof(cases=proofs[-1].cases, worst=proofs[-1].worst, worst_case=proofs[-1].worst_case)
+        parity=ArmProof(cases=proofs[-1].cases, worst=proofs[-1].worst, worst_case=proofs[-1].worst_case)
         if proofs
         else None,
         runner_up=RunnerUp(candidate=second[0], ratio=second[1]) if second else None,

@@ -57,7 +57,7 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RunRequest:
     """A run to certify. Raises UsageError or BadConfig for an impossible one, before anything is loaded."""
 
     plan: Plan
@@ -100,12 +100,12 @@ class Request:
             )
 
 
-def certify(request: Request, ledger: Ledger | None, listener: RunListener) -> Certificate:
+def certify(request: RunRequest, ledger: Ledger | None, listener: RunListener) -> Certificate:
     """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file."""
     return certified(request, ledger, listener)[0]
 
 
-def certified(request: Request, ledger: Ledger | None, listener: RunListener) -> tuple[Certificate, DecodeRun]:
+def certified(request: RunRequest, ledger: Ledger | None, listener: RunListener) -> tuple[Certificate, DecodeRun]:
     """Return the certificate, and the run that it states.
 
     The ledger has the form of the whole step and the grounds of decisions. Without one, the step is raced for this run

@@ -15,14 +15,14 @@ from autosel.certify.rerun import (
     refuse_other_prompt,
     refuse_other_text,
 )
-from autosel.certify.run import Request, RunListener, certify
+from autosel.certify.run import RunListener, RunRequest, certify
 from autosel.decode.prompt import prompts, text_to_score
 from autosel.decode.run import Plan, Text
 from autosel.errors import UsageError
 from autosel.ledger.store import Ledger
 
 
-def run_again(certified: Certificate, request: Request, ledger: Ledger | None, listener: RunListener) -> Rerun:
+def run_again(certified: Certificate, request: RunRequest, ledger: Ledger | None, listener: RunListener) -> Rerun:
     """Measure the certificate's plan on this device, score its text again, and compare.
 
     Raises UsageError if the plan, the prompt or the text differs from the certified one; call `refuse_others` first.

@@ -203,7 +203,7 @@ def unpack(text):
     return zlib.decompress(base64.b85decode(text)).decode()
 
 
-class View(ctypes.Structure):
+class NativeView(ctypes.Structure):
     """Same layout as TensorView in plain_c.h."""
 
     _fields_ = [
@@ -214,7 +214,7 @@ class View(ctypes.Structure):
 
 def view(t):
     code = 4 if t.dtype == torch.bfloat16 else 2 if t.is_floating_point() else 0
-    made = View(t.data_ptr(), t.dim(), code=code, bits=8 * t.element_size())
+    made = NativeView(t.data_ptr(), t.dim(), code=code, bits=8 * t.element_size())
     made.shape[: t.dim()], made.stride[: t.dim()] = t.shape, t.stride()
     return made
 

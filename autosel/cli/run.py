@@ -193,9 +193,9 @@ def run_once(asked: Asked, as_json: bool) -> None:
 
 def measured(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> tuple[Certificate, DecodeRun]:
     """Measure, with progress on stderr. The certificate is not yet in a file."""
-    from autosel.certify.run import Request, certified
+    from autosel.certify.run import RunRequest, certified
 
-    request = Request(
+    request = RunRequest(
         plan=plan,
         text=asked.text(plan),
         repro_cmd=asked.repro,

@@ -162,14 +162,14 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     Raises UsageError if the certificate is another device's, or if the plan, the prompt or the text has changed.
     """
     from autosel.certify import run_again as again
-    from autosel.certify.run import Request
+    from autosel.certify.run import RunRequest
     from autosel.cli.asked import ledger_or_none, progress
 
     asked = command_of(certified)
     plan = asked.plan()
     again.refuse_others(certified, plan)
     text = again.text_again(certified, plan, named=score, then=asked["score"])
-    request = Request(
+    request = RunRequest(
         plan=plan,
         text=text,
         repro_cmd=certified.repro_cmd,

@@ -55,7 +55,7 @@ class Protocol(HttpToolsProtocol):
     _deaf = False
 
     def connection_made(self, transport: Any) -> None:
-        self._whole = whole = Whole(transport, self.loop)
+        self._whole = whole = OnePiece(transport, self.loop)
         super().connection_made(cast(Any, whole))
         descriptor = transport.get_extra_info("socket").fileno()
         with socket.socket(fileno=os.dup(descriptor)) as connection:  # an event loop's own object hides getsockopt
@@ -160,7 +160,7 @@ def _say_full(name: str) -> None:
         log.warning("refused a connection: %d %s are open", open_lines[name], name)
 
 
-class Whole:
+class OnePiece:
     """Send the parts written in one turn of the event loop together: an answer's head and body in one piece. Each piece
     wakes the reader, which may take the daemon's core on a busy machine. A peer that reads nothing is disconnected."""
 

@@ -31,7 +31,7 @@ from autosel.models.cost import bytes_per_step
 from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
 from autosel.race.contest import Contest, Entrant
-from autosel.race.plan import Margin, Plan, plan
+from autosel.race.plan import Margin, TrialPlan, plan
 from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.session import BUSY
 from autosel.race.waits import WaitWatch, watch
@@ -107,7 +107,7 @@ class Steps:
     def room(self) -> Steps:
         return self
 
-    def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> StepSeat:
+    def seat(self, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> StepSeat:
         return StepSeat(self, arms, plan)
 
     def renew(self) -> None:
@@ -129,7 +129,7 @@ class StepSeat:
 
     failures: tuple[type[Exception], ...] = (DeviceFault, torch.AcceleratorError)
 
-    def __init__(self, steps: Steps, arms: Sequence[str], plan: Plan | None) -> None:
+    def __init__(self, steps: Steps, arms: Sequence[str], plan: TrialPlan | None) -> None:
         self.steps, self.arms, self.plan = steps, list(arms), plan
         device = devices.named(steps.scene.plan.device)
         self.timer = device.timer(steps.scene.clock)
@@ -229,6 +229,6 @@ def bytes_of(scene: Scene) -> int:
     return bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
 
 
-def _affordable(found: Plan, base_ns: float) -> Plan:
+def _affordable(found: TrialPlan, base_ns: float) -> TrialPlan:
     """Limit the tail's samples to TAIL_S; a tail that they do not settle stays unsettled."""
     return replace(found, tail_samples=min(found.tail_samples, max(1, int(TAIL_S * 1e9 / (2 * base_ns)))))

@@ -29,7 +29,7 @@ from autosel.ledger import containment
 from autosel.ledger.host import here
 from autosel.ledger.schema import HEAD
 from autosel.ledger.store import Ledger
-from autosel.tuning.job import Listener, Rejection, Report, Request
+from autosel.tuning.job import Rejection, Report, Request, TuneListener
 from autosel.values import Decision, Fingerprint, from_json
 from autosel.version import __version__
 
@@ -145,7 +145,7 @@ class RayWorker:
         self.actor.stop.remote()
 
 
-def tune(request: Request, address: str, ledger: Ledger, listener: Listener) -> Report:
+def tune(request: Request, address: str, ledger: Ledger, listener: TuneListener) -> Report:
     """Run `pipeline.tune` on the workers of the cluster at `address`. `local`, or `local:N` for N workers, starts a
     cluster for this tune only.
 
@@ -309,7 +309,7 @@ class _Told:
 
     request: Request
     ledger: Ledger
-    listener: Listener
+    listener: TuneListener
     total: int
     said: list[tuple[Decision, bool]] = field(default_factory=list)  # (report line, was it settled before)
     rejected: list[Rejection] = field(default_factory=list)

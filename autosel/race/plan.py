@@ -33,7 +33,7 @@ TimeClass = Literal["short", "long"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TrialPlan:
     """One workload's trial: the same for every arm."""
 
     time_class: TimeClass
@@ -51,10 +51,10 @@ class Plan:
         return 10
 
 
-def plan(baseline_ns: float) -> Plan:
+def plan(baseline_ns: float) -> TrialPlan:
     """Return the plan for a baseline that takes `baseline_ns` per call."""
     if baseline_ns > LONG_CALL_NS:
-        return Plan(
+        return TrialPlan(
             time_class="long",
             calls=1,
             samples=2,
@@ -65,7 +65,7 @@ def plan(baseline_ns: float) -> Plan:
             wakes=baseline_ns < WAKE_BELOW_NS,
         )
     calls = max(1, -(-SAMPLE_NS // max(1, int(baseline_ns))))
-    return Plan(
+    return TrialPlan(
         time_class="short",
         calls=calls,
         samples=8,

@@ -22,7 +22,7 @@ from autosel.ops.contract import Mismatch
 from autosel.race.contest import Contest
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
-from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, Plan
+from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, TrialPlan
 from autosel.race.session import BUSY, Duel, Instrument, Kind, SessionRules, confirm, screen
 from autosel.values import Conditions, Deployed, Prepared, Race, Session
 
@@ -44,7 +44,7 @@ class Seat(Instrument, Protocol):
     """Some arms of one contest, to be timed in one session."""
 
     arms: list[str]  # the baseline first; the clone last, if the session carries the A/A comparison
-    plan: Plan | None  # None until the baseline was timed
+    plan: TrialPlan | None  # None until the baseline was timed
     failures: tuple[type[Exception], ...]  # errors that end a session; `blame` returns the arms at fault
 
     @property
@@ -85,7 +85,7 @@ class Seat(Instrument, Protocol):
 class Room(Protocol):
     """A process that holds the sessions of one stage."""
 
-    def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> Seat: ...
+    def seat(self, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> Seat: ...
 
     def renew(self) -> None:
         """Restart after a session that was void."""
@@ -179,7 +179,7 @@ class _Attempt:
 
     contest: Contest
     debit: Debit
-    plan: Plan | None = None
+    plan: TrialPlan | None = None
     screening: Session | None = None
     finalist: str | None = None
     nominees: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from autosel.race.evidence import crossed, futile, median, tail_crossed, tail_futile
 from autosel.race.judge import CLONE, BaselineLevel, beats, tail_counts, tail_threshold
-from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, Plan
+from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, TrialPlan
 from autosel.values import Pair, Session
 
 Kind = Literal["screening", "confirming"]
@@ -41,7 +41,7 @@ def _unwatched(session: Session) -> None:
 class SessionRules:
     """The rules of a session: how much to measure, by how much to win, the coins, the watcher."""
 
-    plan: Plan
+    plan: TrialPlan
     delta: float
     seed: int
     watch: Callable[[Session], None] = _unwatched
@@ -154,7 +154,7 @@ class _Twins:
     be too small. Judged at the calibrated delta: only A/A sessions quiet at 2 % may give a margin of 2 %.
     """
 
-    def __init__(self, base: str, plan: Plan) -> None:
+    def __init__(self, base: str, plan: TrialPlan) -> None:
         self.plan, self.crossed, self.pairs = plan, False, 0
         self.score = _Score([(base, CLONE), (CLONE, base)], DELTA_CALIBRATED)
         self.open = {base, CLONE}

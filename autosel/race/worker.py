@@ -23,7 +23,7 @@ from autosel.race.deployed import turns
 from autosel.race.drawn import kept_of, slots_for
 from autosel.race.judge import CLONE
 from autosel.race.kept import Kept
-from autosel.race.plan import Plan, TimeClass, plan
+from autosel.race.plan import TimeClass, TrialPlan, plan
 from autosel.values import Deployed, Prepared, to_json
 from autosel.workers.arena import Ref
 from autosel.workers.environment import control_fault
@@ -130,7 +130,7 @@ class RaceProcess:
         self.loaded: set[str] = set()
         self.cloned: set[TimeClass] = set()  # classes whose A/A comparison this process has carried
 
-    def seat(self, contest: Contest, arms: Sequence[str], plan: Plan | None) -> WorkerSeat:
+    def seat(self, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> WorkerSeat:
         return WorkerSeat(self, contest, arms, plan)
 
     def get(self) -> Worker:
@@ -213,7 +213,7 @@ class WorkerSeat:
 
     failures: tuple[type[Exception], ...] = (_WrongOutputError, WorkerError)
 
-    def __init__(self, process: RaceProcess, contest: Contest, arms: Sequence[str], plan: Plan | None) -> None:
+    def __init__(self, process: RaceProcess, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> None:
         self.process, self.contest, self.rng = process, contest, process.workers.rng
         self.arms, self.plan = list(arms), plan
         self.operands: Operands | None = None

@@ -18,7 +18,7 @@ from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, source_digest
 from autosel.parity.check import check
-from autosel.tuning.job import Listener, Way
+from autosel.tuning.job import Buildable, TuneListener
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Accepted, Decision, Failed, Fingerprint, Knob, Knobs, NativeRecipe
@@ -32,7 +32,7 @@ class Adoption:
     reason: str
 
 
-def adopt(ledger: Ledger, fp: Fingerprint, listener: Listener, *, device: str = "cpu") -> Iterator[Adoption]:
+def adopt(ledger: Ledger, fp: Fingerprint, listener: TuneListener, *, device: str = "cpu") -> Iterator[Adoption]:
     """Prove the decisions of other hosts for this kind of device, in this process's mode, each separately.
 
     Raises LedgerError if another process measures on the device.
@@ -65,7 +65,7 @@ def _adopt(ledger: Ledger, fp: Fingerprint, decision: Decision, device: str) -> 
     return f"parity: {parity.check}: {parity.reason}" if isinstance(parity, Failed) else "the decision no longer serves"
 
 
-def _same_way(fp: Fingerprint, decision: Decision) -> Way:
+def _same_way(fp: Fingerprint, decision: Decision) -> Buildable:
     """Return the decision's arm as this host builds it. Raises AutoselError if it differs from the decision's."""
     w, theirs = decision.workload, decision.arm
     try:
@@ -84,4 +84,4 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Way:
     baseline = way_of(registry.baseline(w.op), w, fp)
     if baseline.arm.digest != decision.baseline.digest:
         raise AutoselError(f"the decision compares with another version of {decision.baseline.candidate}")
-    return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
+    return Buildable(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)

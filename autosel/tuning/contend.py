@@ -17,7 +17,7 @@ from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
 from autosel.race.quiet import Quiet
 from autosel.race.run import Disqualified, RaceTerms, run
 from autosel.race.worker import Workers
-from autosel.tuning.job import Job, Tuning, Way
+from autosel.tuning.job import Buildable, Job, Tuning
 from autosel.values import Failed, Fingerprint, Verdict, Workload
 
 TIME_CLASSES: tuple[TimeClass, TimeClass] = ("short", "long")
@@ -101,7 +101,7 @@ def last_level_bytes(fp: Fingerprint) -> int:
     return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
 
 
-def _entrant(way: Way) -> Entrant:
+def _entrant(way: Buildable) -> Entrant:
     return Entrant(
         candidate=way.candidate.name,
         op=way.candidate.op,

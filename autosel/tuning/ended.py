@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from autosel.errors import Stopped, TooNoisy
 from autosel.ledger.describe import shape
 from autosel.race.session import BUSY
-from autosel.tuning.job import Listener, Rejection, Report
+from autosel.tuning.job import Rejection, Report, TuneListener
 from autosel.values import Decision
 
 
 class Counted:
     """A listener that counts decisions and forwards all events."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: TuneListener) -> None:
         self.listener, self.done = listener, 0
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None:
@@ -30,7 +30,7 @@ class Counted:
 
 
 @contextmanager
-def stoppable(listener: Listener, workloads: int, again: str) -> Iterator[Counted]:
+def stoppable(listener: TuneListener, workloads: int, again: str) -> Iterator[Counted]:
     """Turn Ctrl-C into Stopped, with the number of stored decisions and the command `again` that continues."""
     counted = Counted(listener)
     try:

@@ -51,13 +51,13 @@ class Rejection:
 
 
 class Stages(Protocol):
-    """Listener of progress by stages: a tune's listener, or its tally."""
+    """Listener to progress by stages: a tune's listener, or its tally."""
 
     def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
 
 
-class Listener(Stages, Protocol):
-    """Listener of a tune's progress."""
+class TuneListener(Stages, Protocol):
+    """Listener to a tune's progress."""
 
     def decided(self, decision: Decision, settled_before: bool) -> None: ...
 
@@ -72,7 +72,7 @@ class Spectator(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Buildable:
     """A candidate at a workload, ready to build: its knobs, its recipe and its arm.
 
     `released_at`: end of its last quarantine. Decisions and failures before that time do not count.
@@ -95,9 +95,9 @@ class Job:
 
     named: Named
     mode: str
-    baseline: Way
-    ways: list[Way]  # challengers, including the incumbent unless it is the baseline
-    incumbent: Way
+    baseline: Buildable
+    ways: list[Buildable]  # challengers, including the incumbent unless it is the baseline
+    incumbent: Buildable
     offered: tuple[str, ...] = ()  # digests of all arms considered; a new one reopens a settled bucket
     probe: bool = False
     late: bool = False  # the budget ended before all ways were built and proven, so the job does not race
@@ -110,7 +110,7 @@ class Job:
     def workload(self) -> Workload:
         return self.named.workload
 
-    def drop(self, way: Way) -> None:
+    def drop(self, way: Buildable) -> None:
         """Remove a way; if it was the incumbent, the baseline becomes the incumbent."""
         if way in self.ways:
             self.ways.remove(way)
@@ -118,7 +118,7 @@ class Job:
             self.incumbent = self.baseline
 
     @property
-    def winner(self) -> Way:
+    def winner(self) -> Buildable:
         """Return the way that will serve: the verdict's winner, or the incumbent if nothing raced."""
         if self.verdict is None:
             return self.incumbent
@@ -132,7 +132,7 @@ class Tuning:
     fp: Fingerprint
     ledger: Ledger
     request: Request
-    tally: Tally
+    tally: TuneEvents
     rng: Random
     clock: Callable[[], float]
     deadline: float
@@ -151,10 +151,10 @@ class Tuning:
         return self.fp.cpus
 
 
-class Tally:
+class TuneEvents:
     """The events of a tune so far. Forwards each one to the listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: TuneListener) -> None:
         self.listener = listener
         self.decisions: list[Decision] = []
         self.rejections: list[Rejection] = []

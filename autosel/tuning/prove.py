@@ -14,7 +14,7 @@ from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.parity.control import unanswered
 from autosel.tuning.builds import Builds
-from autosel.tuning.job import Job, Tuning, Way
+from autosel.tuning.job import Buildable, Job, Tuning
 from autosel.tuning.pool import pool
 from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
 AT_ONCE = 2  # proofs at once; they may share cores, because they are not timed
 
-Member = tuple[Job, Way]
+Member = tuple[Job, Buildable]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
@@ -81,7 +81,7 @@ def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
     return sorted(groups.values(), key=lambda members: members[0][1].arm.backend != "TORCH")
 
 
-def process_of(way: Way) -> str:
+def process_of(way: Buildable) -> str:
     """Return the process of a way: one for each build, and two for PyTorch's ways, one of them for attention.
 
     Proofs of attention take as long as those of all other ops together.
@@ -131,7 +131,7 @@ def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
         return check_all(proofs, fp=tuning.fp, terms=terms)
 
 
-def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
+def _known(tuning: Tuning, job: Job, way: Buildable) -> Parity | None:
     """Return the parity in the ledger if it is still valid, else None.
 
     A proof of an earlier version, without pairs of values, is repeated. A failure is repeated with `force`, if its
@@ -145,11 +145,11 @@ def _known(tuning: Tuning, job: Job, way: Way) -> Parity | None:
     return None if tuning.request.force or known.evidence.get("retryable") or uncontrolled else known
 
 
-def proof_of(way: Way, w: Workload) -> Proof:
+def proof_of(way: Buildable, w: Workload) -> Proof:
     return Proof(candidate=way.candidate, recipe=way.recipe, digest=way.build_digest, knobs=way.knobs, workload=w)
 
 
-def _take(tuning: Tuning, job: Job, way: Way, parity: Parity) -> None:
+def _take(tuning: Tuning, job: Job, way: Buildable, parity: Parity) -> None:
     job.parities.append((way.arm, parity))
     if isinstance(parity, Passed):
         return

@@ -12,7 +12,7 @@ from autosel.ledger.containment import Quarantine
 from autosel.ledger.key import current_mode
 from autosel.models.workloads import Named
 from autosel.native.compile import source_digest
-from autosel.tuning.job import Job, Tuning, Way
+from autosel.tuning.job import Buildable, Job, Tuning
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
 
 
@@ -62,7 +62,7 @@ def _eligible(tuning: Tuning, w: Workload) -> list[Candidate]:
 
 def _offer(
     tuning: Tuning, w: Workload, candidate: Candidate, held: dict[str, Quarantine], released: dict[str, str]
-) -> Way | None:
+) -> Buildable | None:
     try:
         way = way_of(candidate, w, tuning.fp)
     except BuildError as error:
@@ -76,16 +76,16 @@ def _offer(
     return None
 
 
-def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Way:
+def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Buildable:
     """Derive a candidate's knobs, recipe and arm without building it. Raises BuildError without a compiler."""
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
     built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
     arm = arms.arm(candidate, w, fp, built, knobs)
-    return Way(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
+    return Buildable(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
 
 
-def _incumbent(tuning: Tuning, job: Job) -> Way:
+def _incumbent(tuning: Tuning, job: Job) -> Buildable:
     """Return the way that serves this bucket now if it is unchanged; else the baseline."""
     for served in tuning.ledger.serving_rows(tuning.fp.hw_id, job.workload.bucket, job.mode):
         for way in job.ways:

@@ -19,7 +19,7 @@ from autosel.race.plan import SAMPLE_NS, margin
 from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.worker import Workers
 from autosel.tuning.contend import TIME_CLASSES, contest_of, refuse_without_memory, with_roofline
-from autosel.tuning.job import Job, Listener
+from autosel.tuning.job import Job, TuneListener
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Accepted, Failed, Fingerprint, NativeRecipe, Parity, Race, Verdict
@@ -47,7 +47,7 @@ def try_candidate(
     candidate: Candidate,
     named: Sequence[Named],
     fp: Fingerprint,
-    listener: Listener,
+    listener: TuneListener,
     seed: int | None = None,
     *,
     device: str = "cpu",
@@ -88,7 +88,7 @@ def _prove(
     candidate: Candidate,
     n: Named,
     fp: Fingerprint,
-    listener: Listener,
+    listener: TuneListener,
     inputs: str,
     call_deadline_s: float,
     device: str,
@@ -102,7 +102,7 @@ def _prove(
 
 
 def _race(
-    entered: Mapping[str, _Entered], fp: Fingerprint, listener: Listener, rng: Random, device: str
+    entered: Mapping[str, _Entered], fp: Fingerprint, listener: TuneListener, rng: Random, device: str
 ) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
         w = tick.contest.workload

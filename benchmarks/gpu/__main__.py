@@ -35,7 +35,7 @@ from autosel.errors import AutoselError, UsageError
 from benchmarks.gpu import child
 from benchmarks.gpu.keeping import ROOT as CHECKOUT
 from benchmarks.gpu.keeping import keep
-from benchmarks.gpu.kept import Kept
+from benchmarks.gpu.kept import RunFolder
 from benchmarks.gpu.runner import run_stage
 from benchmarks.gpu.scope import Scope, refuse_absent_device, scope_of
 from benchmarks.gpu.stages import NAMES, STAGES
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         refuse_absent_device(options.device)
         scope = scope_of(options)
-        kept = Kept(Path(scope.out))
+        kept = RunFolder(Path(scope.out))
         for stage in chosen(options.stage, options.start):
             again = {"fresh": options.fresh, "retry": options.retry}
             run_stage(stage, scope, kept, wanted, budget_s=options.budget, unit_s=options.unit_seconds, **again)

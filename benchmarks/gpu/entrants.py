@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BuildEntry:
     """One build of a candidate, with the first workload of the scope that it serves.
 
     `refused` holds the reason without such a workload.
@@ -39,7 +39,7 @@ class Entry:
         return f"{op} {self.candidate.name} {self.workload.dtype}{shape}"
 
 
-def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
+def entries(scope: Scope, fp: Fingerprint) -> list[BuildEntry]:
     """Return every build of every candidate of every op of the scope, in each dtype.
 
     The first build of each candidate comes first, so that a run that is cut short has covered all candidates. Features
@@ -50,12 +50,12 @@ def entries(scope: Scope, fp: Fingerprint) -> list[Entry]:
     return sorted(found, key=lambda e: e.further)
 
 
-def entry_named(name: str, scope: Scope, fp: Fingerprint) -> Entry:
+def entry_named(name: str, scope: Scope, fp: Fingerprint) -> BuildEntry:
     """Return the entry of this name."""
     return next(e for e in entries_of(name, scope, fp) if e.name == name)
 
 
-def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[Entry]:
+def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[BuildEntry]:
     """Return the entries of the op, candidate and dtype in `name`. Listing the other ops would take seconds."""
     op, candidate, dtype = name.split(" ")[:3]
     first = dtype == scope.dtypes[0]
@@ -63,12 +63,14 @@ def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[Entry]:
     return [entry for entry in listed if entry.candidate.name == candidate]
 
 
-def _in_dtype(scope: Scope, fp: Fingerprint, dtype: DTypeName, *, varied: bool) -> Iterator[Entry]:
+def _in_dtype(scope: Scope, fp: Fingerprint, dtype: DTypeName, *, varied: bool) -> Iterator[BuildEntry]:
     workloads = [named.workload for named in scope.everything(dtype=dtype)]
     return _of_dtype(scope, fp, workloads, variants(scope, dtype) if varied else ())
 
 
-def _of_dtype(scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Sequence[Workload]) -> Iterator[Entry]:
+def _of_dtype(
+    scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Sequence[Workload]
+) -> Iterator[BuildEntry]:
     from autosel.candidates.registry import eligible
 
     for op in dict.fromkeys(w.op for w in own):
@@ -78,10 +80,10 @@ def _of_dtype(scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Se
             taken, further = ([w for w in some if _takes(asked[w.key][i][1])] for some in (workloads, others))
             builds = _builds(candidate, taken, further, fp)
             for number, w in enumerate(builds):
-                yield Entry(candidate=candidate, workload=w, further=number > 0)
+                yield BuildEntry(candidate=candidate, workload=w, further=number > 0)
             if not builds:
                 why = first.reason if isinstance(first, Rejected) else ""
-                yield Entry(candidate=candidate, workload=workloads[0], refused=why)
+                yield BuildEntry(candidate=candidate, workload=workloads[0], refused=why)
 
 
 def _takes(support: Support) -> bool:

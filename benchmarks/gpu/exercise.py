@@ -28,7 +28,7 @@ from autosel.parity.check import cases_of
 from autosel.tuning.prove import proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Rejected
-from benchmarks.gpu.entrants import Entry, entry_named
+from benchmarks.gpu.entrants import BuildEntry, entry_named
 from benchmarks.gpu.graph import set_up
 from benchmarks.gpu.sanitizer import STEP
 from benchmarks.gpu.scope import Scope
@@ -55,7 +55,7 @@ def main(scope: Scope, checks: str, names: Sequence[str]) -> int:
     return 0
 
 
-def exercised(entry: Entry, scope: Scope, fp: Fingerprint, checks: str) -> tuple[str, int]:
+def exercised(entry: BuildEntry, scope: Scope, fp: Fingerprint, checks: str) -> tuple[str, int]:
     """Return the first error, or "", and the number of cases that were called."""
     way, op = way_of(entry.candidate, entry.workload, fp), OPS[entry.candidate.op]
     recipe, digest = way.recipe, ""

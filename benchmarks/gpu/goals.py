@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.kept import Record
+from benchmarks.gpu.kept import StageResult
 
-Records = Mapping[str, Record]
+Records = Mapping[str, StageResult]
 LARGE_US = 50.0  # time at the read rate above which launch overhead is negligible
 
 CLEAN = ("parity", "sanitizer", "graph", "containment", "engines")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class PageGoal:
     """Describe one line of the page. `reached` returns the figure, or None; less is better with
     `most`."""
 
@@ -117,29 +117,31 @@ def failed(stage: str) -> Callable[[Records], float | None]:
 
 BASE = ("batch 1", "persistent", "graph", "call by call")  # the model at its context, with its step in every form
 GOALS = (
-    *(Goal(name=f"{stage}: failed or undone units", limit=0, unit="", reached=failed(stage), most=True)
+    *(PageGoal(name=f"{stage}: failed or undone units", limit=0, unit="", reached=failed(stage), most=True)
       for stage in CLEAN),
-    Goal(name="gemv, M=1: beyond bytes / R", limit=1.5, unit="us", reached=beyond_us("linear", M=1), most=True,
+    PageGoal(name="gemv, M=1: beyond bytes / R", limit=1.5, unit="us", reached=beyond_us("linear", M=1), most=True,
          peer="TensorRT-LLM on a B300, 8192 -> 2048: about 5 us, 84 % of its rate"),
-    Goal(name="attention, B=1, L=8192: a layer", limit=12.0, unit="us", reached=slowest_us("attn", B=1, L=8192),
+    PageGoal(name="attention, B=1, L=8192: a layer", limit=12.0, unit="us", reached=slowest_us("attn", B=1, L=8192),
          most=True, peer="FlashInfer on a B200: 8.1 us at 4k, 17.8 us at 16k"),
-    Goal(name="memory-bound attention: share of R", limit=0.95, unit="%", reached=of_read("attn"),
+    PageGoal(name="memory-bound attention: share of R", limit=0.95, unit="%", reached=of_read("attn"),
          peer="FlashInfer on a B200 and FlashMLA on an H800: 90 % of the datasheet"),
-    Goal(name="memory-bound projections: share of R", limit=0.90, unit="%", reached=of_read("linear"),
+    PageGoal(name="memory-bound projections: share of R", limit=0.90, unit="%", reached=of_read("linear"),
          peer="llama.cpp on an RTX 4090: about 90 % end to end"),
-    Goal(name="rmsnorm, M=1", limit=2.5, unit="us", reached=slowest_us("rmsnorm", M=1), most=True,
+    PageGoal(name="rmsnorm, M=1", limit=2.5, unit="us", reached=slowest_us("rmsnorm", M=1), most=True,
          peer="FlashInfer on a B200: 3 us"),
-    Goal(name="llama-8b bf16, B=1, L=8192", limit=240.0, unit="tok/s", reached=tokens_per_s(*BASE),
+    PageGoal(name="llama-8b bf16, B=1, L=8192", limit=240.0, unit="tok/s", reached=tokens_per_s(*BASE),
          peer="vLLM 0.30 on an H100, Qwen3-8B at 8k: 137 tok/s"),
-    Goal(name="llama-1b bf16, B=1, L=256", limit=1430.0, unit="tok/s", reached=tokens_per_s("llama-1b at 256"),
+    PageGoal(name="llama-1b bf16, B=1, L=256", limit=1430.0, unit="tok/s", reached=tokens_per_s("llama-1b at 256"),
          peer="a megakernel on an H200, at about 100 tokens: 1,316 tok/s"),
-    Goal(name="qwen3-1.7b bf16, B=1, L=256", limit=985.0, unit="tok/s", reached=tokens_per_s("qwen3-1.7b at 256")),
-    Goal(name="gemma3-1b bf16, B=1, L=256", limit=1500.0, unit="tok/s", reached=tokens_per_s("gemma3-1b at 256")),
-    Goal(name="llama-8b over eager PyTorch, B=1, L=8192", limit=2.66, unit="x", reached=speedup("batch 1")),
-    Goal(name="regret, decode kernels: geomean", limit=0.03, unit="%", reached=regret("decode", "geomean"), most=True),
-    Goal(name="the same: 95th percentile", limit=0.08, unit="%", reached=regret("decode", "p95"), most=True),
-    Goal(name="regret, matrix products: geomean", limit=0.06, unit="%", reached=regret("gemm", "geomean"), most=True),
-    Goal(name="regret, routes: worst", limit=0.05, unit="%", reached=regret("route", "worst"), most=True),
+    PageGoal(name="qwen3-1.7b bf16, B=1, L=256", limit=985.0, unit="tok/s", reached=tokens_per_s("qwen3-1.7b at 256")),
+    PageGoal(name="gemma3-1b bf16, B=1, L=256", limit=1500.0, unit="tok/s", reached=tokens_per_s("gemma3-1b at 256")),
+    PageGoal(name="llama-8b over eager PyTorch, B=1, L=8192", limit=2.66, unit="x", reached=speedup("batch 1")),
+    PageGoal(name="regret, decode kernels: geomean", limit=0.03, unit="%", reached=regret("decode", "geomean"),
+             most=True),
+    PageGoal(name="the same: 95th percentile", limit=0.08, unit="%", reached=regret("decode", "p95"), most=True),
+    PageGoal(name="regret, matrix products: geomean", limit=0.06, unit="%", reached=regret("gemm", "geomean"),
+             most=True),
+    PageGoal(name="regret, routes: worst", limit=0.05, unit="%", reached=regret("route", "worst"), most=True),
 )  # fmt: skip
 
 COLUMNS = ("what", "goal", "reached", "verdict", "peer", "reason for a gap")

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from autosel.values import Fingerprint
-from benchmarks.gpu.entrants import Entry, entrant, entries, entry_named
+from benchmarks.gpu.entrants import BuildEntry, entrant, entries, entry_named
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
@@ -52,7 +52,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     return {"ok": not ours or found["outcome"] == "right", **found}
 
 
-def replayed(timer: Timer, entry: Entry) -> Found:
+def replayed(timer: Timer, entry: BuildEntry) -> Found:
     """Replay on new contents; check each replay and compare it with a plain call on the same contents."""
     name = entry.candidate.name
     seat = timer.bench.seats[name]

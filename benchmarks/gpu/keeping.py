@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from autosel.errors import UsageError
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.kept import RunFolder, StageResult
 from benchmarks.gpu.stages import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_THIS_MACHINE = ("file", "audit", "traceback")  # keys whose values are local paths, or long
 
 
-def keep(kept: Kept, root: Path = ROOT) -> list[str]:
+def keep(kept: RunFolder, root: Path = ROOT) -> list[str]:
     """Write the files and return their paths below `root`. Raises UsageError without results, or for a dry run."""
     records = {record.stage: record for record in kept.records(NAMES) if record.key}  # the others met no device
     if not records:
@@ -58,7 +58,7 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list) else value
 
 
-def texts(kept: Kept, records: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
+def texts(kept: RunFolder, records: Mapping[str, StageResult]) -> Iterator[tuple[str, str]]:
     summary = kept.folder / "summary.md"
     if summary.is_file():
         yield "summary.md", summary.read_text()
@@ -68,7 +68,7 @@ def texts(kept: Kept, records: Mapping[str, Record]) -> Iterator[tuple[str, str]
         yield "certificates.jsonl", "".join(json.dumps(one, sort_keys=True) + "\n" for one in made)
 
 
-def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
+def pictures(folder: Path, records: Mapping[str, StageResult]) -> list[str]:
     """Draw the sweeps' curves; return the file names, none without matplotlib."""
     from autosel.certify.sweep import Sweep
     from autosel.errors import AutoselError
@@ -89,7 +89,7 @@ def pictures(folder: Path, records: Mapping[str, Record]) -> list[str]:
     return written
 
 
-def fingerprint(root: Path, records: Mapping[str, Record]) -> Path | None:
+def fingerprint(root: Path, records: Mapping[str, StageResult]) -> Path | None:
     """Fill in the measured part of the device's file, if it exists. Rates that the file does not list are ignored."""
     taken = records["fingerprint"].units.get("take", {}).get("fingerprint") if "fingerprint" in records else None
     path = _device_file(root, taken["name"]) if taken else None

@@ -16,7 +16,7 @@ BEGINNING = "the stage's beginning"  # pseudo unit of a stage whose process did 
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class StageResult:
     """Hold a stage's results. `key` is the digest of scope, device, software and sources."""
 
     stage: str
@@ -38,7 +38,7 @@ class Record:
         return [name for name, found in self.units.items() if not found["ok"]]
 
 
-class Kept:
+class RunFolder:
     """The output folder of a run."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,14 +52,14 @@ class Kept:
             raise AutoselError(f"cannot make {self.folder}", why=str(error), todo="--out DIR") from error
         return self.folder / name
 
-    def read(self, stage: str) -> Record | None:
+    def read(self, stage: str) -> StageResult | None:
         """Return the record of an earlier run; None if it cannot be read."""
         try:
-            return Record(**json.loads((self.folder / f"{stage}.json").read_text()))
+            return StageResult(**json.loads((self.folder / f"{stage}.json").read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StageResult) -> None:
         self.write_text(f"{record.stage}.json", json.dumps(asdict(record), indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
@@ -71,7 +71,7 @@ class Kept:
         Path(made).chmod(0o644)
         Path(made).replace(path)
 
-    def records(self, stages: tuple[str, ...]) -> Iterator[Record]:
+    def records(self, stages: tuple[str, ...]) -> Iterator[StageResult]:
         for stage in stages:
             record = self.read(stage)
             if record is not None:

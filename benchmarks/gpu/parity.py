@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autosel.values import Failed, Fingerprint, to_json
-from benchmarks.gpu.entrants import Entry, entries, entry_named
+from benchmarks.gpu.entrants import BuildEntry, entries, entry_named
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 from benchmarks.gpu.toolchain import lacking
@@ -51,7 +51,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     return {"ok": passed or _excused(entry), "outcome": "passed" if passed else "failed", **_told(plain), **plain}
 
 
-def _excused(entry: Entry) -> bool:
+def _excused(entry: BuildEntry) -> bool:
     """Return True for PyTorch's variants and libraries: their failure is a finding, not a fault of autosel."""
     return entry.candidate.backend not in ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")
 

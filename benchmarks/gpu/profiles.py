@@ -16,7 +16,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.values import Fingerprint
-from benchmarks.gpu.kept import Kept
+from benchmarks.gpu.kept import RunFolder
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
@@ -73,7 +73,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 def slowest(scope: Scope) -> list[tuple[str, str, float]]:
     """Return (workload, arm, fraction of the read rate) of each own kernel at its worst workload; the worst first."""
-    record = Kept(Path(scope.out)).read("bench")
+    record = RunFolder(Path(scope.out)).read("bench")
     worst: dict[str, tuple[str, str, float]] = {}
     for key, found in (record.units if record else {}).items():
         for arm, times in found.get("arms", {}).items():
@@ -84,7 +84,7 @@ def slowest(scope: Scope) -> list[tuple[str, str, float]]:
 
 
 def _floor_us(scope: Scope, key: str) -> float:
-    record = Kept(Path(scope.out)).read("bench")
+    record = RunFolder(Path(scope.out)).read("bench")
     assert record is not None  # the key came from it
     return float(record.units[key]["floor_us"])
 

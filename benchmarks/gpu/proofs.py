@@ -7,24 +7,24 @@ from itertools import groupby
 
 from autosel.parity.check import Proof, Prover, Terms, torch_threads
 from autosel.tuning.builds import Builds
-from autosel.tuning.job import Way
+from autosel.tuning.job import Buildable
 from autosel.tuning.prove import process_of, proof_of
 from autosel.tuning.shortlist import way_of
 from autosel.values import Fingerprint, NativeRecipe, Parity
 from benchmarks.gpu.ahead import Ahead, side_by_side
-from benchmarks.gpu.entrants import Entry
+from benchmarks.gpu.entrants import BuildEntry
 from benchmarks.gpu.scope import Scope
 
 TOGETHER = 8  # maximum proofs of one worker: their results arrive at its end, and a kill loses all of them
 
-Member = tuple[Entry, Way]
+Member = tuple[BuildEntry, Buildable]
 Answers = dict[str, Parity | Exception]  # by the entry's name
 
 
 class Proofs:
     """Starts proofs in order at construction, and groups entries of one build."""
 
-    def __init__(self, entries: Sequence[Entry], scope: Scope, fp: Fingerprint) -> None:
+    def __init__(self, entries: Sequence[BuildEntry], scope: Scope, fp: Fingerprint) -> None:
         self.scope, self.fp = scope, fp
         self.hopeless: Answers = {}  # entries whose knobs or recipe raised
         members = list(self._ways(entries))
@@ -45,7 +45,7 @@ class Proofs:
             raise found
         return found
 
-    def _ways(self, entries: Iterable[Entry]) -> Iterator[Member]:
+    def _ways(self, entries: Iterable[BuildEntry]) -> Iterator[Member]:
         for entry in entries:
             try:
                 yield entry, way_of(entry.candidate, entry.workload, self.fp)
@@ -59,7 +59,7 @@ class Proofs:
             pairs = zip(members, proofs, strict=True)
             return {entry.name: self._answer(prover, way, proof) for (entry, way), proof in pairs}
 
-    def _answer(self, prover: Prover, way: Way, proof: Proof) -> Parity | Exception:
+    def _answer(self, prover: Prover, way: Buildable, proof: Proof) -> Parity | Exception:
         try:
             if isinstance(way.recipe, NativeRecipe):
                 self.builds.wait(way.recipe)

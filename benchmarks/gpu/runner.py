@@ -18,7 +18,7 @@ from typing import Any
 
 from autosel import settings
 from autosel.errors import AutoselError
-from benchmarks.gpu.kept import BEGINNING, Kept, Record
+from benchmarks.gpu.kept import BEGINNING, RunFolder, StageResult
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import stage
 from benchmarks.gpu.summary import reason
@@ -32,14 +32,14 @@ UNMET = {"name": "no device was met", "kind": "", "hw_id": ""}
 def run_stage(
     name: str,
     scope: Scope,
-    kept: Kept,
+    kept: RunFolder,
     wanted: Callable[[str], bool] = lambda unit: True,
     *,
     budget_s: float = 0.0,
     fresh: bool = False,
     retry: bool = False,
     unit_s: float = 0.0,
-) -> Record:
+) -> StageResult:
     """Run the wanted units of a stage until they are done or its budget is spent (0: no limit).
 
     A unit that exceeds its deadline, or whose process dies, has failed; the next one starts in a new process. If a
@@ -73,7 +73,7 @@ def run_stage(
     return record
 
 
-def _not_begun(name: str, scope: Scope, kept: Kept, why: dict[str, Any], seconds: float) -> Record:
+def _not_begun(name: str, scope: Scope, kept: RunFolder, why: dict[str, Any], seconds: float) -> StageResult:
     """Store the failure next to earlier results; without any, in a record with the device UNMET."""
     record = kept.read(name) or _empty(name, scope, {"key": "", "device": UNMET, "listed": []})
     record.units[BEGINNING] = {"ok": False, **why, "seconds": seconds}
@@ -82,7 +82,7 @@ def _not_begun(name: str, scope: Scope, kept: Kept, why: dict[str, Any], seconds
     return record
 
 
-def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: bool) -> Record:
+def _resumed(name: str, scope: Scope, kept: RunFolder, first: dict[str, Any], fresh: bool) -> StageResult:
     """Return the stored record if its key matches scope, device and software; else an empty record."""
     old = kept.read(name)
     if old is not None and old.key == first["key"] and not fresh:
@@ -91,8 +91,8 @@ def _resumed(name: str, scope: Scope, kept: Kept, first: dict[str, Any], fresh: 
     return _empty(name, scope, first)
 
 
-def _empty(name: str, scope: Scope, first: dict[str, Any]) -> Record:
-    return Record(
+def _empty(name: str, scope: Scope, first: dict[str, Any]) -> StageResult:
+    return StageResult(
         stage=name,
         key=first["key"],
         device=first["device"],
@@ -106,7 +106,7 @@ def _empty(name: str, scope: Scope, first: dict[str, Any]) -> Record:
 class Child:
     """The stage's process, restarted whenever it has ended. `end` is the end of the budget by the monotonic clock."""
 
-    def __init__(self, name: str, scope: Scope, kept: Kept, *, end: float = float("inf")) -> None:
+    def __init__(self, name: str, scope: Scope, kept: RunFolder, *, end: float = float("inf")) -> None:
         self.command = [sys.executable, "-P", str(MAIN), "--serve", name, "--scope", scope.text]
         self.log = kept.path(f"{name}.log")
         self.end = end

@@ -20,7 +20,7 @@ from pathlib import Path
 from autosel import settings
 from autosel.values import Fingerprint
 from benchmarks.gpu.ahead import Ahead, side_by_side
-from benchmarks.gpu.entrants import Entry, entries, entries_of
+from benchmarks.gpu.entrants import BuildEntry, entries, entries_of
 from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.stages import Found, Table
 
@@ -60,12 +60,12 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     return [*named, *(f"{first} {name}" for name in there if name not in plain)]
 
 
-def _is_checked(entry: Entry, scope: Scope) -> bool:
+def _is_checked(entry: BuildEntry, scope: Scope) -> bool:
     backend = entry.candidate.backend
     return not entry.refused and backend not in UNCHECKED and (backend in COMPILED or scope.on_gpu)
 
 
-def _unit_of(entry: Entry) -> str:
+def _unit_of(entry: BuildEntry) -> str:
     return f"{entry.candidate.op} {entry.candidate.name} {entry.workload.dtype}"
 
 

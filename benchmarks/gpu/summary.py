@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from benchmarks.gpu.kept import BEGINNING, Kept, Record
+from benchmarks.gpu.kept import BEGINNING, RunFolder, StageResult
 from benchmarks.gpu.stages import NAMES, Table, stage
 
 WIDTH = 100
 NAMED = 3  # units listed by name if many failed for one reason
 
 
-def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True) -> tuple[str, bool]:
+def write_summary(kept: RunFolder, wanted: Callable[[str], bool] = lambda unit: True) -> tuple[str, bool]:
     """Write summary.txt and summary.md over every stored stage. Return the text, and True if all wanted units
     succeeded."""
     records = list(kept.records(NAMES))
@@ -25,7 +25,7 @@ def write_summary(kept: Kept, wanted: Callable[[str], bool] = lambda unit: True)
     return text, not any(wanted(unit) or unit == BEGINNING for unit in open_)
 
 
-def _head(records: Sequence[Record]) -> str:
+def _head(records: Sequence[StageResult]) -> str:
     if not records:
         return "no stage was run"
     device = next((r.device for r in records if r.key), records[0].device)
@@ -33,7 +33,7 @@ def _head(records: Sequence[Record]) -> str:
     return f"{device['name']}   hw_id {device['hw_id'][:12]}   sources {shown}"
 
 
-def _verdict(records: Sequence[Record], kept: Kept) -> str:
+def _verdict(records: Sequence[StageResult], kept: RunFolder) -> str:
     """Return the counts of failed and undone units, and the path of the results."""
     failed, undone = (
         {r.stage: len(names) for r in records if (names := of(r))} for of in (lambda r: r.failed, lambda r: r.undone)
@@ -51,7 +51,7 @@ def _each(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{stage} {count}" for stage, count in counts.items())
 
 
-def state(record: Record) -> str:
+def state(record: StageResult) -> str:
     """Return the numbers of units done, failed and left, as text."""
     told = [f"{len(record.units)} of {len(record.listed)} units", f"{record.seconds:.0f} s"]
     told += [f"{len(record.failed)} failed"] if record.failed else []
@@ -59,7 +59,7 @@ def state(record: Record) -> str:
     return ", ".join(told)
 
 
-def problems(record: Record) -> Iterator[str]:
+def problems(record: StageResult) -> Iterator[str]:
     """Yield each reason once: a missing tool fails hundreds of units."""
     named: dict[str, list[str]] = {}
     for name in record.failed:
@@ -74,7 +74,7 @@ def reason(found: Mapping[str, Any]) -> str:
     return found.get("error") or found.get("reason") or "see the JSON"
 
 
-def _as_text(record: Record, table: Table) -> str:
+def _as_text(record: StageResult, table: Table) -> str:
     lines = [f"{record.stage}   {state(record)}"]
     if table.rows:
         widths = [max(len(row[i]) for row in (table.columns, *table.rows)) for i in range(len(table.columns))]
@@ -91,7 +91,7 @@ def _cell(row: Sequence[str], i: int, widths: Sequence[int]) -> str:
     return row[i].rjust(widths[i]) if figure else row[i].ljust(widths[i])
 
 
-def _pages(records: Sequence[Record], tables: dict[str, Table]) -> Iterator[str]:
+def _pages(records: Sequence[StageResult], tables: dict[str, Table]) -> Iterator[str]:
     yield f"# {_head(records)}"
     for record in records:
         table = tables[record.stage]

@@ -12,7 +12,7 @@ import pytest
 from autosel import models
 from autosel.certify import compare, written
 from autosel.certify.audit import audit
-from autosel.certify.run import Request, append, certify, failed
+from autosel.certify.run import RunRequest, append, certify, failed
 from autosel.certify.run_again import refuse_others, run_again
 from autosel.certify.run_sweep import Grid, measure_sweep
 from autosel.certify.sweep import Lengths
@@ -64,7 +64,7 @@ def plan(**changes: Any) -> Plan:
 
 def test_a_run_is_certified_written_compared_and_run_again(home: Path, tmp_path: Path) -> None:
     heard, file = Heard(), tmp_path / "certificates.jsonl"
-    asked = Request(plan=plan(), repro_cmd="mine", price_per_hour=2.0)
+    asked = RunRequest(plan=plan(), repro_cmd="mine", price_per_hour=2.0)
     made = append(file, certify(asked, None, heard))
     assert failed(made) is None and verify(file, strict=True).last == made
     assert made.repro_cmd == "mine" and made.cost.tokens_per_dollar is not None
@@ -82,7 +82,7 @@ def test_a_run_is_certified_written_compared_and_run_again(home: Path, tmp_path:
 
 def test_an_impossible_request_is_refused_on_construction(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.json"):
-        Request(plan=plan(prompt=str(tmp_path / "absent.json")), repro_cmd="")
+        RunRequest(plan=plan(prompt=str(tmp_path / "absent.json")), repro_cmd="")
     with pytest.raises(UsageError, match="at most 400"):
         Grid(model=MODEL, contexts=tuple(range(2, 403)), batches=(1,), dtype="bf16")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.kept import RunFolder, StageResult
 from benchmarks.gpu.runner import Child, run_stage
 from benchmarks.gpu.scope import Scope, scope_of
 from benchmarks.gpu.summary import write_summary
@@ -43,10 +43,10 @@ class Stage:
     """A stage with these units."""
 
     def __init__(self, folder: Path, scope: Scope, patch: pytest.MonkeyPatch) -> None:
-        self.file, self.scope, self.kept = folder / "starts", scope, Kept(Path(scope.out))
+        self.file, self.scope, self.kept = folder / "starts", scope, RunFolder(Path(scope.out))
         self.patch = patch
 
-    def run(self, *units: str, **options: object) -> Record:
+    def run(self, *units: str, **options: object) -> StageResult:
         """Run the stage with the script instead of its own process."""
         start = Child._start
 

@@ -9,7 +9,7 @@ from autosel.native.compile import artefacts, compiled_lines
 from autosel.parity.check import Prover, Terms
 from autosel.resources import kernels
 from autosel.testing.mutants.equivalent import SOURCE_REASONS
-from autosel.testing.mutants.source import KERNELS, MADE_IN, Bench, faults_of, proofs_of, score_source
+from autosel.testing.mutants.source import KERNELS, MADE_IN, MutantBench, faults_of, proofs_of, score_source
 from autosel.values import NativeRecipe
 
 pytestmark = pytest.mark.usefixtures("preforked")
@@ -36,7 +36,7 @@ def test_every_kernel_has_proofs_with_the_knobs_of_real_workloads() -> None:
 
 
 def test_mutants_are_in_compiled_lines_and_alternate_between_rules() -> None:
-    bench = Bench(RMSNORM, "bf16", take("cpu"), 26)
+    bench = MutantBench(RMSNORM, "bf16", take("cpu"), 26)
     recipe = bench.proofs[0].recipe
     assert isinstance(recipe, NativeRecipe)
     lines = compiled_lines(recipe.source, recipe.flags)
@@ -54,7 +54,7 @@ def test_reasons_are_about_lines_that_exist() -> None:
 
 
 def test_an_unchanged_copy_passes() -> None:
-    bench = Bench(RMSNORM, "bf16", take("cpu"), 26)
+    bench = MutantBench(RMSNORM, "bf16", take("cpu"), 26)
     with Prover(bench.fp, Terms(traits=True), threads=1) as prover:
         from autosel.native.compile import compile_source
 

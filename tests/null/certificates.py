@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from autosel import models, ops
-from autosel.certify.certificate import Certificate, Proof, RunnerUp
+from autosel.certify.certificate import ArmProof, Certificate, RunnerUp
 from autosel.certify.evidence import Grounds
 from autosel.certify.issue import IssueRequest, issue
 from autosel.decode.run import Choice, DecodeRun, OpTime, Plan, PromptDigest
@@ -134,7 +134,7 @@ GROUNDS = {
     n: Grounds(
         knobs={"rows": 8, "tile": 128},
         baseline="torch:eager",
-        parity=Proof(cases=47, worst=0.61, worst_case="one NaN per row"),
+        parity=ArmProof(cases=47, worst=0.61, worst_case="one NaN per row"),
         runner_up=RunnerUp(candidate="torch:packed", ratio=1.9),
     )
     for n in range(1, 20)

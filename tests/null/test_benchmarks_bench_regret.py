@@ -26,7 +26,7 @@ from benchmarks.bench_regret import (
     MOST_COMPILED,
     MOST_SETTINGS,
     WAYS,
-    Cell,
+    RegretCell,
     cells,
     changed_since,
     is_legal,
@@ -152,7 +152,7 @@ def _formulas() -> list[Any]:
 
 
 @pytest.mark.parametrize("cell", cells("cuda"), ids=lambda c: c.name)
-def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: Cell) -> None:
+def test_a_gpus_sweep_holds_the_closed_form_and_is_bounded(cell: RegretCell) -> None:
     """Bound the sweep, with fewer builds for each kind of knob."""
     fp = known.load("h200")
     if cell.kind == "route":

@@ -20,7 +20,7 @@ from autosel.knobs.gpu.facts import facts
 from autosel.ops import OPS
 from benchmarks.gpu import decode, goals, keeping
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.kept import Kept, Record
+from benchmarks.gpu.kept import RunFolder, StageResult
 from benchmarks.gpu.runner import Child
 from benchmarks.gpu.scope import Scope, scope_of
 
@@ -32,8 +32,8 @@ def scope(*words: str) -> Scope:
     return scope_of(parsed(["--device", "cuda", *words]))
 
 
-def record(stage: str, units: Mapping[str, Any], listed: list[str] | None = None) -> Record:
-    return Record(
+def record(stage: str, units: Mapping[str, Any], listed: list[str] | None = None) -> StageResult:
+    return StageResult(
         stage=stage, key="k", device=DEVICE, scope={}, git_sha="a" * 40, started="2026-01-01T00:00:00+00:00",
         listed=list(units) if listed is None else listed, units=dict(units),
     )  # fmt: skip
@@ -49,7 +49,7 @@ GEMV = {"M": 1, "N": 4096, "K": 4096}
 # --- goals ------------------------------------------------------------------------------------------------------------
 
 
-def reached(name: str, **records: Record) -> tuple[str, ...]:
+def reached(name: str, **records: StageResult) -> tuple[str, ...]:
     return next(row for row in goals.lines(records, {}) if row[0] == name)
 
 
@@ -82,7 +82,7 @@ def rate(value: float) -> dict[str, Any]:
 
 
 def test_results_of_a_device_become_files_of_the_checkout(tmp_path: Path, checkout: Path) -> None:
-    kept = Kept(tmp_path / "out")
+    kept = RunFolder(tmp_path / "out")
     taken = {"name": "NVIDIA H200", "rates": {"read_bytes_per_s": rate(4.2e12), "unheard_of": rate(1.0)}}
     kept.write(record("fingerprint", {"take": {"ok": True, "fingerprint": taken}}))
     kept.write(record("decode", {"batch 1": {"ok": True, "file": "/home/me/c.jsonl", "certificate": {"speedup": 3.0}}}))
@@ -99,7 +99,7 @@ def test_results_of_a_device_become_files_of_the_checkout(tmp_path: Path, checko
 
 
 def test_a_dry_run_is_not_kept_in_this_checkout(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+    kept = RunFolder(tmp_path)
     with pytest.raises(UsageError, match="nothing to keep"):
         keeping.keep(kept)
     dry = record("parity", {})
@@ -123,7 +123,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
-    kept = Kept(tmp_path / "benchmarks" / "results" / "nvidia-h200")
+    kept = RunFolder(tmp_path / "benchmarks" / "results" / "nvidia-h200")
     passed, failed = ({"ok": ok, "outcome": word} for ok, word in ((True, "passed"), (False, "failed")))
     rows = {"rmsnorm cuda:rmsnorm bf16": passed, "linear cuda:gemv bf16": passed, "linear cuda:gemv fp32": failed}
     kept.write(record("parity", rows))
@@ -200,7 +200,7 @@ def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
 
     start = Child._start
     monkeypatch.setattr(Child, "_start", serve)
-    with Child("parity", scope("--out", str(tmp_path)), Kept(tmp_path)) as asked:
+    with Child("parity", scope("--out", str(tmp_path)), RunFolder(tmp_path)) as asked:
         assert asked.begin() == {}
         first = asked.process
         assert asked.ask("a unit", 60.0)["ok"] is False  # type: ignore[index]

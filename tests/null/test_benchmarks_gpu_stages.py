@@ -21,7 +21,7 @@ from autosel.ops import OPS
 from autosel.values import Accepted, NativeRecipe, Scalar
 from benchmarks.gpu import decode, tune
 from benchmarks.gpu.__main__ import parsed
-from benchmarks.gpu.entrants import Entry, entries
+from benchmarks.gpu.entrants import BuildEntry, entries
 from benchmarks.gpu.scope import Scope, is_ours, scope_of
 from benchmarks.gpu.stages import stage
 from benchmarks.gpu.variants import feature_of, variants
@@ -88,7 +88,7 @@ def for_gpus() -> list[Candidate]:
     return [c for c in own_candidates() if c.backend not in ("TORCH", "INDUCTOR", "CPP")]
 
 
-def accepted(name: str) -> list[Entry]:
+def accepted(name: str) -> list[BuildEntry]:
     return [e for e in entries(on_gpu(), known.load(name)) if not e.refused]
 
 

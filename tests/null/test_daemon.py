@@ -22,7 +22,7 @@ from autosel.daemon.events import BEHIND, Events
 from autosel.daemon.hub import Options
 from autosel.daemon.idle import BusyMeter, CpuReading
 from autosel.daemon.jobs import Full, Jobs, QueuedJob
-from autosel.daemon.protocol import Whole
+from autosel.daemon.protocol import OnePiece
 from autosel.daemon.serve import unit
 from autosel.daemon.view import View, bucket_of
 from autosel.daemon.writer import MOST_LINGER_S, Busy, Writer, _Gathering, _Item
@@ -404,7 +404,7 @@ def test_an_answer_is_sent_in_one_piece_before_its_connection_is_closed() -> Non
         get_write_buffer_size=lambda: 0,
         **dict.fromkeys(("get_extra_info", "is_closing", "pause_reading", "resume_reading", "set_protocol"), print),
     )
-    line = Whole(under, SimpleNamespace(call_soon=turns.append))  # type: ignore[arg-type]
+    line = OnePiece(under, SimpleNamespace(call_soon=turns.append))  # type: ignore[arg-type]
     line.write(b"head ")
     line.write(b"body")
     assert sent == []

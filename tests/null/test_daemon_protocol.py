@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from autosel.daemon import peers, protocol
-from autosel.daemon.protocol import Protocol, Whole, limits
+from autosel.daemon.protocol import OnePiece, Protocol, limits
 from tests.null.test_daemon_api_writes import PATIENCE_S, Line, over, request, spend
 
 GET = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n"
@@ -174,7 +174,7 @@ class Slow:
 @pytest.mark.parametrize(("rate", "ended", "looks"), [(0, "aborted", 1), (1, "", 100), (1000, "", 1)])
 def test_only_a_peer_that_reads_nothing_is_disconnected_by_a_single_check(rate: int, ended: str, looks: int) -> None:
     slow = Slow(100, rate)
-    line = Whole(slow.transport, slow.loop)  # type: ignore[arg-type]
+    line = OnePiece(slow.transport, slow.loop)  # type: ignore[arg-type]
     line.press()
     line.press()
     line.close()

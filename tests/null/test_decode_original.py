@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autosel import models
-from autosel.certify.run import Request
+from autosel.certify.run import RunRequest
 from autosel.decode.cache import make_cache
 from autosel.decode.checkpoint import write_checkpoint
 from autosel.decode.eager import Eager
@@ -109,10 +109,10 @@ def test_another_model_is_no_original(folder: Path, tmp_path: Path) -> None:
 def test_weights_that_a_run_rounds_are_compared_with_themselves(folder: Path) -> None:
     rounded = plan(folder, "m")
     rounded = replace(rounded, model=models.stored_as(rounded.model, FORMAT))
-    asked = Request(plan=rounded, repro_cmd="autosel run", text=text(5000))
+    asked = RunRequest(plan=rounded, repro_cmd="autosel run", text=text(5000))
     assert asked.compared_with == str(folder / "m")
-    assert Request(plan=plan(folder, "m"), repro_cmd="autosel run", text=text(90)).compared_with == ""
-    assert Request(plan=plan(folder), repro_cmd="autosel run", text=text(90)).compared_with == ""
+    assert RunRequest(plan=plan(folder, "m"), repro_cmd="autosel run", text=text(90)).compared_with == ""
+    assert RunRequest(plan=plan(folder), repro_cmd="autosel run", text=text(90)).compared_with == ""
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_weights_that_a_run_rounds_are_compared_with_themselves(folder: Path) ->
 def test_a_request_that_cannot_be_judged_is_refused_at_once(folder: Path, changes: dict[str, Any], told: str) -> None:
     changes = changes | {"original": str(folder / changes["original"])}
     with pytest.raises(UsageError, match=told):
-        Request(plan=plan(folder), repro_cmd="autosel run", **changes)
+        RunRequest(plan=plan(folder), repro_cmd="autosel run", **changes)
     if "4096" in told:
-        Request(plan=plan(folder), repro_cmd="autosel run", accept_quality=True, **changes)
+        RunRequest(plan=plan(folder), repro_cmd="autosel run", accept_quality=True, **changes)
 
 
 def test_random_weights_have_no_original(folder: Path) -> None:
     random = replace(plan(folder), weights="random")
     with pytest.raises(UsageError, match="random weights have no original"):
-        Request(plan=random, repro_cmd="autosel run", text=text(5000), original=str(folder / "m"))
+        RunRequest(plan=random, repro_cmd="autosel run", text=text(5000), original=str(folder / "m"))

@@ -22,7 +22,7 @@ from autosel.cli.tune import show_remarks
 from autosel.devices.cuda import identity as gpu
 from autosel.devices.cuda import nvml
 from autosel.devices.cuda import rates as gpu_rates
-from autosel.devices.cuda.rates import Point
+from autosel.devices.cuda.rates import SweepPoint
 from autosel.errors import UnknownName, UsageError
 from autosel.fingerprint import known
 from autosel.fingerprint.describe import remarks
@@ -147,23 +147,25 @@ def test_the_ramp_gives_the_latency_of_the_simulated_device(latency_us: float, p
     """Simulate a device that follows Little's law up to its peak: the crossing is on the linear part."""
     latency, peak = latency_us * 1e-6, peak_gb * 1e9
     full = latency * peak
-    ramp = [Point(size=full * f, value=min(full * f / latency, peak)) for f in (0.1, 0.3, 0.5, 0.69, 0.9, 1.2, 2.0)]
+    ramp = [
+        SweepPoint(size=full * f, value=min(full * f / latency, peak)) for f in (0.1, 0.3, 0.5, 0.69, 0.9, 1.2, 2.0)
+    ]
     assert gpu_rates.loaded_latency_s(ramp, peak) == pytest.approx(latency, rel=1e-6)
 
 
 def test_a_ramp_that_never_crosses_is_refused_with_what_it_reached() -> None:
     with pytest.raises(ValueError, match="from 10% to 50%"):
-        gpu_rates.loaded_latency_s([Point(size=1, value=10), Point(size=2, value=50)], 100)
+        gpu_rates.loaded_latency_s([SweepPoint(size=1, value=10), SweepPoint(size=2, value=50)], 100)
 
 
 def test_a_ramp_that_never_crosses_still_gives_the_latency_of_its_nearest_point() -> None:
     """Use a lower point if one load per thread does not reach 70 %: the law also holds at 65 %."""
-    ramp = [Point(size=4.4e6 * f, value=5.2e12 * f) for f in (0.25, 0.5, 1.0)]
+    ramp = [SweepPoint(size=4.4e6 * f, value=5.2e12 * f) for f in (0.25, 0.5, 1.0)]
     assert gpu_rates.latency_beside_s(ramp, 8e12) == pytest.approx(4.4e6 / 5.2e12)
 
 
 def test_effective_l2_is_the_largest_set_on_the_plateau() -> None:
-    sweep = [Point(size=s, value=v) for s, v in ((8, 97), (16, 100), (32, 95), (40, 91), (48, 70), (64, 40))]
+    sweep = [SweepPoint(size=s, value=v) for s, v in ((8, 97), (16, 100), (32, 95), (40, 91), (48, 70), (64, 40))]
     assert gpu_rates.effective_l2_bytes(sweep) == 40
     assert gpu_rates.l2_bytes_per_s(sweep) == 96
 
@@ -173,12 +175,12 @@ def test_the_cost_per_item_cancels_the_common_cost_of_both_runs() -> None:
 
 
 def test_the_floor_of_a_small_read_is_its_time_without_its_bytes() -> None:
-    reads = [Point(size=size, value=2.7e-6 + size / 1.58e12) for size in (64e3, 256e3, 1e6, 3e6)]
+    reads = [SweepPoint(size=size, value=2.7e-6 + size / 1.58e12) for size in (64e3, 256e3, 1e6, 3e6)]
     assert gpu_rates.floor_s(reads) == pytest.approx(2.7e-6)
 
 
 def test_fewest_sms_that_saturate() -> None:
-    sweep = [Point(size=n, value=min(n, 58)) for n in (16, 33, 50, 66, 132)]
+    sweep = [SweepPoint(size=n, value=min(n, 58)) for n in (16, 33, 50, 66, 132)]
     assert gpu_rates.sms_to_saturate(sweep) == 66
 
 

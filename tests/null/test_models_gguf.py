@@ -53,8 +53,8 @@ def test_metadata_and_places_of_tensors_are_read(tmp_path: Path, version: int) -
     assert found.version == version
     assert found.metadata["llama.block_count"] == 2
     assert found.metadata["tokenizer.ggml.add_bos_token"] is True
-    assert found.metadata["tokenizer.ggml.tokens"] == cursor.Array(3)
-    assert found.metadata["tokenizer.ggml.token_type"] == cursor.Array(3, (1, -1, 3))
+    assert found.metadata["tokenizer.ggml.tokens"] == cursor.MetadataArray(3)
+    assert found.metadata["tokenizer.ggml.token_type"] == cursor.MetadataArray(3, (1, -1, 3))
     assert [t.shape for t in found.tensors.values()] == [(3, 32), (5,), (2, 256)]
     assert [t.size for t in found.tensors.values()] == [3 * 34, 20, 2 * 210]
     starts = [t.start for t in found.tensors.values()]
@@ -76,7 +76,7 @@ def test_a_file_may_end_without_padding(tmp_path: Path) -> None:
 
 def test_a_long_array_of_numbers_is_skipped(tmp_path: Path) -> None:
     found = read(tmp_path, gguf({"scores": [7] * 5000, "after": 1}, TENSORS))
-    assert found.metadata == {"scores": cursor.Array(5000), "after": 1}
+    assert found.metadata == {"scores": cursor.MetadataArray(5000), "after": 1}
 
 
 def test_a_short_tensor_of_numbers_is_read(tmp_path: Path) -> None:

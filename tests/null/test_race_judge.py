@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from autosel.race.judge import CLONE, has_won, judge, nominees
-from autosel.race.plan import DELTA_UNCALIBRATED, Plan, plan
+from autosel.race.plan import DELTA_UNCALIBRATED, TrialPlan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, SessionRules, confirm, screen
 from autosel.testing.rates.noise import NOISES, Noise, SimulatedBench, iid
 from autosel.values import Conditions, Deployed, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
@@ -18,12 +18,12 @@ WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED
 
 
-def drawn(trial: Plan, seed: int, delta: float = DELTA) -> SessionRules:
+def drawn(trial: TrialPlan, seed: int, delta: float = DELTA) -> SessionRules:
     return SessionRules(plan=trial, delta=delta, seed=seed)
 
 
 def run_race(
-    true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: Plan | None = None
+    true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: TrialPlan | None = None
 ) -> Race:
     """Run an attempt like the pipeline, on synthetic arms; `base` is the baseline."""
     random, trial = Random(seed), trial or plan(2e6)

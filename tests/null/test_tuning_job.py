@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from autosel.race.contest import Contest
 from autosel.race.run import Tick
-from autosel.tuning.job import Tally
+from autosel.tuning.job import TuneEvents
 from autosel.values import Session, Workload
 
 ATTN = Workload(
@@ -28,7 +28,7 @@ class Told:
 
 def test_a_stage_keeps_its_count_while_its_detail_changes() -> None:
     told = Told()
-    tally = Tally(told)
+    tally = TuneEvents(told)
     tally.stage("parity", "cpp:gemv", 3, 13)
     tally.stage("parity", "compiling cpu/attn.cpp", 0, 0)
     tally.stage("waiting", "for a quiet machine", 0, 0)
@@ -43,5 +43,5 @@ def test_a_race_reports_its_place_in_the_stage_and_the_name_that_tables_show() -
         workload=ATTN, baseline=baseline, incumbent=baseline, challengers=(), margins={}, llc_bytes=1 << 20
     )
     session = Session(kind="screening", seed=1, arms=("torch:sdpa",), pairs=(), calls_per_sample=(1,))
-    Tally(told).tick(Tick(contest=contest, stage="screening", candidate="", session=session, done=2, total=5))
+    TuneEvents(told).tick(Tick(contest=contest, stage="screening", candidate="", session=session, done=2, total=5))
     assert told.stages == [("screening", "0 pairs  attn B1 H32/8 D128 L8192", 2, 5)]

@@ -20,7 +20,7 @@ import numpy
 
 from autosel import resources
 from autosel.devices.cuda import rates
-from autosel.devices.cuda.rates import Point
+from autosel.devices.cuda.rates import SweepPoint
 from autosel.errors import UsageError
 from autosel.values import Rate
 
@@ -173,7 +173,7 @@ class ProbeBench:
             latency = rates.latency_beside_s(ramp, best)
             self.notes.append(f"the loaded latency is taken from the ramp's nearest point: {error}")
         self.keep("dram_latency_s", "s", [latency])
-        by_count = [Point(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
+        by_count = [SweepPoint(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(rates.sms_to_saturate(by_count))])
 
     def best_read(self, windows: int = WINDOWS, window_s: float = WINDOW_S) -> float:
@@ -191,7 +191,7 @@ class ProbeBench:
         count = self.cupy.uint64(self.data.nbytes // VECTOR_BYTES)
         self.launch("probe_copy", 8 * self.sms, THREADS, self.other, self.data, count)
 
-    def _ramp(self) -> Iterator[Point]:
+    def _ramp(self) -> Iterator[SweepPoint]:
         """Return (bytes in flight, bytes/s): one load per thread; resident threads set by the number of blocks per
         SM."""
         most = min(int(self.identity["threads_per_sm"]) // 64, int(self.identity["ctas_per_sm"]))
@@ -206,7 +206,7 @@ class ProbeBench:
             def work(blocks: int = blocks, room: int = room, count: Any = count) -> None:
                 self.launch("probe_read_one", blocks, 64, self.data, count, self.word, shared_bytes=max(room, 0))
 
-            yield Point(size=blocks * 64 * VECTOR_BYTES, value=int(count) * VECTOR_BYTES / self.swept(work))
+            yield SweepPoint(size=blocks * 64 * VECTOR_BYTES, value=int(count) * VECTOR_BYTES / self.swept(work))
 
     def _sm_counts(self) -> list[int]:
         return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
@@ -223,7 +223,7 @@ class ProbeBench:
         sizes = [int(l2 * f) for f in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 1.5, 2, 4)]
         blocks = 2 * self.sms
         sweep = [
-            Point(size=size, value=self._chunk_rate(size, blocks=blocks, chunks=max(1, blocks // 2)))
+            SweepPoint(size=size, value=self._chunk_rate(size, blocks=blocks, chunks=max(1, blocks // 2)))
             for size in sizes
             if size <= self.data.nbytes
         ]

@@ -16,7 +16,7 @@ from typing import Any
 from autosel import resources
 from autosel.devices.cuda import rates
 from autosel.devices.cuda.bench import ProbeBench
-from autosel.devices.cuda.rates import Point
+from autosel.devices.cuda.rates import SweepPoint
 from autosel.native.cuda import DRIVER
 
 GRID_SYNC = "cuda/grid_sync.cu"
@@ -89,7 +89,7 @@ def _captured(bench: ProbeBench, work: Callable[[Any], None]) -> Any:
     return graph
 
 
-def _small_reads(bench: ProbeBench) -> Iterator[Point]:
+def _small_reads(bench: ProbeBench) -> Iterator[SweepPoint]:
     """Return (bytes, seconds) of a kernel that reads so much from DRAM, as nodes of a graph with a separate piece each.
 
     Between windows the whole buffer is read from end to end, so that the pieces at the start have left L2.
@@ -107,7 +107,7 @@ def _small_reads(bench: ProbeBench) -> Iterator[Point]:
 
         graph = _captured(bench, reads)
         flushed = partial(bench.seconds, partial(graph.launch, bench.stream), before=bench.read_all)
-        yield Point(size=size, value=min(flushed() for _ in range(bench.windows)) / count)
+        yield SweepPoint(size=size, value=min(flushed() for _ in range(bench.windows)) / count)
 
 
 # --- meeting ---------------------------------------------------------------------------------------------------------

@@ -54,14 +54,14 @@ PLATEAU_SHARE = 0.90  # of the best L2 rate, reached by a chunk set that still f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """Hold one reading of a sweep: bytes in flight, a set's bytes, or a kernel's bytes; and bytes/s or seconds."""
 
     size: float
     value: float
 
 
-def loaded_latency_s(ramp: Sequence[Point], read_bytes_per_s: float) -> float:
+def loaded_latency_s(ramp: Sequence[SweepPoint], read_bytes_per_s: float) -> float:
     """Return lambda by Little's law: bytes in flight over bandwidth, where the ramp crosses 70 % of the read rate.
 
     `ramp`: (bytes in flight, bytes/s), rising. Linear between two points. Raises ValueError for a ramp that never gets
@@ -77,14 +77,14 @@ def loaded_latency_s(ramp: Sequence[Point], read_bytes_per_s: float) -> float:
     raise ValueError(f"the ramp runs from {low:.0%} to {high:.0%} of the read rate and never crosses 70 %")
 
 
-def latency_beside_s(ramp: Sequence[Point], read_bytes_per_s: float) -> float:
+def latency_beside_s(ramp: Sequence[SweepPoint], read_bytes_per_s: float) -> float:
     """Return lambda by Little's law at the point of a ramp nearest to 70 % of the read rate; the ramp need not cross
     it."""
     nearest = min(ramp, key=lambda p: abs(p.value - RAMP_SHARE * read_bytes_per_s))
     return nearest.size / nearest.value
 
 
-def effective_l2_bytes(sweep: Sequence[Point]) -> float:
+def effective_l2_bytes(sweep: Sequence[SweepPoint]) -> float:
     """Return the largest set that still reads at 0.9 of the best rate of all smaller sets: not all of nominal L2 is
     usable."""
     points = sorted(sweep, key=lambda p: p.size)
@@ -93,13 +93,13 @@ def effective_l2_bytes(sweep: Sequence[Point]) -> float:
     return max(fits)
 
 
-def l2_bytes_per_s(sweep: Sequence[Point]) -> float:
+def l2_bytes_per_s(sweep: Sequence[SweepPoint]) -> float:
     """Return the median over the sets on the plateau."""
     edge, best = effective_l2_bytes(sweep), max(p.value for p in sweep)
     return statistics.median(p.value for p in sweep if p.size <= edge and p.value >= PLATEAU_SHARE * best)
 
 
-def sms_to_saturate(sweep: Sequence[Point], share: float = 0.95) -> int:
+def sms_to_saturate(sweep: Sequence[SweepPoint], share: float = 0.95) -> int:
     """Return the fewest SMs whose read rate reaches `share` of the most that any count reached. `sweep`: (SMs,
     bytes/s)."""
     best = max(p.value for p in sweep)
@@ -111,7 +111,7 @@ def per_item_s(few: tuple[int, float], many: tuple[int, float]) -> float:
     return (many[1] - few[1]) / (many[0] - few[0])
 
 
-def floor_s(reads: Sequence[Point]) -> float:
+def floor_s(reads: Sequence[SweepPoint]) -> float:
     """Return a of t = a + V / b by least squares: a kernel's cost in addition to the V bytes it reads. `reads`: (V,
     seconds)."""
     return statistics.linear_regression([p.size for p in reads], [p.value for p in reads]).intercept

@@ -18,11 +18,11 @@ KEPT = 1024  # skip longer arrays of numbers; arrays of layers are shorter, arra
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
-Value = Any  # bool, int, float, str or Array
+Value = Any  # bool, int, float, str or MetadataArray
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class MetadataArray:
     """An array in the metadata. `numbers` is None for one of strings, and for one with more than KEPT entries."""
 
     count: int
@@ -85,18 +85,18 @@ class Cursor:
             raise incomplete(self.path, f"{what} is neither true nor false: byte {max(data)}")
         return struct.unpack(f"<{count}{letter}", data)
 
-    def _array(self, what: str) -> Array:
+    def _array(self, what: str) -> MetadataArray:
         kind = self.unsigned(4, f"the entry type of {what}")
         count = self.count(ARRAY_LIMIT, f"the length of {what}")
         if kind == STRING:
             self._skip_strings(count, what)
-            return Array(count)
+            return MetadataArray(count)
         if kind not in SCALARS:
             raise incomplete(self.path, f"{what} has entries of the unknown type {kind}")
         if count <= KEPT:
-            return Array(count, self._scalars(SCALARS[kind], count, what))
+            return MetadataArray(count, self._scalars(SCALARS[kind], count, what))
         self._skip(count * struct.calcsize(SCALARS[kind]), what)
-        return Array(count)
+        return MetadataArray(count)
 
     def _skip_strings(self, count: int, what: str) -> None:
         self.refuse_beyond(8 * count, what)

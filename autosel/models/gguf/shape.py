@@ -12,7 +12,7 @@ from dataclasses import replace
 from autosel.errors import BadConfig
 from autosel.models.config import refuse_too_large
 from autosel.models.fields import Fields
-from autosel.models.gguf.cursor import Array
+from autosel.models.gguf.cursor import MetadataArray
 from autosel.models.gguf.file import GgufFile
 from autosel.models.gguf.mix import most_frequent, note, read_as
 from autosel.models.presets import every_sixth_full
@@ -157,7 +157,7 @@ def _layer_types(fields: Fields, family: Family, layers: int) -> tuple[LayerType
         return tuple("full" for _ in range(layers))
     name = "attention.sliding_window_pattern"
     pattern = fields.data.get(name)
-    if not isinstance(pattern, Array):
+    if not isinstance(pattern, MetadataArray):
         return every_sixth_full(layers, fields.size(name, 1024, default=6))
     if pattern.count != layers or pattern.numbers is None:
         fields.refuse(name, f"an entry for each of {layers} layers is expected")

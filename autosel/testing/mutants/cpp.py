@@ -1,7 +1,7 @@
 """Faults in C++ source: changes of one token or statement, by rules that use the language but no kernel's meaning.
 
 Argument checks (AUTOSEL_CHECK), prefetches, preprocessor lines and comments are left out, because a fault in them does
-not change a result. The rules recognise some changes that make a correct kernel; `Change.right` gives the reason.
+not change a result. The rules recognise some changes that make a correct kernel; `SourceChange.right` gives the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SourceChange:
     """A change that replaces source[start:end] by `text`. `rule`: the rule that makes it. `name`: unique in a file."""
 
     start: int
@@ -56,7 +56,7 @@ class _Token:
     end: int
 
 
-def changes(source: str) -> list[Change]:
+def changes(source: str) -> list[SourceChange]:
     """Return every change of a source that the rules make."""
     tokens = [
         _Token(kind=m.lastgroup or "", text=m[0], start=m.start(), end=m.end())
@@ -66,7 +66,7 @@ def changes(source: str) -> list[Change]:
     return _named(source, _Rules(source, tokens))
 
 
-def _named(source: str, rules: _Rules) -> list[Change]:
+def _named(source: str, rules: _Rules) -> list[SourceChange]:
     made, seen = [], dict[str, int]()
     for rule, start, end, text in sorted(rules.all(), key=lambda c: (c[1], c[2], c[0])):
         line = source.count("\n", 0, start)
@@ -75,7 +75,7 @@ def _named(source: str, rules: _Rules) -> list[Change]:
         seen[name] = seen.get(name, 0) + 1
         name += f" #{seen[name]}" if seen[name] > 1 else ""
         right = rules.right(rule, start)
-        made.append(Change(start=start, end=end, text=text, line=line + 1, rule=rule, name=name, right=right))
+        made.append(SourceChange(start=start, end=end, text=text, line=line + 1, rule=rule, name=name, right=right))
     return made
 
 

@@ -14,7 +14,7 @@ from autosel.ops.contract import Op
 from autosel.ops.one_thread import one_thread
 from autosel.testing.mutants.equivalent import redundant
 from autosel.testing.mutants.mutant import Mutant
-from autosel.testing.mutants.trial import Point, Trial
+from autosel.testing.mutants.trial import Trial, TrialCall
 from autosel.values import DTypeName
 
 DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # the search for a survivor tries them in this order
@@ -59,8 +59,8 @@ def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
 
 def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
     """Yield names of mutants that the array kills only with the domain."""
-    without = Battery(_points_without(trial, domain, seed))
-    rows = Battery(trial.rows)
+    without = TrialCalls(_points_without(trial, domain, seed))
+    rows = TrialCalls(trial.rows)
     factor = next(f for f in trial.array.factors if f.name == domain)
     for mutant in sorted(trial.mutants, key=lambda m: not _is_about(m, factor)):
         if without.kills(mutant) or not rows.kills(mutant):
@@ -68,12 +68,12 @@ def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
         yield mutant.name
 
 
-def _points_without(trial: Trial, domain: str, seed: int) -> list[Point]:
+def _points_without(trial: Trial, domain: str, seed: int) -> list[TrialCall]:
     array = trial.array
     at = next(i for i, f in enumerate(array.factors) if f.name == domain)
     rows = dict.fromkeys((*row[:at], 0, *row[at + 1 :]) for row in array.rows)
     kept = [row for row in rows if array.admits(row)]
-    return [Point(trial.op, array.case(array.level_of(row)), seed + i) for i, row in enumerate(kept)]
+    return [TrialCall(trial.op, array.case(array.level_of(row)), seed + i) for i, row in enumerate(kept)]
 
 
 def _is_about(mutant: Mutant, factor: Factor) -> bool:
@@ -84,7 +84,7 @@ def _is_about(mutant: Mutant, factor: Factor) -> bool:
 
 
 def _needed_cases(trial: Trial) -> dict[str, str]:
-    rows, found = Battery(trial.rows), dict[str, str]()
+    rows, found = TrialCalls(trial.rows), dict[str, str]()
     for mutant in trial.mutants:
         if rows.kills(mutant):
             continue
@@ -94,10 +94,10 @@ def _needed_cases(trial: Trial) -> dict[str, str]:
     return found
 
 
-class Battery:
+class TrialCalls:
     """Points of an op's battery. Those that have killed the most mutants are tried first."""
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[TrialCall]) -> None:
         self.points, self.kills_of = points, [0] * len(points)
 
     def kills(self, mutant: Mutant) -> bool:

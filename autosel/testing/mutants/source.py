@@ -29,7 +29,7 @@ from autosel.native.compile import Artefact, compile_source, compiled_lines, fin
 from autosel.ops import OPS
 from autosel.parity.check import Prover, Terms
 from autosel.parity.session import Proof
-from autosel.testing.mutants.cpp import Change, changes
+from autosel.testing.mutants.cpp import SourceChange, changes
 from autosel.testing.mutants.equivalent import source_reason
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Passed, Workload
 
@@ -46,11 +46,11 @@ CALL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class SourceFault:
     """One change in one source file of a kernel."""
 
     file: str  # below kernels/
-    change: Change
+    change: SourceChange
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ def score_source(
     taken = [dtype for dtype in dtypes if dtype in kernel.dtypes and proofs_of(kernel, dtype, fp)]
     for index, dtype in enumerate(taken):
         share = len(range(index, mutants, len(taken)))
-        bench = Bench(kernel, dtype, fp, seed)
+        bench = MutantBench(kernel, dtype, fp, seed)
         for fault, found in bench.results(share):
             if isinstance(found, Failed):
                 killed[found.check] += 1
@@ -139,7 +139,7 @@ def _workloads(kernel: CppKernel, dtype: DTypeName) -> Iterator[Workload]:
                     yield named.workload
 
 
-class Bench:
+class MutantBench:
     """A kernel in one dtype, with its faults in random order and one worker for all mutants."""
 
     def __init__(self, kernel: CppKernel, dtype: DTypeName, fp: Fingerprint, seed: int) -> None:
@@ -149,7 +149,7 @@ class Bench:
         self.terms = Terms(inputs=f"mutants {seed}", traits=True, call_deadline_s=CALL_S)
         self.same = self.refused = 0
 
-    def results(self, count: int) -> Iterator[tuple[Fault, Failed | Passed]]:
+    def results(self, count: int) -> Iterator[tuple[SourceFault, Failed | Passed]]:
         """Compile and prove `count` mutants. The next one compiles during a proof."""
         with _folder() as folder, ThreadPoolExecutor(1) as pool, Prover(self.fp, self.terms, threads=1) as prover:
             own = self._compiled(folder, None)
@@ -179,12 +179,12 @@ class Bench:
         return recipe
 
     def _next(
-        self, pool: ThreadPoolExecutor, folder: Path, faults: Iterator[Fault]
-    ) -> tuple[Fault, Future[Artefact | None]] | None:
+        self, pool: ThreadPoolExecutor, folder: Path, faults: Iterator[SourceFault]
+    ) -> tuple[SourceFault, Future[Artefact | None]] | None:
         fault = next(faults, None)
         return None if fault is None else (fault, pool.submit(self._compiled, folder, fault))
 
-    def _compiled(self, folder: Path, fault: Fault | None) -> Artefact | None:
+    def _compiled(self, folder: Path, fault: SourceFault | None) -> Artefact | None:
         """Return the artefact, or None if the source does not compile.
 
         All mutants are compiled in the same folder, so that paths do not change the machine code.
@@ -213,23 +213,23 @@ class Bench:
         return Passed(cases=0, worst=0.0, worst_case="")
 
 
-def faults_of(kernel: CppKernel, recipe: NativeRecipe, rng: Random) -> list[Fault]:
+def faults_of(kernel: CppKernel, recipe: NativeRecipe, rng: Random) -> list[SourceFault]:
     """Return the faults in lines that this build compiles, without those that a rule recognises as correct kernels.
 
     The order alternates between rules, and between the kernel's own source and its headers.
     """
     root, lines = resources.kernels(), compiled_lines(recipe.source, recipe.flags)
-    queues: dict[tuple[str, bool], list[Fault]] = {}
+    queues: dict[tuple[str, bool], list[SourceFault]] = {}
     for path in find_sources(root / recipe.source):
         if path.name in COMPUTES_NOTHING:
             continue
         for change in changes(path.read_text()):
             if change.line in lines.get(path, ()):
-                fault = Fault(file=str(path.relative_to(root)), change=change)
+                fault = SourceFault(file=str(path.relative_to(root)), change=change)
                 queues.setdefault((change.rule, path.suffix == ".h"), []).append(fault)
     for queue in queues.values():
         rng.shuffle(queue)
-    order, found = rng.sample(sorted(queues), len(queues)), list[Fault]()
+    order, found = rng.sample(sorted(queues), len(queues)), list[SourceFault]()
     while any(queues.values()):
         found += [queues[name].pop() for name in order if queues[name]]
     return [fault for fault in found if not fault.change.right]

@@ -28,7 +28,7 @@ class Killed:
     case: str
 
 
-class Point:
+class TrialCall:
     """One call: its inputs, their expected results, and the exact results that mutants change."""
 
     def __init__(self, op: Op, case: Case, seed: int) -> None:
@@ -76,7 +76,7 @@ class Trial:
         self.plain = plain_workload(op, dtype, seed)
         self.array = Array(op, self.plain, seed, traits=True)
         made, rows = [c for w in self._workloads() for c in op.cases(w)], self.array.cases(lambda _: True)
-        self.points = [Point(op, case, seed + i) for i, case in enumerate([*made, *rows])]
+        self.points = [TrialCall(op, case, seed + i) for i, case in enumerate([*made, *rows])]
         self.hand_made, self.rows = self.points[: len(made)], self.points[len(made) :]
         self.kills = [0] * len(self.points)
 
@@ -116,14 +116,14 @@ class Trial:
         itself = Mutant(name="itself", subject="", after=lambda results: results)
         return [p.case.name for p in self.points if p.try_on(itself) is not None]
 
-    def random_points(self, seed: int) -> Iterator[Point]:
+    def random_points(self, seed: int) -> Iterator[TrialCall]:
         """Yield random points that the contract admits. Sizes are drawn from the smaller half of their values."""
         rng, choices = Random(seed), [self._choices(f) for f in self.array.factors]
         admits: Callable[[Sequence[int | None]], bool] = self.array.admits
         while True:
             row = tuple(rng.choice(some) for some in choices)
             if admits(row):
-                yield Point(self.op, self.array.case(self.array.level_of(row)), rng.getrandbits(30))
+                yield TrialCall(self.op, self.array.case(self.array.level_of(row)), rng.getrandbits(30))
 
     @staticmethod
     def _choices(f: Factor) -> Sequence[int]:

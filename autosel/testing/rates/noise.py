@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosel.race.judge import CLONE, has_lost, has_won, nominees
-from autosel.race.plan import SESSIONS, Margin, Plan
+from autosel.race.plan import SESSIONS, Margin, TrialPlan
 from autosel.race.session import Duel, SessionRules, confirm, screen
 from autosel.values import Race, Session, Workload
 
@@ -195,7 +195,7 @@ class Scenario:
 
     true_ns: Mapping[str, float]
     noise: Callable[[], Noise]
-    plan: Plan
+    plan: TrialPlan
     margin: Margin
     incumbent: str = "base"
     session_spread: float = 0.0

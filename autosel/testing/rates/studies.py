@@ -29,7 +29,7 @@ from autosel.race.plan import (
     DELTA_UNCALIBRATED,
     SESSIONS,
     Margin,
-    Plan,
+    TrialPlan,
     calibrated,
     clopper_pearson_upper,
     plan,
@@ -172,7 +172,7 @@ def margin_of(delta: float, pi: float = ALPHA_SESSION) -> Margin:
     return Margin(delta=delta, alpha_session=ALPHA_SESSION, pi=pi, calibrated=delta == DELTA_CALIBRATED)
 
 
-def setting(ratio: float, noise: str, form: Plan, delta: float, **more: Any) -> Scenario:
+def setting(ratio: float, noise: str, form: TrialPlan, delta: float, **more: Any) -> Scenario:
     """Return a race with a candidate `same` that is `ratio` times as fast; the times make ties exact."""
     ns = 2_000 if form.time_class == "short" else 2_000_000
     true_ns = {"base": ns * ratio, "same": float(ns)}
