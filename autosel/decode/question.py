@@ -19,9 +19,11 @@ from typing import Any
 from autosel import devices
 from autosel.candidates.arms import python_digest
 from autosel.decode import graph
+from autosel.decode.cache import Cache
+from autosel.decode.model import Decoder
 from autosel.decode.run import FORMS, Chain, Form, Offer, StepForm
 from autosel.decode.scene import Scene
-from autosel.decode.step import Step, write_step
+from autosel.decode.step import Place, Step, write_step
 from autosel.decode.team import PACKED
 from autosel.formats import PLAIN
 from autosel.ledger.key import current_mode
@@ -80,7 +82,7 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     `forced`: none, so that they race again. A form in quarantine stays out.
     """
     plan, hw_id = scene.plan, scene.fp.hw_id
-    chains = _chains(scene) if plan.step == "auto" and plan.listed else {}
+    chains = chains_of(scene.decoder, scene.cache, scene.place) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())
     graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
     offer = _offered(scene, chains.get("fused") if ledger is not None else None)
@@ -89,7 +91,7 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     forms = tuple(form for form in able if form not in offer.refused and not (plain and form == "packed"))
     w, mode = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), current_mode("team")
     asks = ledger is not None and plan.step == "auto" and plan.listed and not plain
-    arms = arms_of(scene, able, chains) | dict(offer.arms) if asks else {}
+    arms = arms_of(scene.fp.kind, able, chains) | dict(offer.arms) if asks else {}
     contested = {form: arm for form, arm in arms.items() if form in ("ops", *forms)}
     known = None
     if ledger is not None and len(arms) > 1 and not forced:
@@ -149,11 +151,10 @@ def _fresh_doubt(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mappi
 # --- the forms as arms -----------------------------------------------------------------------------------------------
 
 
-def _chains(scene: Scene) -> dict[Form, Step]:
+def chains_of(decoder: Decoder, cache: Cache, place: Place) -> dict[Form, Step]:
     """Write the step op by op, once with each form of a half layer."""
-    decoder = scene.decoder
     forms = [form for form in FORMS if form != "added" or not decoder.shape.sandwich]
-    return {form: write_step(decoder, scene.cache, scene.place, Chain(attn=form, mlp=form)) for form in forms}
+    return {form: write_step(decoder, cache, place, Chain(attn=form, mlp=form)) for form in forms}
 
 
 def _ours(steps: Iterable[Step]) -> bool:
@@ -162,13 +163,13 @@ def _ours(steps: Iterable[Step]) -> bool:
     return any(candidate.partition(":")[0] not in ("", "torch") for candidate in candidates)
 
 
-def arms_of(scene: Scene, able: Sequence[StepForm], steps: Mapping[Form, Step]) -> dict[StepForm, Arm]:
+def arms_of(kind: str, able: Sequence[StepForm], steps: Mapping[Form, Step]) -> dict[StepForm, Arm]:
     """Return the arms of the forms that Python runs, as they would be written now; the baseline first.
 
-    `steps` are its chains.
+    `kind`: of the device; `steps` are its chains.
     """
     served = _served(list(steps.values()))
-    backend = devices.KINDS[scene.fp.kind].native
+    backend = devices.KINDS[kind].native
     found: dict[StepForm, Arm] = {"ops": _python_arm(OPS, backend, WRITER, served)}
     if "torch" in able:
         found["torch"] = _python_arm(TORCH, "TORCH", EAGER, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,18 @@ import pytest
 import torch
 
 import autosel
-from autosel import dispatch, models
+from autosel import dispatch, fingerprint, models
+from autosel.decode import packed
 from autosel.decode.measure import measure
 from autosel.decode.run import FUSED, Plan
+from autosel.decode.team import PACKED
 from autosel.decode.weights import load_weights
+from autosel.errors import UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers import whole
 from autosel.ledger.commands import Demote
 from autosel.ledger.store import open_ledger
+from autosel.values import DTypeName, Rejected
 from tests import drawn, engines
 from tests.cpu.test_decode import compiled, one_thread
 from tests.flows.test_decode_decision import home, timed
@@ -60,17 +64,19 @@ def decided(
         yield board
 
 
-def decide(weight: str = PLAIN) -> None:
+def decide(
+    weight: str = PLAIN, state: str = "promoted", batches: Sequence[int] = (1, 2), dtype: DTypeName = "fp32"
+) -> None:
     base = models.load("llama-1b")
     rope, types = replace(base.rope, rotary_dim=64), ("full",) * LAYERS
     shape = replace(base, name="tiny", **SIZES, rope=rope, layer_types=types)  # type: ignore[arg-type]
     if weight != PLAIN:
         shape = replace(shape, weight=weight, table=PLAIN)
     with open_ledger() as ledger:
-        for batch in (1, 2):
-            plan = Plan(model=shape, dtype="fp32", batch=batch, seq=32, iters=2, warmup=0)
+        for batch in batches:
+            plan = Plan(model=shape, dtype=dtype, batch=batch, seq=32, iters=2, warmup=0)
             measure(plan, load_weights(plan), ledger=ledger)
-        assert [d.state for d in ledger.history("step")] == ["promoted"] * 2
+        assert [d.state for d in ledger.history("step")] == [state] * len(batches)
 
 
 def tiny(**changes: Any) -> Any:
@@ -116,6 +122,53 @@ def test_generate_runs_whole_steps_and_gives_the_models_tokens(
     assert tokens(model, rows, **cache) == before and steps(decided) == 2 * (NEW - 1)
     autosel.unpatch(model)
     assert tokens(model, rows, **cache) == before and steps(decided) == 2 * (NEW - 1)
+
+
+def test_a_step_decided_op_by_op_runs_as_a_list_of_ops(
+    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The team is level with it. Modules run the same kernels, and their own code between them."""
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
+    timed(1.0, pytorch=0.5)
+    decide(state="kept", batches=(1,))
+    with dispatch.use(home) as board:
+        model = tiny()
+        before = tokens(model)
+        assert "whole, as a list of ops: batch 1 at 17 to 32 tokens" in autosel.patch(model).steps
+        assert tokens(model) == before and steps(board) == NEW - 1
+
+
+def test_a_step_that_pytorch_wins_runs_the_models_own_modules(
+    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
+    timed(0.9, pytorch=1.2)
+    decide(batches=(1,))
+    with dispatch.use(home) as board:
+        model = tiny()
+        assert "module by module" in autosel.patch(model).steps
+        tokens(model)
+        assert steps(board) == 0
+
+
+def test_a_decision_for_packed_weights_serves_plain_ones_if_packed_ones_do_not_fit(
+    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(support := packed.supports("bf16", fingerprint.take("cpu")), Rejected):
+        pytest.skip(support.reason)
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
+    timed(1.1)
+    decide(batches=(1,), dtype="bf16")
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise UsageError("packed weights", why="no room")
+
+    monkeypatch.setattr(packed, "pack", no_room)
+    with dispatch.use(home) as board:
+        model = tiny().bfloat16()
+        autosel.patch(model)
+        tokens(model)
+        assert [(use.candidate, use.calls) for use in board.uses() if use.op == "step"] == [(PACKED, NEW - 1)]
 
 
 def test_the_cache_stays_transformers_own(decided: dispatch.Board) -> None:

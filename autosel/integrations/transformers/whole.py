@@ -1,12 +1,13 @@
-"""Run decode steps of a patched model whole, by one native call, where that is decided to be faster.
+"""Run decode steps of a patched model whole, where that is decided to be faster.
 
     whole = whole_of(model)                      # raises NotReplaceable with the reason
     output = whole.step(forward, args, kwargs)   # None: this call is the model's own
 
-`autosel run --model DIR` decides the step of a batch and a bucket of context lengths. At the first step that is
-decided, the weights move into one mapping on large pages. The parameters become views of it, so that prompts and whole
-steps read the same memory. The first whole step of a batch is proven: its logits, and those of the model's own forward,
-must be within the error that `autosel run` allows against a pass in higher precision.
+`autosel run --model DIR` decides the step of a batch and a bucket of context lengths: one native call runs it, or, if a
+thread team is not faster, a list of ops, without the code of the model's modules. At the first step that is decided,
+the weights move into one mapping on large pages. The parameters become views of it, so that prompts and whole steps
+read the same memory. The first whole step of a batch is proven: its logits, and those of the model's own forward, must
+be within the error that `autosel run` allows against a pass in higher precision.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,15 @@ from autosel.decode.cache import Cache, make_cache
 from autosel.decode.eager import logits_after
 from autosel.decode.model import Decoder
 from autosel.decode.persistent import AnyStep, serve, write
-from autosel.decode.question import form_of, workload_of
+from autosel.decode.question import OPS, TORCH, arms_of, chains_of, form_of, workload_of
 from autosel.decode.rope import frequencies
-from autosel.decode.run import WHOLE
+from autosel.decode.run import WHOLE, StepForm
 from autosel.decode.scene import judged
-from autosel.decode.step import Place, fresh_logits
+from autosel.decode.step import Place, Step, fresh_logits
 from autosel.decode.team import MOST_ROWS, TeamStep, arm_of
 from autosel.decode.weights import refuse_other_tensors, weights_of
 from autosel.dispatch import Board
-from autosel.errors import AutoselError, BadConfig
+from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers.coded import Codes
 from autosel.integrations.transformers.layer_format import told_format
@@ -45,7 +46,7 @@ from autosel.ledger.key import current_mode
 from autosel.models.config import shape_of
 from autosel.models.shape import ModelShape
 from autosel.ops.weight import Weight
-from autosel.values import Decision, DTypeName, length_bucket
+from autosel.values import Arm, Decision, DTypeName, Fingerprint, length_bucket
 
 log = logging.getLogger(__name__)
 CACHE_NAMES = ("cache", "past_key_values")  # of the argument and the output: since transformers 5.24, and before
@@ -54,6 +55,7 @@ IGNORED = {"return_dict", "cache_position"}  # the position is the cache's
 PROJECTIONS = 7  # of a layer
 BESIDE = ("weight_scale", "weight_shape")  # parameters of a layer that was dequantised from codes
 LEAST_ROOM = 256  # tokens
+TEAM, LIST = "by one native call", "as a list of ops"
 BUCKETS = tuple(16 << n for n in range(17))  # a context in each bucket of lengths
 
 
@@ -352,7 +354,7 @@ class Whole:
         if key not in self._known:
             dtype = self.shape.dtype
             found = board.whole(workload_of(self.shape, dtype, batch, context), current_mode("team"))
-            self._known[key] = found if found is not None and form_of(found.arm.candidate) in WHOLE else None
+            self._known[key] = found if found is not None and _form_of(found) else None
         known = self._known[key]
         return None if known is None or known.arm.digest in self.refused else known
 
@@ -363,8 +365,8 @@ class Whole:
             model: Any = self.model()
             name = model.config.name_or_path or "DIR"
             return f"decode steps run module by module: `autosel run --model {name} --seq N` decides about whole ones"
-        where = ", ".join(f"batch {d.workload['B']} at {_lengths(d)} tokens" for d in found)
-        return f"decode steps run whole, by one native call: {where}"
+        ways = {way: [d for d in found if (d.arm.candidate == OPS) == (way == LIST)] for way in (TEAM, LIST)}
+        return "decode steps run whole, " + "; ".join(f"{way}: {_named(ds)}" for way, ds in ways.items() if ds)
 
     def _needs_own_code(self, model: nn.Module) -> bool:
         config: Any = model.config
@@ -398,10 +400,9 @@ class Whole:
             held = _Held.of(asked.cache, self.shape, decoder.weights.dtype, asked.held)
             place = Place.at(asked.tokens, [asked.held] * len(asked.tokens))
             fp, form = fingerprint.take(devices.HOST), form_of(decision.arm.candidate)
-            step = write(decoder, held.cache, place, form=form, fp=fp)
-            assert isinstance(step, TeamStep), "the CPU's whole steps are a thread team's"
-            if arm_of(step.ops, fp, form).digest != decision.arm.digest:
-                raise BadConfig(f"{step.candidate} would run in another build or with other knobs than decided")
+            step, arm = (_listed if form == "ops" else _team)(decoder, held.cache, place, form, fp)
+            if arm.digest != decision.arm.digest:
+                raise BadConfig(f"{decision.arm.candidate} would run in another build or with other knobs than decided")
             return _Session(held=held, place=place, step=serve(step, fp, decision), decision=decision)
 
     def _adopted(self, model: nn.Module) -> Decoder:
@@ -426,6 +427,42 @@ class Whole:
                 raise BadConfig(f"the logits of {who} are off by {error:.3g}; {allowed:.3g} is allowed")
 
 
+def _form_of(decision: Decision) -> StepForm | None:
+    """Return the form of a decided step; None if the model's own modules run it.
+
+    Op by op is faster than modules, whose kernels are the same, if its race found it faster than PyTorch's own step.
+    """
+    form, verdict = form_of(decision.arm.candidate), decision.verdict
+    if form in WHOLE:
+        return form
+    if form != "ops" or verdict is None or verdict.outcome == "undecided" or TORCH not in verdict.timings:
+        return None
+    return form if verdict.timings[OPS].median_us < verdict.timings[TORCH].median_us else None
+
+
+def _team(decoder: Decoder, cache: Cache, place: Place, form: StepForm, fp: Fingerprint) -> tuple[AnyStep, Arm]:
+    """Return the step of a thread team, and its arm; on plain weights, as in a run, if packed ones do not fit."""
+    try:
+        step = write(decoder, cache, place, form=form, fp=fp)
+    except UsageError:
+        if form != "packed":
+            raise
+        step = write(decoder, cache, place, form="whole", fp=fp)
+    assert isinstance(step, TeamStep), "the CPU's whole steps are a thread team's"
+    return step, arm_of(step.ops, fp, form)
+
+
+def _listed(decoder: Decoder, cache: Cache, place: Place, form: StepForm, fp: Fingerprint) -> tuple[AnyStep, Arm]:
+    """Return the step as a list of ops, in the chain with the fewest calls of PyTorch's, and its arm."""
+    chains = chains_of(decoder, cache, place)
+
+    def cost(step: Step) -> tuple[int, int]:
+        return sum(getattr(c.function, "candidate", "").startswith("torch:") for c in step.calls), len(step.calls)
+
+    best = min(chains.values(), key=cost)
+    return write(decoder, cache, place, best.chain), arms_of(fp.kind, (), chains)[form]
+
+
 def around_steps(original: Forward, whole: Whole) -> Forward:
     """Return the forward of a model whose decode steps may run whole."""
 
@@ -442,6 +479,10 @@ def around_steps(original: Forward, whole: Whole) -> Forward:
 def _on_a_copy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with a copy of the cache."""
     return {n: copy.deepcopy(v) if n in CACHE_NAMES and v is not None else v for n, v in kwargs.items()}
+
+
+def _named(decisions: Sequence[Decision]) -> str:
+    return ", ".join(f"batch {d.workload['B']} at {_lengths(d)} tokens" for d in decisions)
 
 
 def _lengths(decision: Decision) -> str:
