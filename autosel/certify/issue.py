@@ -93,7 +93,7 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         autosel={label: choice.backend for label, choice in labels.items()},
         knobs={label: dict(_known(grounds, choice).knobs) for label, choice in labels.items()},
         per_op=_per_op(labels, run.per_op, grounds),
-        ways=tuple(c.Way(half=w.half, form=w.form, step_us=w.step_us, taken=w.taken) for w in run.ways),
+        ways=tuple(c.FormTime(half=w.half, form=w.form, step_us=w.step_us, taken=w.taken) for w in run.ways),
         verification=_verification(run),
         quality={**to_json(run.quality), "suspect": run.quality.suspect} if run.quality else None,
         format_quality=_of_format(run, request),

@@ -34,7 +34,7 @@ from autosel.race.contest import Contest, Entrant
 from autosel.race.plan import Margin, TrialPlan, plan
 from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.session import BUSY
-from autosel.race.waits import WaitWatch, watch
+from autosel.race.waits import WaitWatch, read_rate, watch
 from autosel.tuning.contend import TIME_CLASSES, last_level_bytes
 from autosel.values import WHOLE_STEP, Arm, Deployed, Prepared, Race
 
@@ -200,7 +200,7 @@ class StepSeat:
 
     def probe(self) -> float:
         self.runs = OPS
-        return max(devices.named(self.steps.scene.plan.device).read_windows())
+        return read_rate(devices.named(self.steps.scene.plan.device).read_windows, self.watch)
 
     def deployed(self, arms: Sequence[str]) -> tuple[Deployed, ...]:
         """Return no situations: a step is the whole program."""

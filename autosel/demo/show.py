@@ -34,7 +34,7 @@ SHORTEST_CONTEXT = 256  # tokens; decisions hold for shorter contexts too
 ArmName = Literal["pytorch", "autosel"]
 
 
-class Working(run.RunListener, pipeline.Listener, Protocol):
+class Working(run.RunListener, pipeline.TuneListener, Protocol):
     """Listener of one part: the fetch, the tune, or the measurement."""
 
 

@@ -21,6 +21,7 @@ TimedBy = Literal["host", "CUDA events"]
 Calls = Sequence[tuple[Any, ...]]  # arguments of each of an arm's calls, one for each copy of its operands
 Outputs = Sequence[tuple[Any, ...]]  # sets of outputs, None for an arm that allocates its own
 NO_OUTPUTS: Outputs = ((),)
+READ_S = 0.02  # of a read probe
 DRIFT_LIMIT = 0.07  # of a rate, in all looks
 LOOKS = 3
 
@@ -186,8 +187,8 @@ class Device(ABC):
     # --- probes ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def read_windows(self) -> list[float]:
-        """Return the current read rates of memory in bytes/s."""
+    def read_windows(self, seconds: float = READ_S) -> list[float]:
+        """Return the current read rates of memory in bytes/s. A GPU's takes as long as it needs."""
 
     @abstractmethod
     def drifted(self, fp: Fingerprint, *, seconds: float = 0.1) -> Drift:

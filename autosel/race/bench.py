@@ -34,7 +34,7 @@ from autosel.race.deployed import SITUATIONS
 from autosel.race.drawn import draw
 from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
-from autosel.race.waits import WaitWatch, watch
+from autosel.race.waits import WaitWatch, read_rate, watch
 from autosel.values import Prepared, Workload
 
 
@@ -279,7 +279,7 @@ class Bench:
 
     def read_bytes_per_s(self) -> float:
         """Return the memory's read rate right now."""
-        return max(self.device.read_windows())
+        return read_rate(self.device.read_windows, self.watch)
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
         """Return the result of the arm's last call."""

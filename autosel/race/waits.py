@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autosel.devices.cpu import machine
+from autosel.devices.device import READ_S
 from autosel.race.realtime import RealTime
 from autosel.race.spread import ThreadPlacement
 
@@ -28,6 +29,7 @@ MOST_LOST_NS = 2_000_000_000  # most time of repeated samples in one visit
 RUNS = 0.2  # of the CPU time of the thread that runs most: a thread that runs less is not in the pool
 WINDOW_S = 0.5  # over which CPU time of others is summed
 OTHERS_S = 0.02  # of CPU time in a window: two ticks of /proc/stat, its resolution
+PROBES = 8  # of three milliseconds
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -175,6 +177,19 @@ class WaitWatch:
         """Return the threads that have run since the visits began."""
         ran = {thread: ns - self._ran.get(thread, ns) for thread, ns in self.waits.ran_ns().items()}
         return [thread for thread, ns in ran.items() if ns > RUNS * max(ran.values())]
+
+
+def read_rate(windows: Callable[[float], Sequence[float]], waits: WaitWatch | None) -> float:
+    """Return the best read rate of memory now, in bytes/s: of short probes during which no thread waited for a core.
+
+    If a thread waited in each of them, of one long probe. `windows` takes seconds (0: the shortest probe) and returns
+    rates.
+    """
+    clean: list[float] = []
+    if waits is not None:
+        waits.begin()
+        clean = waits.samples(lambda: max(windows(0.0)), PROBES, lambda: None)
+    return max(clean or windows(READ_S))
 
 
 def watch(owner: int = 0, *, realtime: bool = False) -> WaitWatch:

@@ -331,7 +331,7 @@ def test_kept_figures_are_complete_and_not_from_a_quick_run(figures):
             g.name for g in figures.GOALS
         )
         for f in document["figures"]:
-            stored = figures.Figure(**{k: v for k, v in f.items() if k != "verdict"})
+            stored = figures.FigureRow(**{k: v for k, v in f.items() if k != "verdict"})
             assert figures.verdict(figures.goal(f["name"]), stored) == f["verdict"]
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from autosel.devices.device import READ_S
 from autosel.race.spread import ThreadPlacement
-from autosel.race.waits import MOST_LOST_NS, Others, Waits, WaitWatch
+from autosel.race.waits import MOST_LOST_NS, PROBES, Others, Waits, WaitWatch, read_rate
 
 IDLE = 3  # column of /proc/stat
 
@@ -93,6 +94,27 @@ def test_after_too_long_disturbed_samples_fewer_are_returned(proc: Proc) -> None
     made.clock = lambda: next(ticks)
     assert made.samples(lambda: next(taken), 8, lambda: None) == [0.0]
     assert made.again == 4
+
+
+def test_a_read_rate_is_the_best_of_probes_without_a_wait(proc: Proc) -> None:
+    """A probe whose threads waited reads less than memory can give, and would make every kernel look impossible."""
+    made, taken = watch(proc, busy=True), samples(proc, [0] * 3 + [5_000_000] + [0] * 20)
+    asked: list[float] = []
+
+    def windows(seconds: float) -> list[float]:
+        asked.append(seconds)
+        return [next(taken), 0.0]
+
+    assert read_rate(windows, made) == float(len(asked) - 1)
+    assert len(asked) == PROBES + 1 and set(asked) == {0.0}
+
+
+def test_without_such_a_probe_it_is_that_of_a_long_one(proc: Proc) -> None:
+    made, taken = watch(proc, busy=True), samples(proc, [MOST_LOST_NS] * 1000)
+    ticks = iter(range(0, 10**18, MOST_LOST_NS))
+    made.clock = lambda: next(ticks)
+    assert read_rate(lambda seconds: [next(taken) if seconds == 0 else 77.0], made) == 77.0
+    assert read_rate(lambda seconds: [seconds], None) == READ_S
 
 
 def test_a_new_thread_is_followed_and_one_that_has_ended_is_not(proc: Proc) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosel.devices.cpu import drift, identity, machine, probe
 from autosel.devices.cpu.timing import InARow
-from autosel.devices.device import NO_OUTPUTS, Calls, Ceiling, Device, Drift, Language, Outputs, Timed
+from autosel.devices.device import NO_OUTPUTS, READ_S, Calls, Ceiling, Device, Drift, Language, Outputs, Timed
 from autosel.devices.energy import Meter, packages
 from autosel.errors import BuildError
 from autosel.values import Backend, Fingerprint
@@ -18,8 +18,6 @@ from autosel.workers import pages
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-PROBE_S = 0.02
 
 
 class Cpu(Device):
@@ -39,14 +37,14 @@ class Cpu(Device):
     def take(self, *, refresh: bool = False) -> Fingerprint:
         return identity.take(refresh=refresh)
 
-    def read_windows(self) -> list[float]:
-        """Return the rates of about twenty windows of a millisecond."""
+    def read_windows(self, seconds: float = READ_S) -> list[float]:
+        """Return the rates of windows of a millisecond, at least three."""
         import torch
 
         try:
-            return probe.load().read(torch.get_num_threads(), PROBE_S)
+            return probe.load().read(torch.get_num_threads(), seconds)
         except BuildError:  # without a compiler: numpy's rate, a lower bound
-            return [probe.read_rate(torch.get_num_threads(), PROBE_S)]
+            return [probe.read_rate(torch.get_num_threads(), seconds)]
 
     def drifted(self, fp: Fingerprint, *, seconds: float = 0.1) -> Drift:
         """Raises BuildError without a compiler for the probes."""

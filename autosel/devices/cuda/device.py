@@ -10,7 +10,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from autosel.devices.cuda import drift, identity, nvml
-from autosel.devices.device import NO_OUTPUTS, Calls, Ceiling, Device, Drift, Language, Outputs, StepTimer, Timed
+from autosel.devices.device import (
+    NO_OUTPUTS,
+    READ_S,
+    Calls,
+    Ceiling,
+    Device,
+    Drift,
+    Language,
+    Outputs,
+    StepTimer,
+    Timed,
+)
 from autosel.devices.energy import Meter, board
 from autosel.errors import UsageError
 from autosel.native import cuda
@@ -94,7 +105,7 @@ class Cuda(Device):
     def unit(self) -> str:
         return nvml.read(self.ordinal).uuid
 
-    def read_windows(self) -> list[float]:
+    def read_windows(self, seconds: float = READ_S) -> list[float]:
         """Return the best of five windows."""
         return [reader(self.ordinal)()]
 
