@@ -916,7 +916,7 @@ def certificate_fields() -> str:
 
 
 _INSIDE = (
-    "Latency", "Gaps", "Layers", "Shape", "Prompt", "Proof", "RunnerUp", "OpFigures", "Way", "Samples", "Verification",
+    "Latency", "Gaps", "Layers", "Shape", "Prompt", "ArmProof", "RunnerUp", "OpFigures", "FormTime", "Samples", "Verification",
     "Paid", "Cost", "Signature",
 )  # fmt: skip
 
