@@ -167,7 +167,7 @@ def _autosel(weights: Weights, seq: int, _: Path, *, packed: bool = True) -> Ste
     packed &= weights.shape.weight == PLAIN and isinstance(packing.supports(weights.dtype, fp), Accepted)
     decoder, cache = Decoder(weights), _filled(weights, seq)
     place = Place.at(torch.tensor([7]), [seq - 1])
-    logits = torch.empty(1, weights.shape.V, dtype=weights.embedding.dtype)
+    logits = torch.empty(1, weights.shape.V, dtype=weights.torch_dtype)
     sampler = Sampler(GREEDY, [[7]], seq, logits)
     form: StepForm = "packed" if packed else "whole"
     step = write_team(write_step(decoder, cache, place, sampler=sampler), fp, form)
@@ -314,11 +314,11 @@ ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
 
 def quantised_file(weights: Weights, folder: Path, file_type: str) -> Path:
     """Let llama.cpp write the model in one of its FILE_TYPES. It puts tied embeddings in Q6_K unless all is Q8_0."""
-    import llama_cpp as L  # noqa: N812
-
     plain, path = folder / "model.gguf", folder / f"model-{file_type}.gguf"
     if path.exists():
         return path
+    import llama_cpp as L  # noqa: N812
+
     print(f"writing {path}", file=sys.stderr, flush=True)
     if not plain.exists():
         write_gguf(weights, plain)
