@@ -916,8 +916,8 @@ def certificate_fields() -> str:
 
 
 _INSIDE = (
-    "Latency", "Gaps", "Layers", "Shape", "Prompt", "ArmProof", "RunnerUp", "OpFigures", "FormTime", "Samples", "Verification",
-    "Paid", "Cost", "Signature",
+    "Latency", "Gaps", "Layers", "Shape", "Prompt", "ArmProof", "RunnerUp", "OpFigures", "FormTime", "Samples",
+    "Verification", "Paid", "Cost", "Signature",
 )  # fmt: skip
 
 
