@@ -2,6 +2,7 @@
 
     python benchmarks/bench_quantised.py [--shape N K] [--m 1] [--isa avx2] [--formats q4_k q6_k] [--rounds 20] [--json]
     python benchmarks/bench_quantised.py --m 512    the kernels for many rows of x, by their speed
+    python benchmarks/bench_quantised.py --dtype fp16   x and scales of codes in fp16; the bf16 kernel as before
     python benchmarks/bench_quantised.py --l2       one thread, 256 x 2048: what a core multiplies from L2
 
 Up to 8 rows of x it times gemv, and compares the rates at which weights are read; above, gemm, and compares the speed.
@@ -31,7 +32,9 @@ from autosel.knobs.cpu.linear import by_dots
 from autosel.native.compile import compile_source
 from autosel.native.load import load_entry
 from autosel.ops import OPS
+from autosel.ops.dtypes import DTYPE
 from autosel.ops.weight import Weight, quantise
+from autosel.values import DTypeName
 
 ROTATED_BYTES = 120e6
 ROWS = 4  # of weights together, as the knobs say at M = 1
@@ -45,12 +48,13 @@ def main() -> int:
     parser.add_argument("--m", type=int, default=1, help="rows of x")
     parser.add_argument("--isa", choices=list(ISA_FLAGS), default=facts(take("cpu")).isa)
     parser.add_argument("--formats", nargs="*", choices=CODED, default=CODED)
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of x and scales of codes")
     parser.add_argument("--few", action="store_true", help="also time gemv's kernels for codes above 8 rows")
     parser.add_argument("--l2", action="store_true", help="one thread, and weights that fit L2")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     shape = (256, 2048) if options.l2 else tuple(options.shape)
-    bench = Bench(shape, options.m, options.isa, one=options.l2)
+    bench = Bench(shape, options.m, options.isa, options.dtype, one=options.l2)
     found = timed(bench.arms(options.formats, few=options.few), options.rounds * (15 if options.l2 else 1))
     for row in found.values():
         row["gflops"] = 2 * options.m * shape[0] * shape[1] / row["us"] / 1e3
@@ -63,12 +67,13 @@ def main() -> int:
 
 
 class Bench:
-    """The operands of a product, and the kernels that compute it. `one`: one thread, and one copy of the weights."""
+    """The operands of a product, and the kernels that compute it. `dtype`: of codes; `one`: one thread, and one copy of
+    the weights."""
 
-    def __init__(self, shape: tuple[int, ...], m: int, isa: Any, *, one: bool) -> None:
+    def __init__(self, shape: tuple[int, ...], m: int, isa: Any, dtype: DTypeName, *, one: bool) -> None:
         (n, k), self.m, self.isa, self.one = shape, m, isa, one
         self.plain, self.x = torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16()
-        self.y = torch.empty(m, n).bfloat16()
+        self.y, self.dtype = torch.empty(m, n).bfloat16(), dtype
         self.facts = replace(facts(take("cpu")), isa=isa)
         self.threads = 1 if one else torch.get_num_threads()
 
@@ -78,7 +83,7 @@ class Bench:
         plain = self.entry(source)
         found: Arms = {"bf16": self.arm(self.plain, lambda w: plain(self.x, w, None, None, self.y, *self.settings()))}
         for name in formats:
-            w = quantise(self.plain, name)
+            w = quantise(self.plain.to(DTYPE[self.dtype]), name)
             assert isinstance(w, Weight)
             found[name] = self.coded(f"{source}_coded", w)
             if few and source == "gemm":
@@ -86,22 +91,25 @@ class Bench:
         return found
 
     def coded(self, source: str, w: Weight) -> Arm:
-        run = self.entry(source, *code_flags(w.format, dtype="bf16"))
+        run = self.entry(source, *code_flags(w.format, dtype=self.dtype), dtype=self.dtype)
         given = self.settings(w.format.name, few=source == "gemv_coded")
-        return self.arm(w, lambda q: run(self.x, q.codes, q.scales, None, None, self.y, *given))
+        x, y = (t.to(DTYPE[self.dtype]) for t in (self.x, self.y))
+        return self.arm(w, lambda q: run(x, q.codes, q.scales, None, None, y, *given))
 
     def settings(self, format_: str = PLAIN, *, few: bool = False) -> tuple[int, ...]:
         """Return the knobs after the outputs."""
         if few or by_dots(self.m):
             return self.threads, 8 if format_ == PLAIN else ROWS
         n, k = self.plain.shape
-        w = OPS["linear"].workload("bf16", {"M": self.m, "N": n, "K": k}, weight=format_)
+        w = OPS["linear"].workload(
+            "bf16" if format_ == PLAIN else self.dtype, {"M": self.m, "N": n, "K": k}, weight=format_
+        )
         names = WALK if format_ == PLAIN else CODED_WALK
         given = (linear.gemm if format_ == PLAIN else linear.gemm_coded)(w, self.facts)
         return self.threads, *(int(given[name]) for name in names)
 
-    def entry(self, source: str, *flags: str) -> Callable[..., Any]:
-        built = compile_source(f"cpu/{source}.cpp", (*ISA_FLAGS[self.isa], "-DAUTOSEL_BF16", *flags))
+    def entry(self, source: str, *flags: str, dtype: DTypeName = "bf16") -> Callable[..., Any]:
+        built = compile_source(f"cpu/{source}.cpp", (*ISA_FLAGS[self.isa], f"-DAUTOSEL_{dtype.upper()}", *flags))
         return load_entry(built.digest, source)
 
     def arm(self, w: Any, run: Callable[[Any], Any]) -> Arm:

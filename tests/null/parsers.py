@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,15 @@ from autosel.dispatch import resolve
 from autosel.dispatch.board import _served, this_device
 from autosel.errors import MOST_CHARACTERS, AutoselError, WorkerError
 from autosel.fingerprint import known
+from autosel.formats import PLAIN as PLAIN_FORMAT
+from autosel.formats import find_weight_format
 from autosel.guard import Held
 from autosel.ledger import Ledger, faults, intake, open_ledger, snapshot
 from autosel.ledger.commands import Import
 from autosel.ledger.engine import Database
 from autosel.ledger.key import current_mode, serving_key
 from autosel.models.gguf import read_gguf
+from autosel.ops.weight import empty
 from autosel.parity.session import Called
 from autosel.race.worker import Probed, Taken, Warmed
 from autosel.values import (
@@ -271,7 +274,7 @@ def config(data: bytes, folder: Path) -> None:
 
 
 def quantised(drawn: tuple[dict[str, Any], dict[str, Any], bytes], folder: Path) -> None:
-    """Read every matrix of a checkpoint in codes whose scheme, header or data were changed."""
+    """Read every matrix of a checkpoint whose scheme, header or data were changed, in the dtype and as codes."""
     scheme, header, data = drawn
     place = folder / "quantised"
     place.mkdir(exist_ok=True)
@@ -279,10 +282,16 @@ def quantised(drawn: tuple[dict[str, Any], dict[str, Any], bytes], folder: Path)
     head = as_json(header)
     (place / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + data)
     found = refused_in_words(lambda: _opened(place))
+    stored = getattr(getattr(found, "scheme", None), "format", PLAIN_FORMAT)
+    read = None if found is None else found.codes(replace(models.PRESETS["llama-1b"], weight=stored))
     for name, entry in () if found is None else found.entries.items():
-        if math.prod(entry.shape) <= 1 << 16:
-            out = torch.empty(entry.shape, dtype=torch.float32)
-            refused_in_words(lambda name=name, out=out: found.read_into(name, out))  # type: ignore[misc]
+        if math.prod(entry.shape) > 1 << 16:
+            continue
+        out = torch.empty(entry.shape, dtype=torch.float32)
+        refused_in_words(lambda name=name, out=out: found.read_into(name, out))  # type: ignore[misc]
+        if read is not None and len(entry.shape) == 2:
+            codes = empty(find_weight_format(stored), *entry.shape)
+            refused_in_words(lambda name=name, codes=codes: read(name, codes))  # type: ignore[misc]
 
 
 def gguf_file(data: bytes, folder: Path) -> None:
@@ -609,6 +618,13 @@ PARTS = (
 SIZES = {"I32": 4, "F16": 2, "I64": 8}
 
 
+def in_order(scheme: dict[str, Any]) -> None:
+    """Change a scheme to groups of neighbours along a row."""
+    scheme.update({"desc_act": False} if "desc_act" in scheme else {})
+    for group in scheme.get("config_groups", {}).values():
+        del group["weights"]["actorder"]
+
+
 def header_of(parts: Mapping[str, tuple[str, list[int]]]) -> dict[str, Any]:
     """Return the header of a file with these tensors, one after the other."""
     at, made = 0, {}
@@ -637,7 +653,10 @@ def checkpoints_in_codes(draw: Any) -> tuple[dict[str, Any], dict[str, Any], byt
     size = max((end["data_offsets"][1] for end in header.values()), default=0)
     data = draw(st.binary(min_size=size, max_size=size) | st.just(bytes(size)) | st.just(b"\x01" * size))
     changes = draw(st.integers(0, 3))
-    scheme = draw(changed(SCHEMES[kind])) if changes == 1 else SCHEMES[kind]()
+    scheme = SCHEMES[kind]()
+    if draw(st.booleans()):  # codes of neighbours are read as they are
+        in_order(scheme)
+    scheme = draw(changed(lambda: scheme)) if changes == 1 else scheme
     return scheme, draw(changed(lambda: header)) if changes == 2 else header, data
 
 
