@@ -59,14 +59,18 @@ class InScheme:
         """Describe how matrices are stored, and what the weights are read as."""
         return self.scheme.note(self.place.name, shape.weight, dtype)
 
+    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
+        """Return the function that reads a matrix as it is stored, if that is the weight format."""
+        return self._read_codes if PLAIN != shape.weight == self.scheme.format else None
+
+    def _read_codes(self, name: str, out: Weight) -> None:
+        """Read a matrix as it is stored. Raises BadConfig."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed(InScheme):
     """Tensors of a compressed-tensors checkpoint."""
-
-    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
-        """Return the function that reads a matrix as it is stored, if that is the weight format."""
-        return self._read_codes if PLAIN != shape.weight == self.scheme.format else None
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor, dequantised and rounded once. Raises BadConfig."""

@@ -16,7 +16,7 @@ those with zero points for other codes of 4 bits. Others are dequantised, exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,7 +28,6 @@ from autosel.decode.safetensors import Entry, Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.errors import BadConfig
 from autosel.models.quantised import Scheme
-from autosel.models.shape import ModelShape
 from autosel.ops.weight import BLOCK, Weight
 
 CODES, ZEROS, SCALES, ORDER, BIAS = ".qweight", ".qzeros", ".scales", ".g_idx", ".bias"
@@ -40,10 +39,6 @@ BIAS_BYTES = 1 << 20  # of an output: more are no bias
 class PackedRows(InScheme):
     """Tensors of a GPTQ or AWQ checkpoint. A layer that was left out is read as it is, where weights are
     dequantised."""
-
-    def codes(self, shape: ModelShape) -> Callable[[str, Weight], None] | None:
-        """Return the function that reads a matrix as it is stored, if that is the weight format."""
-        return self._read_codes if shape.weight == self.scheme.format else None
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor, dequantised and rounded once. Raises BadConfig."""
