@@ -43,7 +43,7 @@ from autosel.ops.weight import Weight, empty
 from autosel.values import count_bucket
 
 HOOK = "ct_decompress_hook"  # the attribute with the handle of the hook that dequantises a model at its first call
-BLOCK = 1 << 20  # weights converted at a time: they stay in a core's cache
+BLOCK = 1 << 16  # weights converted at a time: they stay in a core's cache
 LINEAR = EngineDecisions("linear")
 
 
@@ -106,12 +106,13 @@ def prove_coded(module: nn.Linear) -> Forward:
     contract = ops.find("linear")
     x = drawn_tensor(1, module.in_features, dtype=weight.dtype)
     inputs = {"x": x, "w": codes, "bias": bias, "residual": None}
-    rows = contract.rows(contract.workload_of(inputs), inputs, CHECKED, 1)
-    wrong = why_wrong("linear", rows.inputs, *rows.pick((own(module, x),)))
+    w, made = contract.workload_of(inputs), _decided(x, codes, bias)
+    few = contract.rows(w, inputs, 1, 1)
+    wrong = why_wrong("linear", few.inputs, *few.pick((own(module, x),)))
     if wrong:
         raise NotReplaceable(f"{type(module).__name__} computes something else than x @ weight^T + bias ({wrong})")
-    made = _decided(x, codes, bias)
     if made is not None:
+        rows = contract.rows(w, inputs, CHECKED, 1)
         refuse_wrong_kernel("linear", rows.inputs, *rows.pick((made,)))
     held = Codes(
         weight=codes,
@@ -177,24 +178,31 @@ def _recovered(module: nn.Linear, format: WeightFormat) -> Weight:
     """Return the codes of the module's weight. Raises NotReplaceable if they do not give it again."""
     weight, scales = (module.get_parameter(part).detach() for part in ("weight", "weight_scale"))
     n, k = weight.shape
-    made = empty(format, n, k, dtype=weight.dtype)
-    if scales.numel() != made.scales.numel():
+    size = format.group or k
+    if k % size or scales.numel() != n * k // size:
         raise NotReplaceable(f"{told_format(module)}: {list(scales.shape)} scales for a weight {[n, k]}")
+    made, wide = empty(format, n, k, dtype=weight.dtype), scales.float().view(n, -1, 1)
     made.scales.copy_(scales.reshape(made.scales.shape))
     for first in range(0, n, each := max(1, BLOCK // k)):
         rows = slice(first, first + each)
-        part = made.rows(rows)
-        wide = part.along_k(part.scales.float())
-        numbers = torch.where(wide == 0, 0.0, weight[rows].float() / wide).round()
-        part.codes.copy_(_stored(numbers, format))
-        if not torch.equal(part.dequantised(weight.dtype), weight[rows]):
+        numbers = (weight[rows].float().view(-1, k // size, size) / wide[rows]).nan_to_num_(0.0).round_()
+        made.codes[rows] = _stored(numbers.view(-1, k), format)
+        again = _numbers(made.codes[rows], format)[:, :k].reshape(numbers.shape).mul_(wide[rows])
+        if not torch.equal(again.to(weight.dtype).view(-1, k), weight[rows]):
             raise NotReplaceable(f"its weight was changed since {told_format(module)} was loaded")
     return made
 
 
 def _stored(numbers: Tensor, format: WeightFormat) -> Tensor:
     code = CODES[format.code]
-    return code.nearest(numbers) if isinstance(code, Nibbles) else numbers.clamp(-128, 127).to(code.dtype)
+    return code.nearest(numbers) if isinstance(code, Nibbles) else numbers.clamp_(-128, 127).to(code.dtype)
+
+
+def _numbers(codes: Tensor, format: WeightFormat) -> Tensor:
+    """Return the codes' numbers in fp32, where products with scales are exact, or rounded once to fp32."""
+    if format.bits == 8:
+        return codes.float()
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).float().sub_(8)
 
 
 def _version(t: Tensor) -> int:
