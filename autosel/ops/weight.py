@@ -19,7 +19,9 @@ such a format. The bound has these terms. It has no rounding of an offset, or of
 would not cancel as the numbers do. A zero point beside a scale is the offset -scale * zero.
 
 `product_error` bounds all of these together. Roundings of different weights are independent and add in squares;
-rounding to nearest has an RMS error of u / 2. Equal weights round equally and change the sum by u of itself.
+rounding to nearest has an RMS error of u / 2. Equal weights round equally and change the sum by u of itself. So do the
+equal weights of a group, and those that share a rounded scale: the products of a group with positive weights, and those
+with negative ones, each add up before they are squared.
 """
 
 from __future__ import annotations
@@ -233,8 +235,20 @@ def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, toget
         apart, together = math.hypot(apart, LAMBDA * UNIT[dtype] / 2), together + UNIT[dtype]
     if apart or together:
         x64 = x.double()
-        error = error + apart * (x64.square() @ w64.square().T).sqrt() + together * (x64 @ w64.T).abs()
+        squares = apart**2 * (x64.square() @ w64.square().T)
+        if isinstance(w, Weight) and w.format.group:
+            squares = squares + (LAMBDA * UNIT[dtype] / 2) ** 2 * _of_groups(x64, w64, w.format.group)
+        error = error + squares.sqrt() + together * (x64 @ w64.T).abs()
     return error if isinstance(w, Tensor) else error + _format_error(x, w, w64, error, dtype)
+
+
+def _of_groups(x: Tensor, w: Tensor, group: int) -> Tensor:
+    """Return the sum over groups of the squared products with positive weights, and with negative ones [M, N]."""
+    x, w = x.nan_to_num(0.0, 0.0, 0.0), w.nan_to_num(0.0, 0.0, 0.0)  # a product with others has no bound
+    made = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64, device=x.device)
+    for some, weights in zip(x.split(group, 1), w.split(group, 1), strict=True):
+        made += (some @ weights.clamp_min(0.0).T).square_() + (some @ weights.clamp_max(0.0).T).square_()
+    return made
 
 
 def _format_error(x: Tensor, w: Weight, w64: Tensor, error: Tensor, dtype: str) -> Tensor:

@@ -274,6 +274,20 @@ def test_a_rounded_weight_stays_within_the_bound_over_many_products(name: str, k
     assert isinstance(found, Match)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].group])
+@pytest.mark.parametrize("run", [rounded_weight, rounded_scale], ids=lambda f: f.__name__)
+def test_equal_weights_of_a_group_may_round_equally(name: str, run: Callable[[dict[str, Any]], Tensor]) -> None:
+    """Add up equal errors by positive x: the weights of a group are its largest and its smallest number."""
+    op, draw = OPS["linear"], Draw(3, "bf16")
+    inputs = op.inputs(op.workload("bf16", {"M": 16, "N": 1024, "K": 400}, weight=name), 1)
+    w, x = inputs["w"], inputs["x"]
+    x.abs_()
+    code = CODES[w.format.code]
+    w.codes.copy_(code.nearest(torch.where(draw.uniform(*code.count(w.codes)) < 0.5, code.most, -code.most)))
+    found = op.verify(inputs, [run(inputs)])
+    assert isinstance(found, Match), found
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
