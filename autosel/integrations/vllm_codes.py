@@ -1,9 +1,9 @@
-"""Serve vLLM's linears in symmetric codes on a CPU with decided kernels. Importing this needs vLLM.
+"""Serve vLLM's linears in codes on a CPU with decided kernels. Importing this needs vLLM.
 
 For codes of 4 bits in groups (compressed-tensors' W4A16), the faster of the decided kernel and vLLM's own serves, as
-for plain weights. For 8 bits (W8A16), vLLM has no kernel on a CPU and refuses the model; autosel registers one, which
-runs the decided kernel, else PyTorch's product with int8. Other quantised layers run vLLM's own kernels. Two lines of
-vLLM's log name the layers that are served, and those that are not, by number and format.
+for plain weights. For symmetric codes of 8 bits (W8A16), vLLM has no kernel on a CPU and refuses the model; autosel
+registers one, which runs the decided kernel, else PyTorch's product with int8. Other quantised layers run vLLM's own
+kernels. Two lines of vLLM's log name the layers that are served, and those that are not, by number and format.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
+from autosel.decode.compressed import put_scales
+from autosel.decode.words import unpacked
 from autosel.formats import WEIGHT_FORMATS, WeightFormat
 from autosel.integrations.vllm_quantised import told_layers
 from autosel.ops import eager_stored
@@ -32,8 +34,8 @@ log = logging.getLogger("vllm.autosel")  # a child of vLLM's logger, which shows
 
 Own = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of (x, codes, bias)
 SERVED = "autosel_codes"  # attribute of a layer that is served: its product
-HALF = {4: 0x88, 8: 0x80}  # the byte of codes that are zero
-SYMMETRIC = {scalar_types.uint4b8: 4, scalar_types.uint8b128: 8}  # codes offset by half of the range: bits
+HALF = 0x80  # by which codes of 8 bits are offset
+CODES = {scalar_types.uint4b8: "int4", scalar_types.uint8b128: "int8", scalar_types.uint4: "uint4"}
 
 
 class Server(Protocol):
@@ -58,10 +60,10 @@ def register(server: Server) -> None:
 
 def format_of(how: Any) -> WeightFormat | None:
     """Return the weight format of an MPLinearLayerConfig; None if no kernel here reads it."""
-    bits = SYMMETRIC.get(how.weight_type)
-    if bits is None or how.zero_points or how.act_type not in DTYPE_NAME:
+    code = CODES.get(how.weight_type)
+    if code is None or how.zero_points != (code == "uint4") or how.act_type not in DTYPE_NAME:
         return None
-    return WEIGHT_FORMATS.get(f"int{bits}-row" if how.group_size == -1 else f"int{bits}-g{how.group_size}")
+    return WEIGHT_FORMATS.get(f"{code}-row" if how.group_size == -1 else f"{code}-g{how.group_size}")
 
 
 def codes_of(kernel: Any, layer: Any) -> Weight | None:
@@ -69,17 +71,16 @@ def codes_of(kernel: Any, layer: Any) -> Weight | None:
     than that of compressed-tensors."""
     how, packed, scales = kernel.config, getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     found = format_of(how)
-    if found is None or packed.input_dim != 1:
+    if found is None or packed.input_dim != 1 or scales.dtype != how.act_type:
         return None
     k, n = how.partition_weight_shape
-    made = empty(found, n, k, dtype=how.act_type)
-    if scales.dtype != how.act_type or scales.numel() != made.scales.numel():
+    if k % (found.group or k) or scales.shape != (n, k // (found.group or k)):
         return None
-    raw, stored = packed.data.contiguous().view(torch.uint8), made.codes.view(torch.uint8)
-    stored.fill_(HALF[found.bits])[:, : k * found.bits // 8] = raw[:, : k * found.bits // 8]
-    if found.bits == 8:
-        stored.bitwise_xor_(HALF[8])  # signed
-    made.scales.copy_(scales.data.view(made.scales.shape))
+    zeros = unpacked(getattr(layer, kernel.w_zp_name).data.T, found.bits)[:, :n].T if how.zero_points else None
+    made, used = empty(found, n, k, dtype=how.act_type), k * found.bits // 8
+    raw = packed.data.contiguous().view(torch.uint8)[:, :used]
+    made.codes.view(torch.uint8).fill_(0)[:, :used] = raw if found.bits == 4 else raw ^ HALF
+    put_scales(made, scales.data, zeros)
     return made
 
 

@@ -33,7 +33,7 @@ pytestmark = [
 
 D, HEADS, KV_HEADS, I, V, LAYERS, PROMPT, NEW = 128, 4, 2, 256, 512, 2, 8, 64
 SHAPES = ((256, D), (D, D), (2 * I, D), (D, I))  # N, K of qkv, o, gate and up, down
-FORMATS = "int4-g32", "int8-row"
+FORMATS = "int4-g32", "int8-row", "uint4-g32"
 # One process, because a server would take longer to start.
 SCRIPT = """
 import json, sys
@@ -139,9 +139,9 @@ def expected(folder: Path, name: str, tokens: list[int]) -> list[float]:
 @pytest.mark.parametrize("name", [drawn.todays(FORMATS)])
 def test_decided_kernels_serve_codes_and_the_log_says_so(folder: Path, name: str) -> None:
     """Allow for bf16: roundings of 2^-9 in logits of up to 10, through two layers."""
-    found = answer(folder, name)
+    found, told = answer(folder, name), {"uint4-g32": "int4-g32 with zero points"}.get(name, name)
     assert found.code == 0, found.log[-3000:]
-    assert f"autosel serves {4 * LAYERS} quantised linear layers: {4 * LAYERS} in {name} by" in found.log
+    assert f"autosel serves {4 * LAYERS} quantised linear layers: {4 * LAYERS} in {told} by" in found.log
     torch.testing.assert_close(
         torch.tensor(found.logprobs), torch.tensor(expected(folder, name, found.tokens)), rtol=0.02, atol=0.15
     )
