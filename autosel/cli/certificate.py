@@ -10,7 +10,6 @@ import click
 
 from autosel import settings
 from autosel.cli.output import WIDTH, bandwidth, bytes_text, note_lines, paragraph, table
-from autosel.formats import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,15 +53,12 @@ def _undecided(made: Certificate) -> list[str]:
     """Return a note if no op is tuned, so that a user does not take PyTorch's time for the best possible time."""
     if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
         return []
-    from autosel.certify.derive import weight_format
-
     words = shlex.split(made.repro_cmd)
     model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
     elsewhere = sorted({o.reason for o in made.per_op.values() if o.reason.startswith("tuned ")})
     told = "; ".join(elsewhere) or "no decisions for these ops"
     text = paragraph(f"{told}: PyTorch serves all of them", hang="  ")
-    weight = weight_format(made)
-    stored = "" if weight == PLAIN else f" --format {weight}"
+    stored = f" --format {words[words.index('--format') + 1]}" if "--format" in words[:-1] else ""
     first = f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}{stored}"
     return [click.style(text, fg="yellow"), first]
 

@@ -81,7 +81,7 @@ class Compressed(InScheme):
         words, scales, groups = self._words(name, n, k), self._scales(base), self._groups(base, k)
         if scales.shape != (n, -(-k // (self.scheme.group or k))):
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, groups of {self.scheme.group or k} expected")
-        zeros, each = self._zeros(base, *scales.shape), max(1, BLOCK // 8 // k)
+        zeros, each = self._zeros(base, *scales.shape), max(1, BLOCK // k)
         for first in range(0, n, each):
             rows = slice(first, first + each)
             found = unpacked(words[rows], self.scheme.bits)[:, :k]

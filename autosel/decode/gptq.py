@@ -85,7 +85,7 @@ class PackedRows(InScheme):
         """Yield some outputs and their codes [n, K], as int32."""
         n, k = self.entries[f"{base}.weight"].shape
         words = self._words(base + CODES, (k, n // self._per) if self._awq else (k // self._per, n))
-        each = max(1, BLOCK // 8 // k // self._per) * self._per
+        each = max(1, BLOCK // k // self._per) * self._per
         for first in range(0, n, each):
             rows = slice(first, min(n, first + each))
             if self._awq:

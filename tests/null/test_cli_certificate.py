@@ -381,7 +381,9 @@ def test_a_run_without_decisions_prints_the_command_to_tune() -> None:
         decode_run(choices=undecided, ttft_ns=123_456_789_000), repro_cmd="./run run --model 'a b' --seq 9"
     )
     text = summary(made, audit(made))
-    assert "no decisions for these ops" in text and "tune --model 'a b'" in text
+    assert "no decisions for these ops" in text and "tune --model 'a b'" in text and "--format" not in text
+    rounded = certificate(decode_run(choices=undecided), repro_cmd="./run run --model 'a b' --format q4_0")
+    assert "tune --model 'a b' --format q4_0" in summary(rounded, audit(rounded))
     assert "first token 123 457 ms" in text and max(map(len, text.splitlines())) <= 80
     assert "no decisions for" not in summary(certificate(), audit(certificate()))
     told = "tuned with 2 threads, running with 1"
