@@ -402,10 +402,13 @@ def reproduce_case(
     return reproduce(candidate, named[-1].workload, fp, case, inputs, device)
 
 
+SAME = ("model", "dtype", "batch", "seq", "weight_format", "shapes", "device", "deadline")  # in a repetition
+
+
 def again_command(ctx: click.Context) -> str:
     """Return the command that repeats this race."""
     words = [settings.spelling(), "race", str(ctx.params["op"]), "--candidate", str(ctx.params["target"])]
-    return " ".join([*words, *given_options(ctx, ("model", "dtype", "batch", "seq", "shapes", "device"))])
+    return " ".join([*words, *given_options(ctx, SAME)])
 
 
 HEADERS = ("op", "workload", "outcome", "time us", "vs baseline", "parity", "roofline")

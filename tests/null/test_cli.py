@@ -713,6 +713,13 @@ def test_the_command_that_continues_has_the_options_that_choose_the_work() -> No
     assert given_options(tune_verb.tune_command.make_context("tune", []), ("ops", "batch", "seq", "effort")) == []
 
 
+def test_the_command_to_repeat_a_race_names_the_format_of_its_weights() -> None:
+    words = ["linear", "--candidate", "k.cpp", "--format", "q4_0", "--shape", "M1.N64.K64", "--deadline", "5"]
+    ctx = race_verb.race_command.make_context("race", words)
+    told = "autosel race linear --candidate k.cpp --format q4_0 --shape M1.N64.K64 --deadline 5.0"
+    assert race_verb.again_command(ctx) == told
+
+
 NAMED = Named(workload=ATTN, label="attn", calls_per_step=1)
 PASSED = Passed(cases=3, worst=0.5, worst_case="random")
 
