@@ -38,7 +38,7 @@ class WholeVectors:
     """A workload whose variations round N and K to whole vectors of eight elements."""
 
     def __init__(self, w: Workload) -> None:
-        self.workload, self.dtype = w, w.dtype
+        self.workload, self.dtype, self.weight_format = w, w.dtype, w.weight_format
 
     def __getitem__(self, dim: str) -> int:
         return self.workload[dim]

@@ -328,7 +328,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "old blocks": ({"general.quantization_version": 1}, "general.quantization_version = 1"),
     "no layers": ({"llama.block_count": None}, "llama.block_count is missing"),
     "layers in words": ({"llama.block_count": "two"}, "llama.block_count = 'two'"),
-    "head counts of layers": ({"llama.attention.head_count_kv": [1, 2]}, "llama.attention.head_count_kv = Array"),
+    "head counts of layers": ({"llama.attention.head_count_kv": [1, 2]}, r"llama.attention.head_count_kv = \[1, 2\]"),
     "other heads of values": ({"llama.attention.value_length": 128}, "llama.attention.value_length = 128"),
     "a part of the head turned": ({"llama.rope.dimension_count": 2}, "llama.rope.dimension_count = 2"),
     "another width": ({"llama.embedding_length": 32}, r"llama.embedding_length = 32\n.*token_embd.weight is"),

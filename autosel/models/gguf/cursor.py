@@ -21,12 +21,16 @@ STRING, ARRAY = 8, 9
 Value = Any  # bool, int, float, str or MetadataArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MetadataArray:
     """An array in the metadata. `numbers` is None for one of strings, and for one with more than KEPT entries."""
 
     count: int
     numbers: tuple[Any, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Return what an error shows."""
+        return f"an array of {self.count}" if self.numbers is None else str(list(self.numbers))
 
 
 class Cursor:
