@@ -171,6 +171,15 @@ def test_a_decision_for_packed_weights_serves_plain_ones_if_packed_ones_do_not_f
         assert [(use.candidate, use.calls) for use in board.uses() if use.op == "step"] == [(PACKED, NEW - 1)]
 
 
+def test_a_parameter_made_under_inference_mode_beside_others_is_no_error(decided: dispatch.Board) -> None:
+    model = tiny()
+    with torch.inference_mode():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    autosel.patch(model)
+    tokens(model)
+    assert steps(decided) == NEW - 1
+
+
 def test_the_cache_stays_transformers_own(decided: dispatch.Board) -> None:
     """Test that prompts, crops and reorders between whole steps see the right keys."""
 

@@ -178,8 +178,15 @@ class _Unchanged:
 def _versions(slots: tuple[Slot, ...]) -> tuple[list[int], list[int]]:
     """Return each parameter's address and count of changes in place."""
     found = [parent[name] for parent, name in slots]
-    counts = [] if found[0].is_inference() else [p._version for p in found]  # an inference tensor counts none
-    return [p.data_ptr() for p in found], counts
+    return [p.data_ptr() for p in found], [_version(p) for p in found]
+
+
+def _version(parameter: Tensor) -> int:
+    """Return the count; 0 for a tensor made under inference mode, which counts none, even if its data was replaced."""
+    try:
+        return int(parameter._version)
+    except RuntimeError:
+        return 0
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
