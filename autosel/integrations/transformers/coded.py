@@ -32,6 +32,7 @@ from autosel.integrations.transformers.proof import (
     Forward,
     NotReplaceable,
     as_rows,
+    changes_of,
     drawn_tensor,
     needs_own_code,
     refuse_wrong_kernel,
@@ -39,11 +40,10 @@ from autosel.integrations.transformers.proof import (
 )
 from autosel.ops.arguments import FLOATS
 from autosel.ops.codes import CODES, Nibbles
-from autosel.ops.weight import Weight, empty
+from autosel.ops.weight import BLOCK, Weight, empty
 from autosel.values import count_bucket
 
 HOOK = "ct_decompress_hook"  # the attribute with the handle of the hook that dequantises a model at its first call
-BLOCK = 1 << 16  # weights converted at a time: they stay in a core's cache
 LINEAR = EngineDecisions("linear")
 
 
@@ -87,7 +87,7 @@ class Codes:
 
     def are_of(self, weight: Tensor) -> bool:
         """Return True if this is the weight that the codes were taken from, unchanged."""
-        return weight is self.own() and weight.data_ptr() == self.address and _version(weight) == self.version
+        return weight is self.own() and weight.data_ptr() == self.address and changes_of(weight) == self.version
 
 
 _HELD: weakref.WeakKeyDictionary[Any, Codes] = weakref.WeakKeyDictionary()  # by the function that serves them
@@ -119,7 +119,7 @@ def prove_coded(module: nn.Linear) -> Forward:
         decided=made is not None,
         own=weakref.ref(weight),
         address=weight.data_ptr(),
-        version=_version(weight),
+        version=changes_of(weight),
     )
 
     def forward(self: nn.Linear, input: Tensor) -> Tensor:
@@ -203,10 +203,6 @@ def _numbers(codes: Tensor, format: WeightFormat) -> Tensor:
     if format.bits == 8:
         return codes.float()
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).float().sub_(8)
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version  # an inference tensor counts no changes
 
 
 def told_codes(held: Mapping[str, Codes]) -> str:

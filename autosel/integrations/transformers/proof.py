@@ -78,6 +78,16 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def changes_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one made under inference mode, which counts nothing, even
+    if its data was replaced.
+    """
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return 0
+
+
 def serving(op: str) -> Callable[..., Any]:
     """Return the callable that serves an op; in a graph that is being compiled, the operator."""
     served, operator = dispatch.best(op), _operator(op)

@@ -41,7 +41,7 @@ from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers.coded import Codes
 from autosel.integrations.transformers.layer_format import told_format
-from autosel.integrations.transformers.proof import Forward, NotReplaceable
+from autosel.integrations.transformers.proof import Forward, NotReplaceable, changes_of
 from autosel.ledger.key import current_mode
 from autosel.models.config import shape_of
 from autosel.models.shape import ModelShape
@@ -178,15 +178,7 @@ class _Unchanged:
 def _versions(slots: tuple[Slot, ...]) -> tuple[list[int], list[int]]:
     """Return each parameter's address and count of changes in place."""
     found = [parent[name] for parent, name in slots]
-    return [p.data_ptr() for p in found], [_version(p) for p in found]
-
-
-def _version(parameter: Tensor) -> int:
-    """Return the count; 0 for a tensor made under inference mode, which counts none, even if its data was replaced."""
-    try:
-        return int(parameter._version)
-    except RuntimeError:
-        return 0
+    return [p.data_ptr() for p in found], [changes_of(p) for p in found]
 
 
 # --- a call ----------------------------------------------------------------------------------------------------------
