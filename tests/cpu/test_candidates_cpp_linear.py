@@ -1,6 +1,7 @@
 """Test the projections' kernels on real hardware: every dtype and hostile case, in instruction sets of this CPU.
 
-Each day half of the kernels run: gemv in all instruction sets, the others in one or two. --every-target runs all.
+Each day a third of the kernels run, gemv in all instruction sets, the others in one or two; each case runs with half of
+the traits. --every-target runs all.
 """
 
 from __future__ import annotations
@@ -101,13 +102,14 @@ ONE_DTYPE = tuple(f"-DAUTOSEL_{dtype}" for dtype in ("BF16", "FP16", "FP32"))
 
 @cache
 def digest(name: str, isa: Isa, format_: str = "", dtype: DTypeName = "bf16") -> tuple[NativeRecipe, str]:
-    """Build a kernel: for all dtypes at once, unless it reads codes, whose scales may have the dtype."""
+    """Build a kernel: for all dtypes at once, unless its recipe differs by dtype (codes) or it takes only one."""
     kernel = variant(name, isa)
     dims, traits = WORKLOADS[kernel.op][0]
     w = OPS[kernel.op].workload(dtype, dims, **traits, **({"weight": format_} if format_ else traits_of(kernel)))
     recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
-    flags = tuple(flag for flag in recipe.flags if flag not in ONE_DTYPE)
+    one = bool(format_) or len(kernel.dtypes) == 1
+    flags = tuple(flag for flag in recipe.flags if one or flag not in ONE_DTYPE)
     return recipe, compile_source(recipe.source, flags).digest
 
 
@@ -147,8 +149,9 @@ def test_kernel_meets_the_bound_on_every_hostile_case(
     if dtype not in kernels[NATIVE].dtypes:
         pytest.skip(f"{name} takes {', '.join(kernels[NATIVE].dtypes)}")
     op, ran, wrong = OPS[kernels[NATIVE].op], dict.fromkeys(kernels, 0), []
-    for dims, traits in WORKLOADS[op.name]:
-        for case in op.cases(op.workload(dtype, dims, **traits, **traits_of(kernels[NATIVE]))):
+    for number, (dims, traits) in enumerate(WORKLOADS[op.name]):
+        cases = op.cases(op.workload(dtype, dims, **traits, **traits_of(kernels[NATIVE])))
+        for case in drawn.share(cases, days=2, shift=number):
             runs = {}
             for isa, kernel in kernels.items():
                 if isinstance(kernel.supports(case.workload, device()), Accepted):
@@ -332,14 +335,11 @@ def test_greedy_compares_logits_as_they_would_be_stored() -> None:
 
 # --- codes -----------------------------------------------------------------------------------------------------------
 
-CODED_BUILDS = [
-    *((f, "bf16", NATIVE) for f in CODED),
-    *drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=6),
-]
-BLOCKED_BUILDS = [
-    *drawn.share([(f, "bf16", NATIVE) for f in CODED], days=2),
-    *drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=8),
-]
+ANY_CODED = list(itertools.product(CODED, DTYPES, HERE))
+CODED_BUILDS = dict.fromkeys([*((f, "bf16", NATIVE) for f in CODED), *drawn.share(ANY_CODED, days=6)])
+BLOCKED_BUILDS = dict.fromkeys(
+    [*drawn.share([(f, "bf16", NATIVE) for f in CODED], days=2), *drawn.share(ANY_CODED, days=8)]
+)
 BUILDS = [*(("gemv_coded", *build) for build in CODED_BUILDS), *(("gemm_coded", *build) for build in BLOCKED_BUILDS)]
 
 
@@ -348,8 +348,9 @@ def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(
     name: str, format_: str, dtype: DTypeName, isa: Isa
 ) -> None:
     kernel, op, wrong = variant(name, isa), OPS["linear"], []
-    for dims, traits in WORKLOADS["linear"]:
-        for case in op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_)):
+    for number, (dims, traits) in enumerate(WORKLOADS["linear"]):
+        cases = op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_))
+        for case in drawn.share(cases, days=2, shift=number):
             if isinstance(kernel.supports(case.workload, device()), Accepted):
                 run = partial(outputs_of, op, case.workload, bound(kernel, case.workload))
                 wrong += [f"{case.workload.key}, {case.name}: {w}" for _, w in mismatches(op, case, 7, {isa: run})]
@@ -392,22 +393,23 @@ def simple_scales(w: Weight) -> torch.Tensor:
     return block.repeat(w.scales.shape[0], w.scales.shape[1] // len(block))
 
 
-@pytest.mark.parametrize(("name", "settings"), [("gemv_coded", (4,)), ("gemm_coded", (256, 24))])
-@pytest.mark.parametrize("format_", CODED)
-def test_the_scale_of_every_group_is_used_for_its_own_codes(format_: str, name: str, settings: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "format_", "dtype", "isa"), BUILDS)
+def test_the_scale_of_every_group_is_used_for_its_own_codes(
+    name: str, format_: str, dtype: DTypeName, isa: Isa
+) -> None:
     n, k = 19, 416
-    w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(1)), format_)
+    w = quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(1)).to(DTYPE[dtype]), format_)
     assert isinstance(w, Weight)
     if w.scales.dtype == torch.uint8:
         w.scales.copy_(torch.arange(w.scales.numel()).view(w.scales.shape) % 64)  # fp16 below 2, different integers
     else:
         w.scales.copy_(2.0 ** (torch.arange(w.scales.numel()) % 9 - 4).view(w.scales.shape))
-    x = torch.eye(k)
+    x, function = torch.eye(k, dtype=DTYPE[dtype]), entry(name, isa, format_, dtype)
     for first in range(0, k, 32):
-        y = torch.empty(32, n)
-        function = entry(name, NATIVE, format_, "fp32")
+        y = torch.empty(32, n, dtype=x.dtype)
+        settings = (4,) if name == "gemv_coded" else (256, 24)
         function(x[first : first + 32], w.codes, w.scales, None, None, y, 2, *settings)
-        assert torch.equal(y.T, w.exact().float()[:, first : first + 32]), first
+        assert torch.equal(y.T, w.exact().float().to(x.dtype)[:, first : first + 32]), first
 
 
 @pytest.mark.parametrize("format_", drawn.share(CODED, days=2))
@@ -424,13 +426,11 @@ def test_blocks_of_codes_are_the_weights_rounded_once(format_: str) -> None:
         assert torch.equal(y.T, w.exact().float().bfloat16()[:, first : first + 50]), first
 
 
-@pytest.mark.parametrize(
-    ("format_", "dtype", "isa"), drawn.share(list(itertools.product(CODED, DTYPES, HERE)), days=10)
-)
+@pytest.mark.parametrize(("format_", "dtype", "isa"), BLOCKED_BUILDS)
 def test_gemm_on_codes_is_right_for_any_blocking_threads_and_m(format_: str, dtype: DTypeName, isa: Isa) -> None:
     """Draw shapes, blocks and threads; x, residual and y are strided views at odd addresses, and y has guards."""
     op, draw, function = OPS["linear"], Random(drawn.seed), entry("gemm_coded", isa, format_, dtype)
-    for _ in range(40):
+    for _ in range(20):
         m, n = draw.choice((1, 5, 8, 9, 33, 50)), draw.randint(1, 80)
         k = draw.choice((1, 31, 32, 33, 255, 256, 257, 512, draw.randint(1, 1100)))
         made = op.inputs(op.workload(dtype, {"M": m, "N": n, "K": k}, bias=True, residual=True, weight=format_), m * n)
@@ -553,7 +553,7 @@ WRONG_BUILDS = [
 
 
 @pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
-@pytest.mark.parametrize(("source", "header", "name", "format_"), drawn.share(WRONG_BUILDS, days=5))
+@pytest.mark.parametrize(("source", "header", "name", "format_"), drawn.share(WRONG_BUILDS, days=10))
 def test_the_battery_refuses_a_kernel_with_one_fault(
     source: str, header: str, name: str, format_: str, tmp_path: Path
 ) -> None:
@@ -614,10 +614,9 @@ def test_wrong_arguments_are_refused_by_name(
 )
 def test_parts_of_a_weight_that_do_not_fit_are_refused_by_name(change: dict[str, torch.Tensor], problem: str) -> None:
     given = {"codes": torch.zeros(8, 4, dtype=torch.int8), "scales": torch.zeros(8), **change}
+    x, y = torch.zeros(2, 4).bfloat16(), torch.zeros(2, 8).bfloat16()
     with pytest.raises(ValueError, match=problem):
-        entry("gemv_coded", NATIVE, "int8-row", "fp32")(
-            torch.zeros(2, 4), given["codes"], given["scales"], None, None, torch.zeros(2, 8), 1, 1
-        )
+        entry("gemv_coded", NATIVE, "int8-row")(x, given["codes"], given["scales"], None, None, y, 1, 1)
 
 
 # --- knobs -----------------------------------------------------------------------------------------------------------
