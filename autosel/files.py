@@ -46,6 +46,23 @@ def opened(path: Path, *, follow: bool = True) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def is_folder(path: Path) -> bool:
+    """Return True for a folder. Return False, not OSError, for a name that is too long."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are stored. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read(path: Path, most_bytes: int, *, follow: bool = True) -> bytes:
     """Return the content of a regular file of at most `most_bytes`. Raises OSError."""
     with opened(path, follow=follow) as file:

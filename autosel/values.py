@@ -346,7 +346,7 @@ Parity = Passed | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PairedSamples:
     """One visit to every arm. `order` is the coin-flipped order of arm indices.
 
     `samples_ns[arm]` are the samples' times per call in nanoseconds, in the order taken.
@@ -385,13 +385,13 @@ class Deployed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class RaceSession:
     """One fresh process. `arms[0]` is the baseline. `voided` says why its pairs do not count, or is empty."""
 
     kind: Literal["screening", "confirming"]
     seed: int
     arms: tuple[str, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairedSamples, ...]
     calls_per_sample: tuple[int, ...]
     read_bytes_per_s: float = 0.0  # best read probe interleaved in this session: the physical ceiling
     aa_crossed: bool | None = None  # True if the baseline's clone crossed E >= 1/alpha_s; None: no clone ran
@@ -414,7 +414,7 @@ class Race:
     delta: float
     alpha_session: float
     pi: float
-    sessions: tuple[Session, ...]
+    sessions: tuple[RaceSession, ...]
     time_class: Literal["short", "long"] = "short"  # the A/A history of its sessions
     nominees: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -313,7 +313,7 @@ def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
     """Load every eligible arm, the baseline first, and seat it on fresh operands; return the names."""
     from autosel.candidates import registry
     from autosel.native.compile import compile_source
-    from autosel.race.contest import Entrant, Operands
+    from autosel.race.contest import Entrant, SharedOperands
     from autosel.values import Accepted, NativeRecipe
 
     arms: dict[str, str] = {}
@@ -333,7 +333,7 @@ def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
         )
         bench.load(entrant)
         arms[candidate.name] = entrant.loaded_name
-    operands = Operands(w, 20, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]))
+    operands = SharedOperands(w, 20, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]))
     bench.prepare(w, operands.inputs, arms, operands.copies)
     operands.close()
     return list(arms)

@@ -118,6 +118,29 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     settings.read.cache_clear()
 
 
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command line; return (exit code, stdout, stderr)."""
+    from autosel.cli.main import run
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(list(arguments))
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Use one thread: for small operands a pool's barriers take longer than the work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Return the process of this pytest worker from which workers are forked."""

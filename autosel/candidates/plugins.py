@@ -38,14 +38,6 @@ class Plugin:
     problem: str = ""
 
 
-def discover() -> tuple[Plugin, ...]:
-    """Return every entry point of the group, by name; import nothing."""
-    allowed = _allowed()
-    return tuple(
-        _plugin(point, allowed) for point in sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
-    )
-
-
 @cache
 def load_allowed() -> tuple[Plugin, ...]:
     """Import the allowed ones, once per process, and return what each gave."""

@@ -14,7 +14,7 @@ from autosel.certify.derive import arithmetic
 from autosel.certify.statistics import Interval, median, ratio_interval
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
-from autosel.files import read_named
+from autosel.files import is_folder, read_named
 from autosel.values import canonical_json, parse_json, to_json
 
 MOST_BYTES = 64 << 20
@@ -123,7 +123,7 @@ def read(path: Path, line: int = 0) -> list[Figure]:
 
 
 def _figures(path: Path, line: int) -> list[Figure]:
-    if _is_folder(path):
+    if is_folder(path):
         path = path / report.DOCUMENT
     if path.suffix == ".jsonl":
         return of_certificates(made for number, made in verify.read(path, strict=True) if line in (0, number))
@@ -141,13 +141,6 @@ def _figures(path: Path, line: int) -> list[Figure]:
     raise BadConfig(
         f"{path} is not a report", why="a folder or file that run wrote is expected: --report, --json, --certify"
     )
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long; reading it fails with a message
-        return False
 
 
 def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:

@@ -209,10 +209,10 @@ def say(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, flo
     axes.annotate(text, at, xytext=offset, textcoords="offset points", **{"color": QUIET, **style})
 
 
-Named = tuple[float, float, str]  # x, y and name of a point
+NamedPoint = tuple[float, float, str]  # x, y and name of a point
 
 
-def name_points(axes: Axes, points: Sequence[Named], tall_in: float) -> None:
+def name_points(axes: Axes, points: Sequence[NamedPoint], tall_in: float) -> None:
     """Write the points' names in a column right of logarithmic axes whose limits are set, each with a thin line.
     `tall_in`: height of the figure."""
     axes.set_ylim(*axes.get_ylim())

@@ -22,8 +22,8 @@ from autosel.certify.certificate import Certificate, Prompt, another_prompt
 from autosel.certify.derive import rooflines, saved, speedup, tokens_per_step
 from autosel.certify.statistics import (
     FEWEST_TO_RESAMPLE,
-    Figures,
     Interval,
+    Samples,
     median,
     middle,
     resampled_medians,
@@ -263,7 +263,7 @@ def _scores(old: Mapping[str, Scalar], new: Mapping[str, Scalar], than: Literal[
     )
 
 
-def _speedups(made: Certificate) -> Figures:
+def _speedups(made: Certificate) -> Samples:
     s = made.samples
     kept = s.kept or (tokens_per_step(made),) * made.iters
     if made.iters < FEWEST_TO_RESAMPLE:
@@ -272,14 +272,14 @@ def _speedups(made: Certificate) -> Figures:
     return resampled_speedups(s.baseline_ns, s.optimised_ns, kept)
 
 
-def _resampled(values: Sequence[float]) -> tuple[float, Figures]:
+def _resampled(values: Sequence[float]) -> tuple[float, Samples]:
     """Return the median of the values, and the median of each resample; for fewer than eight, the values themselves."""
     if len(values) < FEWEST_TO_RESAMPLE:
         return median(values), np.asarray(values, dtype=np.float64)
     return median(values), resampled_medians(values)[0]
 
 
-def _compared(what: str, new: tuple[float, Figures], old: tuple[float, Figures], margin: float) -> Compared:
+def _compared(what: str, new: tuple[float, Samples], old: tuple[float, Samples], margin: float) -> Compared:
     """Compare one figure. Each run has the figure as certified, and its resamples, which give the interval."""
     (measured, again), (certified, before) = new, old
     size = min(len(again), len(before))

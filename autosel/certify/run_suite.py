@@ -78,7 +78,7 @@ def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunLis
     _expect(request.parts, listener)
     try:
         for part in request.parts:
-            shared = _Shared()
+            shared = _SuiteState()
             for configuration, runs in part.configurations:
                 trials = _trials(part, runs, shared, listener, ledger, made.remarks)
                 made.rows.append(suite.row(configuration, trials))
@@ -106,7 +106,7 @@ class _Made:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SuiteState:
     """Weights and choices that the runs of one model share."""
 
     weights: Weights | None = None  # loaded on first use
@@ -128,7 +128,12 @@ def _expect(parts: Sequence[SuitePart], listener: RunListener) -> None:
 
 
 def _trials(
-    part: SuitePart, runs: Sequence[Run], shared: _Shared, listener: RunListener, ledger: Ledger | None, told: list[str]
+    part: SuitePart,
+    runs: Sequence[Run],
+    shared: _SuiteState,
+    listener: RunListener,
+    ledger: Ledger | None,
+    told: list[str],
 ) -> list[Certificate]:
     """Run a configuration. Return the certificates of the runs that count, and append remarks to `told`."""
     made, question = [], part.question(runs)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Figures = NDArray[np.float64]
+Samples = NDArray[np.float64]
 
 COVERAGE = 0.95
 RESAMPLES = 2000
@@ -78,16 +78,16 @@ def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | 
     return middle(above / below[::-1])  # reversed, so that equal picks of the two runs are independent
 
 
-def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Figures:
+def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Samples:
     slow, fast = resampled_medians(baseline, optimised)
     return slow / fast * (resampled(np.mean, kept)[0] if kept else 1.0)
 
 
-def resampled_medians(*arms: Sequence[float]) -> list[Figures]:
+def resampled_medians(*arms: Sequence[float]) -> list[Samples]:
     return resampled(np.median, *arms)
 
 
-def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Figures]:
+def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Samples]:
     """Return the statistic of each arm in each of 2000 resamples of their common indices.
 
     A resample consists of circular blocks of ceil(n^(1/3)) neighbours (Politis and Romano 1992), because a disturbance
@@ -97,7 +97,7 @@ def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Fig
     count = len(samples[0])
     starts, block = _block_starts(count)
     rows = max(1, (1 << 21) // count)  # at a time, so that 20 000 steps do not need a gigabyte
-    found: list[list[Figures]] = [[] for _ in arms]
+    found: list[list[Samples]] = [[] for _ in arms]
     for low in range(0, RESAMPLES, rows):
         chunk = starts[low : low + rows]
         picks = ((chunk[:, :, None] + np.arange(block)) % count).reshape(len(chunk), -1)[:, :count]
@@ -115,7 +115,7 @@ def _block_starts(count: int) -> tuple[NDArray[np.int64], int]:
     return np.array(starts, dtype=np.int64).reshape(RESAMPLES, blocks), block
 
 
-def middle(found: Figures) -> Interval:
+def middle(found: Samples) -> Interval:
     """Return the middle 95 % of the resampled values."""
     ordered = np.sort(found)
     cut = int(len(ordered) * (1 - COVERAGE) / 2)

@@ -131,7 +131,7 @@ def _replace(path: Path, line: bytes) -> None:
             file.flush()
             os.fsync(descriptor)
         making.replace(path)
-        _sync_folder(path.parent)
+        files.sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             making.unlink()
@@ -146,11 +146,3 @@ def _copy(path: Path, target: BinaryIO) -> None:
     with files.opened(path) as source:
         while part := source.read(_COPY_BYTES):
             target.write(part)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -38,7 +38,7 @@ def pictures(found: Sweep) -> dict[str, Figure]:
     import matplotlib as mpl
 
     done = [c for c in found.cells if c.figures is not None]
-    wanted: dict[str, tuple[str, str, str, Value]] = {}
+    wanted: dict[str, tuple[str, str, str, CellValue]] = {}
     if len({c.context for c in done}) > 1:
         wanted["step-against-context"] = ("batch", "context", "ms of a step", _step)
     if len({c.batch for c in done}) > 1:
@@ -48,7 +48,7 @@ def pictures(found: Sweep) -> dict[str, Figure]:
 
 
 Point = tuple[float, float, float]  # median and both ends of its 95 % interval, which are equal to it if there is none
-Value = Callable[[SweepCell, Figures, bool], Point]  # True: of the optimised steps
+CellValue = Callable[[SweepCell, Figures, bool], Point]  # True: of the optimised steps
 
 
 def _step(cell: SweepCell, f: Figures, ours: bool) -> Point:
@@ -64,7 +64,7 @@ def _rate(cell: SweepCell, f: Figures, ours: bool) -> Point:
     return rate, rate * median / hi, rate * median / lo
 
 
-def _drawn(cells: list[SweepCell], line: str, axis: str, unit: str, value: Value) -> Figure:
+def _drawn(cells: list[SweepCell], line: str, axis: str, unit: str, value: CellValue) -> Figure:
     """Plot a line for each value of `line` (up to six), optimised solid and baseline dashed, on logarithmic axes. Bars
     are 95 % intervals of the medians."""
     figure, axes = plots.new_axes(4.0)

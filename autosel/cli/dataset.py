@@ -11,8 +11,8 @@ import click
 
 from autosel import settings
 from autosel.cli.output import emit_json, microseconds, ratio, table
-from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
+from autosel.files import is_folder
 from autosel.values import SERVING, Decision, to_json
 
 if TYPE_CHECKING:

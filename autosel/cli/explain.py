@@ -22,7 +22,7 @@ from autosel.cli.options import json_option, verb
 from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio
 from autosel.errors import UsageError
 from autosel.ledger.describe import measured, release_command
-from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, Session, Verdict, to_json
+from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, RaceSession, Verdict, to_json
 
 if TYPE_CHECKING:
     from autosel.ledger.containment import Quarantine
@@ -288,7 +288,7 @@ def race_json(race: Race) -> dict[str, object]:
     }
 
 
-def _session_json(session: Session) -> dict[str, object]:
+def _session_json(session: RaceSession) -> dict[str, object]:
     from autosel.race.judge import duels
 
     ratios = {

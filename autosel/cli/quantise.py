@@ -14,7 +14,7 @@ from autosel.cli.output import emit_json, paragraph
 from autosel.errors import Stopped, UsageError
 
 if TYPE_CHECKING:
-    from autosel.decode.checkpoint import Made
+    from autosel.decode.checkpoint import WrittenCheckpoint
 
 FORMATS = (  # as decode.checkpoint, which loads torch
     "int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128", "uint4-g32", "uint4-g64", "uint4-g128",
@@ -69,7 +69,7 @@ def quantise_command(folder: Path, weight_format: str, output: Path, as_json: bo
         click.echo(_told(made))
 
 
-def _told(made: Made) -> str:
+def _told(made: WrittenCheckpoint) -> str:
     sizes = f"{made.bytes / 1e9:.2f} GB for {made.source_bytes / 1e9:.2f} GB"
     told = f"{made.folder}: {made.format}, {made.bits_per_weight:.4g} bits per weight in layers, {sizes}"
     again = f"measure it: {settings.spelling()} run --model {shlex.quote(made.folder)}"

@@ -15,8 +15,8 @@ import click
 from autosel import settings
 from autosel.cli.options import verb
 from autosel.cli.output import report, table
-from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
+from autosel.files import is_folder
 
 if TYPE_CHECKING:
     from autosel.models.workloads import Named

@@ -15,9 +15,8 @@ from autosel.cli.engines import ENGINES, EngineOptions, export_to
 from autosel.cli.lock import lock
 from autosel.cli.options import Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, paragraph
-from autosel.cli.writable import is_folder
 from autosel.errors import BadConfig, UsageError
-from autosel.files import read_named
+from autosel.files import is_folder, read_named
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Imported, Ledger

@@ -10,14 +10,6 @@ from pathlib import Path
 from autosel.errors import UsageError
 
 
-def is_folder(path: Path) -> bool:
-    """Return True for a folder. Return False, not OSError, for a name that is too long."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def refuse_file(path: Path) -> None:
     """Raise UsageError if the file cannot be written. Its folder must exist."""
     with _refused(path):

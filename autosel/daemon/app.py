@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
 
@@ -64,10 +63,7 @@ class Lookups:
         await send({"type": "http.response.body", "body": body})
 
 
-Handler = Callable[[Hub, Request], Awaitable[Response]]
-
-
-def _route(hub: Hub, path: str, handler: Handler, method: str) -> Route:
+def _route(hub: Hub, path: str, handler: api.Handler, method: str) -> Route:
     async def endpoint(request: Request) -> Response:
         started = time.perf_counter()
         made = await _answered(hub, handler, request)
@@ -79,7 +75,7 @@ def _route(hub: Hub, path: str, handler: Handler, method: str) -> Route:
     return Route(path, endpoint, methods=[method])
 
 
-async def _answered(hub: Hub, handler: Handler, request: Request) -> Response:
+async def _answered(hub: Hub, handler: api.Handler, request: Request) -> Response:
     """Return the handler's answer, or its exception as an answer."""
     if hub.behind and request.method == "GET":
         await hub.caught_up()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -23,6 +23,7 @@ from starlette.responses import Response
 from autosel import settings
 from autosel.certify.derive import claimed_interval, headline_roofline
 from autosel.daemon import charts, examination, shown
+from autosel.daemon.api import Handler
 from autosel.daemon.bodies import Bad, number, query
 from autosel.daemon.decisions import evidence_of
 from autosel.daemon.fleet import fleet_json
@@ -240,8 +241,6 @@ def _static(name: str) -> tuple[bytes, str]:
         return gzip.compress(files("plotly").joinpath("package_data", PLOTLY).read_bytes(), 6), "text/javascript"
     return gzip.compress(files("autosel.daemon").joinpath("static", name).read_bytes()), STATIC[name]
 
-
-Handler = Callable[[Hub, Request], Awaitable[Response]]
 
 PAGES: Mapping[str, Handler] = {
     "/": now,

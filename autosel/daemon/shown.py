@@ -243,7 +243,7 @@ def choosable(e: Evidence) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class DecisionFamily:
     """Group decisions that differ in one dimension only, for a line over `axis`."""
 
     id: str
@@ -252,7 +252,7 @@ class Family:
     decisions: tuple[Decision, ...]
 
 
-def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[Family]:
+def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[DecisionFamily]:
     """Group over the context if the op has one, else over the rows; the largest family first. `device`: the device, if
     there are several."""
     found: dict[str, list[Decision]] = {}
@@ -267,7 +267,7 @@ def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = 
         axes[name] = axis
     order = sorted(found, key=lambda name: (-len(found[name]), name))
     return [
-        Family(
+        DecisionFamily(
             id=str(i),
             name=name,
             axis=axes[name],

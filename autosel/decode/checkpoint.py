@@ -49,7 +49,7 @@ COPIED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class WrittenCheckpoint:
     """The written checkpoint. Bytes are those of all tensors."""
 
     folder: str
@@ -73,7 +73,7 @@ class _Stored:
         return torch.Size(self.shape).numel() * BITS[self.dtype] // 8
 
 
-def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | None = None) -> Made:
+def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | None = None) -> WrittenCheckpoint:
     """Write `folder` in a format of FORMATS as the new folder `out`.
 
     Raises UsageError (out exists, no room on the disk), BadConfig (unreadable, already in codes, not whole groups).
@@ -94,7 +94,7 @@ def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | 
             _write_index(making, shards, need)
         _write_config(folder, making, found)
         _copy_others(folder, making)
-    return Made(
+    return WrittenCheckpoint(
         folder=str(out),
         format=format,
         source_bytes=sum(entry.size for entry in tensors.entries.values()),

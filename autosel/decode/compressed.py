@@ -35,7 +35,7 @@ SCALE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StoredMatrix:
     """A matrix by its own shape, and how it is stored: its parts, or one plain tensor."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class InScheme:
     described_by: ClassVar[str] = "config.json"
     tensors: Tensors
     scheme: Scheme
-    entries: Mapping[str, Place]
+    entries: Mapping[str, StoredMatrix]
 
     @property
     def place(self) -> Path:
@@ -66,6 +66,21 @@ class InScheme:
     def _read_codes(self, name: str, out: Weight) -> None:
         """Read a matrix as it is stored. Raises BadConfig."""
         raise NotImplementedError
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.tensors.entries:
+            self._refuse(name, "is missing")
+        return self.tensors.entries[name]
+
+    def _raw(self, name: str, out: Tensor, dtype: str) -> None:
+        entry = self._entry(name)
+        if entry.dtype != dtype or entry.shape != tuple(out.shape):
+            self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
+        self.tensors.read_raw(name, out)
+
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        todo = "fetch the checkpoint again if its config.json may belong to other weights"
+        raise BadConfig(f"{self.place}: {name} {why}", todo=todo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,33 +165,16 @@ class Compressed(InScheme):
             self._refuse(base + ORDER, f"names the group {int(wrong[0])} of {-(-k // size)}")
         return found.long()
 
-    def _entry(self, name: str) -> Entry:
-        if name not in self.tensors.entries:
-            self._refuse(name, "is missing")
-        return self.tensors.entries[name]
-
-    def _raw(self, name: str, out: Tensor, dtype: str) -> None:
-        entry = self._entry(name)
-        if entry.dtype != dtype or entry.shape != tuple(out.shape):
-            self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
-        self.tensors.read_raw(name, out)
-
-    def _refuse(self, name: str, why: str) -> NoReturn:
-        raise BadConfig(
-            f"{self.place}: {name} {why}",
-            todo="fetch the checkpoint again: its config.json may belong to other weights",
-        )
-
 
 def open_compressed(tensors: Tensors, scheme: Scheme) -> Compressed:
     """Return the tensors by the names of matrices."""
     packed = [name.removesuffix(PACKED) for name in tensors.entries if name.endswith(PACKED)]
     hidden = {base + part for base in packed for part in (PACKED, SCALE, SHAPE)}
     hidden |= {base + ZERO for base in packed if scheme.zeros} | {base + ORDER for base in packed if scheme.ordered}
-    entries = {n: Place(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
+    entries = {n: StoredMatrix(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
     for base in packed:
         n, k = words_shape(tensors, base + PACKED)
-        entries[f"{base}.weight"] = Place(shape=(n, k * WORD_BITS // scheme.bits), packed=True)
+        entries[f"{base}.weight"] = StoredMatrix(shape=(n, k * WORD_BITS // scheme.bits), packed=True)
     return Compressed(tensors=tensors, scheme=scheme, entries=entries)
 
 

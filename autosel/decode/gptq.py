@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosel.decode.compressed import SCALE_DTYPES, InScheme, Place, put_scales, words_shape
-from autosel.decode.safetensors import Entry, Tensors
+from autosel.decode.compressed import SCALE_DTYPES, InScheme, StoredMatrix, put_scales, words_shape
+from autosel.decode.safetensors import Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
-from autosel.errors import BadConfig
 from autosel.models.quantised import Scheme
 from autosel.ops.weight import BLOCK, Weight
 
@@ -152,26 +151,9 @@ class PackedRows(InScheme):
         self._raw(name, found, "I32")
         return found
 
-    def _raw(self, name: str, out: Tensor, dtype: str) -> None:
-        entry = self._entry(name)
-        if entry.dtype != dtype or entry.shape != tuple(out.shape):
-            self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
-        self.tensors.read_raw(name, out)
-
-    def _entry(self, name: str) -> Entry:
-        if name not in self.tensors.entries:
-            self._refuse(name, "is missing")
-        return self.tensors.entries[name]
-
     def _refuse_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if self.entries[name].shape != expected:
             self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {list(expected)}")
-
-    def _refuse(self, name: str, why: str) -> NoReturn:
-        raise BadConfig(
-            f"{self.place}: {name} {why}",
-            todo="fetch the checkpoint again if its config.json may belong to other weights",
-        )
 
 
 def open_packed_rows(tensors: Tensors, scheme: Scheme) -> PackedRows:
@@ -179,12 +161,12 @@ def open_packed_rows(tensors: Tensors, scheme: Scheme) -> PackedRows:
     bases = [name.removesuffix(CODES) for name in tensors.entries if name.endswith(CODES)]
     hidden = {base + part for base in bases for part in (CODES, ZEROS, SCALES, ORDER)}
     hidden |= {base + BIAS for base in bases if _is_zero(tensors, base + BIAS)}  # GPTQ writes one for every layer
-    entries = {n: Place(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
+    entries = {n: StoredMatrix(shape=e.shape, packed=False) for n, e in tensors.entries.items() if n not in hidden}
     per = WORD_BITS // scheme.bits
     for base in bases:
         first, second = words_shape(tensors, base + CODES)
         shape = (second * per, first) if scheme.method == "awq" else (second, first * per)
-        entries[f"{base}.weight"] = Place(shape=shape, packed=True)
+        entries[f"{base}.weight"] = StoredMatrix(shape=shape, packed=True)
     return PackedRows(tensors=tensors, scheme=scheme, entries=entries)
 
 

@@ -28,7 +28,7 @@ class TokenVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _ChosenTokens:
     """N tokens chosen from N states; `exact` computes their logits in higher precision."""
 
     ours: Sequence[int]
@@ -58,9 +58,9 @@ def verdict(
     return TokenVerdict(checked=len(seen.ours), equal=len(seen.ours) - len(differ), open=open_)
 
 
-def _step(scene: Scene, ours: StepArm, theirs: StepArm, kept: list[list[int]], plain: list[list[int]]) -> _Seen:
+def _step(scene: Scene, ours: StepArm, theirs: StepArm, kept: list[list[int]], plain: list[list[int]]) -> _ChosenTokens:
     """Return one token per row."""
-    return _Seen(
+    return _ChosenTokens(
         ours=[row[0] for row in kept],
         plain=[row[0] for row in plain],
         our_logits=ours.logits,
@@ -69,7 +69,7 @@ def _step(scene: Scene, ours: StepArm, theirs: StepArm, kept: list[list[int]], p
     )
 
 
-def _stream(scene: Scene, ours: Speculating, theirs: StepArm, kept: list[int]) -> _Seen:
+def _stream(scene: Scene, ours: Speculating, theirs: StepArm, kept: list[int]) -> _ChosenTokens:
     """Return all tokens that speculation kept, against plain greedy decoding of the same stream.
 
     The baseline is fed the tokens kept so far, so that consecutive equal tokens are its own stream.
@@ -77,7 +77,7 @@ def _stream(scene: Scene, ours: Speculating, theirs: StepArm, kept: list[int]) -
     fed = torch.tensor([[scene.text[0][-1], *kept[:-1]]], device=scene.place.tokens.device)
     logits = scene.after(fed)
     logits[0] = theirs.logits[0]
-    return _Seen(
+    return _ChosenTokens(
         ours=kept,
         plain=logits.argmax(-1).tolist(),
         our_logits=ours.passed[: len(kept)],

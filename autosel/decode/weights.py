@@ -151,14 +151,14 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     return made if tensors is None else replace(made, note=tensors.tensors.note(shape, plan.dtype))
 
 
-def weights_of(source: Source, shape: ModelShape, dtype: DTypeName) -> Weights:
+def weights_of(source: TensorSource, shape: ModelShape, dtype: DTypeName) -> Weights:
     """Copy the weights of another source, in the shape's formats, into one arena. Raises BadConfig, UsageError."""
     tensors = _Checkpoint(source, shape, shape.layers)
     arena = PageArena(arena_bytes(shape, dtype), torch.device(devices.HOST))
     return _Builder(shape, dtype, arena, tensors.read, tensors.codes(shape), Silent()).build(str(source.place))
 
 
-def refuse_other_tensors(source: Source, shape: ModelShape) -> None:
+def refuse_other_tensors(source: TensorSource, shape: ModelShape) -> None:
     """Raise BadConfig for tensors of another model than the shape's."""
     _Checkpoint(source, shape, shape.layers)
 
@@ -171,7 +171,7 @@ def refuse_unloadable(plan: Plan) -> _Checkpoint | None:
     return tensors
 
 
-def _opened(path: Path) -> Source:
+def _opened(path: Path) -> TensorSource:
     if is_gguf(path):
         return open_gguf(path)
     found = open_folder(path)
@@ -371,7 +371,7 @@ def _start(name: str, length: int) -> int:
 # --- Hugging Face's names --------------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by Hugging Face's names, of a checkpoint folder or a GGUF file."""
 
     @property
@@ -382,7 +382,7 @@ class Source(Protocol):
         """Return what gives the sizes of the model, for messages."""
 
     @property
-    def entries(self) -> Mapping[str, Place]: ...
+    def entries(self) -> Mapping[str, TensorEntry]: ...
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Read a tensor into `out`. Raises BadConfig for one of another shape."""
@@ -394,7 +394,7 @@ class Source(Protocol):
         """Return the function that reads a matrix as it is stored, if matrices are stored in the model's formats."""
 
 
-class Place(Protocol):
+class TensorEntry(Protocol):
     """Place of one tensor."""
 
     @property
@@ -404,7 +404,7 @@ class Place(Protocol):
 class _Checkpoint:
     """Tensors by autosel's names. Raises BadConfig at once for missing tensors and for unused ones."""
 
-    def __init__(self, tensors: Source, shape: ModelShape, layers_there: int) -> None:
+    def __init__(self, tensors: TensorSource, shape: ModelShape, layers_there: int) -> None:
         self.tensors, self.shape = tensors, shape
         names = tensors.entries
         if not names:

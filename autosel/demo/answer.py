@@ -21,7 +21,7 @@ from autosel.decode.sample import largest
 from autosel.decode.weights import Weights
 from autosel.values import Fingerprint
 
-Heard = Callable[[int], None]
+OnToken = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Difference:
     spacing: float
 
 
-def by_pytorch(weights: Weights, prompt: Sequence[int], count: int, *, stop: frozenset[int], heard: Heard) -> Answer:
+def by_pytorch(weights: Weights, prompt: Sequence[int], count: int, *, stop: frozenset[int], heard: OnToken) -> Answer:
     """Answer with the baseline, eager PyTorch."""
     eager, device = Eager(weights), weights.device
     cache = make_cache(weights.shape, weights.dtype, rows=1, room=len(prompt) + count, device=device)
@@ -72,7 +72,7 @@ def by_autosel(
     count: int,
     *,
     stop: frozenset[int],
-    heard: Heard,
+    heard: OnToken,
     chosen: Chosen,
     fp: Fingerprint,
 ) -> Answer:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Language = Literal["C++", "CUDA"]  # CUDA stands also for Triton and for libraries of CUDA kernels
 TimedBy = Literal["host", "CUDA events"]
-Calls = Sequence[tuple[Any, ...]]  # arguments of each of an arm's calls, one for each copy of its operands
+CallArgs = Sequence[tuple[Any, ...]]  # arguments of each of an arm's calls, one for each copy of its operands
 Outputs = Sequence[tuple[Any, ...]]  # sets of outputs, None for an arm that allocates its own
 NO_OUTPUTS: Outputs = ((),)
 READ_S = 0.02  # of a read probe
@@ -239,7 +239,7 @@ class Device(ABC):
         """Wait for all work. Raises the device's error."""
 
     @abstractmethod
-    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+    def timed(self, call: Callable[..., Any], calls: CallArgs, outputs: Outputs = NO_OUTPUTS) -> Timed:
         """Return the calls of an arm, ready to be timed. They lack their outputs; `outputs` are the sets to write into.
 
         With several sets, the calls of a sample can have separate outputs; only the host has several.

@@ -26,8 +26,8 @@ def environment(root: Path = Path("/")) -> dict[str, Any]:
     return {
         "autosel": __version__,
         "kernel_pack": pack_digest("cpu"),
-        "torch": _version("torch"),
-        "tvm_ffi": _version("apache-tvm-ffi"),
+        "torch": version_of("torch"),
+        "tvm_ffi": version_of("apache-tvm-ffi"),
         "compiler": compiler.version if compiler else None,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "libc": _libc(),
@@ -44,7 +44,8 @@ def pack_digest(kind: str) -> str:
     return hasher.hexdigest()
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -26,7 +26,7 @@ from autosel.dispatch.bound import Bound, Cell, make_bound, make_part, put
 from autosel.dispatch.handover import Handover, UseKey
 from autosel.dispatch.left import MOST_LEFT, Left
 from autosel.dispatch.resolve import Resolution, Serving, index, resolve, whole
-from autosel.dispatch.selection import MOST_SHAPES, Entry, Selection, calls, grant, key_function, make_selection
+from autosel.dispatch.selection import MOST_SHAPES, Selection, TableEntry, calls, grant, key_function, make_selection
 from autosel.dispatch.served import UsedFor
 from autosel.dispatch.signature import inputs_of, place_of
 from autosel.errors import AutoselError, BadConfig, ForeignDecision
@@ -82,7 +82,7 @@ class _Selected:
 
     op: Op
     function: Selection
-    table: dict[Any, Entry]
+    table: dict[Any, TableEntry]
 
 
 REFETCH = "restore it from your repository, or write it again: autosel export --lock"
@@ -147,10 +147,10 @@ class Board:
     def selection(self, op: Op) -> Selection:
         with self._lock:
             if op.name not in self._selected:
-                table: dict[Any, Entry] = {}
+                table: dict[Any, TableEntry] = {}
                 key = key_function(op)
 
-                def look(inputs: dict[str, Any]) -> Entry:
+                def look(inputs: dict[str, Any]) -> TableEntry:
                     return self._entry(op, table, key, inputs)
 
                 function = make_selection(op, table, look, self._checked_entry(op), self._failed_entry(op))
@@ -187,14 +187,14 @@ class Board:
             self._bound.append(held)
         return function
 
-    def _entry(self, op: Op, table: dict[Any, Entry], key: Any, inputs: dict[str, Any]) -> Entry:
+    def _entry(self, op: Op, table: dict[Any, TableEntry], key: Any, inputs: dict[str, Any]) -> TableEntry:
         """Handle a miss: a microsecond becomes some hundred, once per shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
             resolution = self._resolve(op, w, place_of(op, inputs))
             watch = self._watch_of(op, resolution)
             left = _gap(watch)
-            entry: Entry = [resolution.run, left, resolution, left, watch]
+            entry: TableEntry = [resolution.run, left, resolution, left, watch]
             if len(table) >= MOST_SHAPES:
                 self._fold(table)
             with suppress(AttributeError, TypeError):  # arguments without a key are looked up at each call
@@ -300,13 +300,13 @@ class Board:
         return make_part(op, part.run, watch, checked, failed)
 
     def _checked_entry(self, op: Op) -> Callable[..., Any]:
-        def checked(entry: Entry, *values: Any) -> Any:
+        def checked(entry: TableEntry, *values: Any) -> Any:
             return _ask(op, entry[4], entry[2], values, lambda: grant(entry, _gap(entry[4])))
 
         return checked
 
     def _failed_entry(self, op: Op) -> Callable[..., Any]:
-        def failed(entry: Entry, error: Exception, *values: Any) -> Any:
+        def failed(entry: TableEntry, error: Exception, *values: Any) -> Any:
             return _replace(op, entry[4], error, values)
 
         return failed
@@ -455,7 +455,7 @@ class Board:
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
-    def _fold(self, table: dict[Any, Entry]) -> None:
+    def _fold(self, table: dict[Any, TableEntry]) -> None:
         """Forget the shapes, keep the counts."""
         entries = list(table.values())
         table.clear()
@@ -586,16 +586,11 @@ def _served(rows: Sequence[snapshot.Row], held: Held) -> dict[str, str]:
     """Return key -> digest of the arms other than the baseline that serve."""
     found = {}
     for row in rows:
-        arm, baseline = (_digest_in(row.document.get(which)) for which in ("arm", "baseline"))
+        arm, baseline = (served.digest_in(row.document.get(which)) for which in ("arm", "baseline"))
         other = row.document.get("state") in SERVING and arm != baseline
         if other and not (held.faults and _is_held(row, held)):
             found[row.key] = arm
     return found
-
-
-def _digest_in(arm: Any) -> str:
-    """Return the digest of an arm in the snapshot that is not resolved yet."""
-    return str(arm.get("digest")) if isinstance(arm, dict) else ""
 
 
 def _is_held(row: snapshot.Row, held: Held) -> bool:

@@ -44,10 +44,10 @@ class Recorded:
 _last: dict[int, int] = {}
 
 
-Asked = Callable[[], Mapping[str, Mapping[Workload, int]]]
+CallCounts = Callable[[], Mapping[str, Mapping[Workload, int]]]
 
 
-def note(asked: Asked) -> None:
+def note(asked: CallCounts) -> None:
     """Write the workloads so far, by device (hw_id), if recording is on and they have changed."""
     path = settings.get("record")
     if path is None:

@@ -19,14 +19,14 @@ MOST_SHAPES = 4096  # distinct shapes remembered; beyond it the table is cleared
 
 # [kernel, calls left until the guard is asked, reason for the kernel, calls granted so far, guard]: a list, because the
 # call itself counts in it
-Entry = list[Any]
+TableEntry = list[Any]
 
 
-def calls(entry: Entry) -> int:
+def calls(entry: TableEntry) -> int:
     return int(entry[3] - entry[1])
 
 
-def grant(entry: Entry, count: int) -> None:
+def grant(entry: TableEntry, count: int) -> None:
     """Let this many calls go straight to the kernel, except the last one."""
     entry[3] += count - entry[1]
     entry[1] = count
@@ -47,8 +47,8 @@ class Selection(Protocol):
 
 def make_selection(
     op: Op,
-    table: dict[Any, Entry],
-    resolve: Callable[[dict[str, Any]], Entry],
+    table: dict[Any, TableEntry],
+    resolve: Callable[[dict[str, Any]], TableEntry],
     checked: Callable[..., Any],
     failed: Callable[..., Any],
 ) -> Selection:
@@ -78,7 +78,7 @@ def make_selection(
     ]
     shown: set[str] = set()
 
-    def resolved(inputs: dict[str, Any]) -> Entry:
+    def resolved(inputs: dict[str, Any]) -> TableEntry:
         entry = resolve(inputs)
         if entry[2].candidate not in shown:
             shown.add(entry[2].candidate)

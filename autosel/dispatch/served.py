@@ -167,9 +167,10 @@ def beyond_baseline(rows: Iterable[Row], ids: Sequence[str], op: str) -> frozens
 
 def _is_beyond_baseline(row: Row, ids: Sequence[str]) -> bool:
     d = row.document
-    arm, baseline = (_digest(d.get(name)) for name in ("arm", "baseline"))
+    arm, baseline = (digest_in(d.get(name)) for name in ("arm", "baseline"))
     return d.get("hw_id") in ids and d.get("state") in SERVING and arm != baseline
 
 
-def _digest(arm: Any) -> str:
+def digest_in(arm: Any) -> str:
+    """Return the digest of an arm in the snapshot that is not resolved yet."""
     return str(arm.get("digest")) if isinstance(arm, dict) else ""

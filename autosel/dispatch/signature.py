@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from autosel import devices
+from autosel.candidates.convention import pure_outputs
 from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
@@ -35,7 +36,7 @@ class FunctionText:
 @cache
 def signature(op: Op) -> FunctionText:
     names = [a.name for a in op.args]
-    outputs = _outputs(op)
+    outputs = pure_outputs(op)
     room = _ROOM.get(op.name)
     fill = (f"if max_len is None: max_len = {room}",) if room else ()
     return FunctionText(
@@ -45,12 +46,6 @@ def signature(op: Op) -> FunctionText:
         fill=fill,
         key=f"({', '.join(_key_parts(op))},)",
     )
-
-
-def _outputs(op: Op) -> tuple[str, ...]:
-    inout = {a.name for a in op.args if a.role == "inout"}
-    count = sum(name not in inout for name in op.output_names)
-    return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
 
 
 def _with_defaults(op: Op) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from autosel import devices, extras, settings
 from autosel.errors import AutoselError, UsageError
-from autosel.fleet.spread import Lost, Outcome, Spread, error_of
+from autosel.fleet.spread import Lost, Spread, SpreadOutcome, error_of
 from autosel.ledger import containment
 from autosel.ledger.host import here
 from autosel.ledger.schema import HEAD
@@ -336,7 +336,7 @@ class _Told:
                 self.rejected.append(made)
                 self.listener.rejected(made)
 
-    def report(self, outcome: Outcome, seconds: float) -> Report:
+    def report(self, outcome: SpreadOutcome, seconds: float) -> Report:
         named = {n.workload.key: n for n in self.request.workloads}
         return Report(
             fingerprint=self._fingerprint(outcome),
@@ -348,7 +348,7 @@ class _Told:
             labels={key: n.label for key, n in named.items()},
         )
 
-    def _fingerprint(self, outcome: Outcome) -> Fingerprint:
+    def _fingerprint(self, outcome: SpreadOutcome) -> Fingerprint:
         """Return the fingerprint of the first worker that finished, else of the first decision. Raises AutoselError."""
         if outcome.fingerprint:
             found: Fingerprint = from_json(Fingerprint, outcome.fingerprint)

@@ -61,7 +61,7 @@ class FleetPart:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class SpreadOutcome:
     """Hold the result: `decided` the reports of decisions, `undecided` keys of workloads, `failed` parts with the
     reason."""
 
@@ -105,9 +105,9 @@ class Spread:
         self._waiting = parts(request.workloads, workers)
         self._over_at = clock() + request.budget_s if request.budget_s else float("inf")
         self._done: set[tuple[str, str]] = set()  # (kind, workload) of each decision
-        self.outcome = Outcome()
+        self.outcome = SpreadOutcome()
 
-    def run(self) -> Outcome:
+    def run(self) -> SpreadOutcome:
         """Run until every part has ended. KeyboardInterrupt ends running parts, keeps decisions and is re-raised."""
         try:
             while self._running or self._waiting:

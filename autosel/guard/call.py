@@ -22,7 +22,7 @@ from autosel.devices.device import Device
 from autosel.ops.contract import Mismatch, Op, Rows, Written
 from autosel.values import Workload
 
-Arm = Callable[..., Any]
+Kernel = Callable[..., Any]
 Clock = Callable[[], int]
 KEPT_BYTES = 16 << 20  # operands are copied if they are smaller than this together; weights and caches are not copied
 
@@ -31,7 +31,7 @@ KEPT_BYTES = 16 << 20  # operands are copied if they are smaller than this toget
 class Result:
     """Result of an arm: `outputs` to judge, or the error that it raised."""
 
-    arm: Arm
+    arm: Kernel
     outputs: tuple[Any, ...] = ()
     error: Exception | None = None
     ns: int = 0  # cost of a call for its caller: on a GPU the longer of host time and device time
@@ -63,7 +63,7 @@ class CheckedCall:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(self, arm: Arm) -> Result:
+    def run(self, arm: Kernel) -> Result:
         """Run an arm without raising: on a device that an arm has broken, even reading its inputs raises, which must
         not hide the cause.
         """
@@ -108,7 +108,7 @@ class CheckedCall:
         except Exception as error:
             result.error = error
 
-    def taken(self, arm: Arm, returned: Any) -> Result:
+    def taken(self, arm: Kernel, returned: Any) -> Result:
         """Return the result of a finished run, after which this call was made. Its in-place writes are its own."""
         result = Result(arm=arm, outputs=self._outputs(returned, self.outs))
         self.last = result

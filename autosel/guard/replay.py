@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from autosel.guard.call import Arm, CheckedCall, Result
+from autosel.guard.call import CheckedCall, Kernel, Result
 from autosel.guard.judge import WrongResult
 
 REPLAYS = 3
@@ -46,7 +46,7 @@ class Replay:
         }
 
 
-def replay(call: CheckedCall, finding: WrongResult, candidate: Arm, baseline: Result) -> Replay:
+def replay(call: CheckedCall, finding: WrongResult, candidate: Kernel, baseline: Result) -> Replay:
     again = [call.run(candidate) for _ in range(REPLAYS)]
     if any(result.broke for result in again):  # that device does not answer any more
         failed = sum(result.error is not None for result in again)

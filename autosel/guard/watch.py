@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autosel.errors import AutoselError
-from autosel.guard.call import Arm, CheckedCall, Clock, Result, captured
+from autosel.guard.call import CheckedCall, Clock, Kernel, Result, captured
 from autosel.guard.detector import MIN_DWELL_S, Detector
 from autosel.guard.judge import Judge, WrongResult
 from autosel.guard.rate import NEVER, CheckRate, Policy
@@ -48,8 +48,8 @@ class Subject:
 
     op: Op
     decision: Decision
-    candidate: Arm
-    baseline: Arm
+    candidate: Kernel
+    baseline: Kernel
     at_home: Callable[[Sequence[Any]], bool] = anywhere
     spot: Spot | None = None
 

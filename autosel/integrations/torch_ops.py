@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autosel import dispatch, ops
+from autosel.candidates.convention import pure_outputs
 from autosel.dispatch.signature import generate
 from autosel.errors import UsageError
 from autosel.ops.cached import Cached
@@ -33,23 +34,16 @@ NAMESPACE = "autosel"
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
 
-def results(op: Op) -> tuple[str, ...]:
-    """Return names of the outputs that are not arguments already: out, or out0, out1, ..."""
-    inout = {a.name for a in op.args if a.role == "inout"}
-    count = sum(name not in inout for name in op.output_names)
-    return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
-
-
 def schema(op: Op) -> str:
     """Return the schema of the functional form; for an op that only writes its arguments, of the in-place form."""
-    returned = ", ".join("Tensor" for _ in results(op))
-    return f"{op.name}({_parameters(op)}) -> {returned if len(results(op)) == 1 else f'({returned})'}"
+    returned = ", ".join("Tensor" for _ in pure_outputs(op))
+    return f"{op.name}({_parameters(op)}) -> {returned if len(pure_outputs(op)) == 1 else f'({returned})'}"
 
 
 def out_schema(op: Op) -> str:
     """Return the schema of the form that writes; it returns nothing, because a graph may not have two names for one
     tensor."""
-    written = ", ".join(f"Tensor({_alias(len(op.args) + i)}!) {name}" for i, name in enumerate(results(op)))
+    written = ", ".join(f"Tensor({_alias(len(op.args) + i)}!) {name}" for i, name in enumerate(pure_outputs(op)))
     return f"{op.name}.out({_parameters(op)}, *, {written}) -> ()"
 
 
@@ -128,7 +122,7 @@ _FAKE: Mapping[str, Callable[[Mapping[str, Any]], tuple[Tensor, ...]]] = {
 
 
 def _register(op: Op, library: torch.library.Library) -> None:
-    names, outs = ", ".join(a.name for a in op.args), results(op)
+    names, outs = ", ".join(a.name for a in op.args), pure_outputs(op)
     library.define(schema(op))
     library.impl(op.name, _functional(op, names), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake(op), lib=library)
@@ -145,7 +139,7 @@ def _register_stored(op: Op, library: torch.library.Library) -> None:
     if not stored:
         return
     name, given = f"{op.name}_stored", [part for arg in op.args for part in _parts(arg)]
-    returned = "Tensor" if len(results(op)) == 1 else f"({', '.join('Tensor' for _ in results(op))})"
+    returned = "Tensor" if len(pure_outputs(op)) == 1 else f"({', '.join('Tensor' for _ in pure_outputs(op))})"
     library.define(f"{name}({', '.join(f'{kind} {part}' for kind, part in given)}) -> {returned}")
     made = ", ".join(
         f"{KINDS[arg.kind].__name__}.of({arg.name}_format, codes={arg.name}_codes, scales={arg.name}_scales"
@@ -181,7 +175,7 @@ def _parts(arg: Arg) -> list[tuple[str, str]]:
 def _functional(op: Op, names: str) -> Callable[..., Any]:
     """Make results contiguous, whichever kernel ran: the graph expects it."""
     made = {0: "chosen()({})", 1: "return chosen()({}).contiguous()"}.get(
-        len(results(op)), "return tuple([t.contiguous() for t in chosen()({})])"
+        len(pure_outputs(op)), "return tuple([t.contiguous() for t in chosen()({})])"
     )
     lines = [f"def {op.name}({', '.join(_named(op))}):", f"    {made.format(names)}"]
     return _made(lines, op.name, {"chosen": _chosen(op)})
@@ -211,7 +205,7 @@ def _writing(op: Op, names: str, outs: tuple[str, ...]) -> Callable[..., Any]:
 
 def _fake(op: Op) -> Callable[..., Any]:
     given = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
-    returned = {0: "None", 1: "shapes({})[0]"}.get(len(results(op)), "shapes({})").format(f"{{{given}}}")
+    returned = {0: "None", 1: "shapes({})[0]"}.get(len(pure_outputs(op)), "shapes({})").format(f"{{{given}}}")
     return _made(
         [f"def {op.name}({', '.join(_named(op))}):", f"    return {returned}"], op.name, {"shapes": _FAKE[op.name]}
     )

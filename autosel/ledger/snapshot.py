@@ -98,7 +98,7 @@ def write(path: Path, made: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         making.replace(path)
-        _sync_folder(path.parent)
+        files.sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             making.unlink()
@@ -112,14 +112,6 @@ def sweep(path: Path) -> None:
     for left in path.parent.glob(f".{path.name}.*"):
         with suppress(OSError):
             left.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> Snapshot | None:

@@ -76,7 +76,7 @@ class Contest:
         return {e.candidate: e for e in (self.baseline, self.incumbent, *self.challengers)}
 
 
-class Operands:
+class SharedOperands:
     """A workload's operands in shared memory: drawn once, copied privately by each session's process."""
 
     def __init__(self, w: Workload, seed: int, llc_bytes: int, *, least_share: float = 1.0) -> None:

@@ -64,10 +64,6 @@ def tail_crossed(n: int, x: int, threshold: int = E_TAIL) -> bool:
     return _binomial_upper(n + 1, x + 1) >= threshold * _tail_likelihood(n, x)
 
 
-def e_tail(n: int, x: int) -> float:
-    return _binomial_upper(n + 1, x + 1) / _tail_likelihood(n, x)
-
-
 def tail_futile(n: int, x: int, threshold: int = E_PAIRS) -> bool:
     """Return the same ratio averaged over rates in (p0, 1]: the tail is too heavy, and more samples are useless."""
     lower = int(10 ** (n + 1)) - _binomial_upper(n + 1, x + 1)  # P[Bin(n+1, p0) <= x], times 10^(n+1)

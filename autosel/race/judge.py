@@ -26,7 +26,7 @@ from autosel.race.evidence import (
     tail_futile,
 )
 from autosel.race.plan import SESSIONS
-from autosel.values import Conditions, DeployedTiming, Effect, Outcome, Race, Session, Timing, Verdict
+from autosel.values import Conditions, DeployedTiming, Effect, Outcome, Race, RaceSession, Timing, Verdict
 
 CLONE = "~baseline"  # the arm name of the baseline's clone in an A/A comparison
 ROLLING = 15  # baseline samples in the rolling median that detrends the tail
@@ -37,13 +37,13 @@ ONE_STATE = 1.3  # read rates that differ by more are two states of the machine
 # --- counting --------------------------------------------------------------------------------------------------------
 
 
-def pair_medians(session: Session, arm: str) -> list[float]:
+def pair_medians(session: RaceSession, arm: str) -> list[float]:
     """Return the arm's median in each pair in which it ran (screening drops hopeless arms early)."""
     index = session.arms.index(arm)
     return [median(pair.samples_ns[index]) for pair in session.pairs if pair.samples_ns[index]]
 
 
-def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float, float]]:
+def duels(session: RaceSession, candidate: str, rival: str) -> Iterator[tuple[float, float]]:
     """Return (candidate's median, rival's median) of each pair in which both ran."""
     own, other = session.arms.index(candidate), session.arms.index(rival)
     for pair in session.pairs:
@@ -51,7 +51,7 @@ def duels(session: Session, candidate: str, rival: str) -> Iterator[tuple[float,
             yield median(pair.samples_ns[own]), median(pair.samples_ns[other])
 
 
-def wins(session: Session, candidate: str, rival: str, delta: float) -> tuple[int, int]:
+def wins(session: RaceSession, candidate: str, rival: str, delta: float) -> tuple[int, int]:
     """Return (pairs that the candidate won, pairs)."""
     won = [beats(own, theirs, delta) for own, theirs in duels(session, candidate, rival)]
     return sum(won), len(won)
@@ -66,11 +66,11 @@ def beats(own: float, theirs: float, delta: float) -> bool:
     return theirs > (1 + delta) * own
 
 
-def has_won(session: Session, candidate: str, rivals: Sequence[str], delta: float) -> bool:
+def has_won(session: RaceSession, candidate: str, rivals: Sequence[str], delta: float) -> bool:
     return all(crossed(n, k) for k, n in (wins(session, candidate, r, delta) for r in rivals))
 
 
-def has_lost(session: Session, candidate: str, rivals: Sequence[str], delta: float) -> bool:
+def has_lost(session: RaceSession, candidate: str, rivals: Sequence[str], delta: float) -> bool:
     return any(futile(n, k) for k, n in (wins(session, candidate, r, delta) for r in rivals) if n)
 
 
@@ -90,20 +90,20 @@ class BaselineLevel:
         return [sample / level for sample in own]
 
 
-def relative_samples(session: Session, arm: str) -> list[float]:
+def relative_samples(session: RaceSession, arm: str) -> list[float]:
     """Return each of the arm's samples over the baseline's level."""
     base, index, level = 0, session.arms.index(arm), BaselineLevel()
     return [r for pair in session.pairs for r in level.relative(pair.samples_ns[base], pair.samples_ns[index])]
 
 
-def tail_threshold(screening: Session) -> float:
+def tail_threshold(screening: RaceSession) -> float:
     """Return the threshold of slow samples: 5 % above the 95th percentile of the baseline's own samples, at its lower
     confidence limit. With the plain estimate, a rare hiccup of the baseline at the percentile would disable the gate.
     """
     return TAIL_SLACK * quantile_lower(relative_samples(screening, screening.arms[0]), 0.95)
 
 
-def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -> tuple[int, int]:
+def tail_counts(sessions: Sequence[RaceSession], candidate: str, threshold: float) -> tuple[int, int]:
     """Return (samples beyond the threshold, samples)."""
     ratios = [r for session in sessions for r in relative_samples(session, candidate)]
     return sum(r > threshold for r in ratios), len(ratios)
@@ -112,7 +112,7 @@ def tail_counts(sessions: Sequence[Session], candidate: str, threshold: float) -
 # --- nomination ------------------------------------------------------------------------------------------------------
 
 
-def nominees(screening: Session, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
+def nominees(screening: RaceSession, incumbent: str, delta: float, excluded: Sequence[str] = ()) -> list[str]:
     """Return the candidates whose E crossed against the baseline and which lead the incumbent, fastest first.
 
     Compared within pairs: a clock that changes its speed would distort medians of whole sessions.
@@ -137,17 +137,17 @@ def judge(race: Race) -> Verdict:
     screening = next((s for s in valid if s.kind == "screening"), None)
     confirming = [s for s in valid if s.kind == "confirming" and race.finalist in s.arms]
     if screening is None:
-        verdict = _settle(race, "undecided", race.incumbent, _why_void(race), _Told(screening=None, confirming=[]))
+        verdict = _settle(race, "undecided", race.incumbent, _why_void(race), _Quotable(screening=None, confirming=[]))
         return replace(verdict, conditions=conditions_of(race.sessions))
     if race.finalist is None:
         return _unchallenged(race, screening)
     if len(confirming) >= SESSIONS or _lost(race, confirming):
         return _confirmed(race, screening, confirming)
     why = race.notes[-1] if race.notes else "the race stopped before three sessions were complete"
-    return _settle(race, "undecided", race.incumbent, why, _Told(screening=screening, confirming=confirming))
+    return _settle(race, "undecided", race.incumbent, why, _Quotable(screening=screening, confirming=confirming))
 
 
-def _lost(race: Race, confirming: Sequence[Session]) -> bool:
+def _lost(race: Race, confirming: Sequence[RaceSession]) -> bool:
     assert race.finalist is not None
     return any(has_lost(s, race.finalist, _rivals(race), race.delta) for s in confirming)
 
@@ -161,9 +161,9 @@ def _why_void(race: Race) -> str:
     return reasons[-1] if reasons else "nothing was timed"
 
 
-def _unchallenged(race: Race, screening: Session) -> Verdict:
+def _unchallenged(race: Race, screening: RaceSession) -> Verdict:
     """Return the verdict without a nominee: the incumbent stays, with the distance of the best rival."""
-    told = _Told(screening=screening, confirming=[])
+    told = _Quotable(screening=screening, confirming=[])
     rivals = [a for a in screening.arms if a not in (race.incumbent, CLONE)]
     if not rivals:
         return _settle(race, "lose", race.incumbent, "no other candidate passed parity", told)
@@ -182,15 +182,15 @@ def _unchallenged(race: Race, screening: Session) -> Verdict:
     return _settle(race, "undecided", race.incumbent, why, told)
 
 
-def _confirmed(race: Race, screening: Session, confirming: list[Session]) -> Verdict:
+def _confirmed(race: Race, screening: RaceSession, confirming: list[RaceSession]) -> Verdict:
     finalist = race.finalist
     assert finalist is not None
     outcome, why = _rule(race, screening, confirming)
     winner = finalist if outcome == "promote" else race.incumbent
-    return _settle(race, outcome, winner, why, _Told(screening=screening, confirming=confirming))
+    return _settle(race, outcome, winner, why, _Quotable(screening=screening, confirming=confirming))
 
 
-def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Outcome, str]:
+def _rule(race: Race, screening: RaceSession, confirming: list[RaceSession]) -> tuple[Outcome, str]:
     finalist, rivals = race.finalist, _rivals(race)
     assert finalist is not None
     for number, session in enumerate(confirming, 1):
@@ -221,7 +221,7 @@ def _rule(race: Race, screening: Session, confirming: list[Session]) -> tuple[Ou
     )
 
 
-def _slower_deployed(sessions: Sequence[Session], candidate: str, rival: str, delta: float) -> str:
+def _slower_deployed(sessions: Sequence[RaceSession], candidate: str, rival: str, delta: float) -> str:
     """Return the situation of a program in which the rival is significantly faster; "" if there is none."""
     for situation, calls in _deployed(sessions, candidate, rival).items():
         lost = sum(beats(theirs, own, delta) for own, theirs in calls)
@@ -232,7 +232,7 @@ def _slower_deployed(sessions: Sequence[Session], candidate: str, rival: str, de
     return ""
 
 
-def _deployed(sessions: Sequence[Session], arm: str, rival: str) -> dict[str, list[tuple[float, float]]]:
+def _deployed(sessions: Sequence[RaceSession], arm: str, rival: str) -> dict[str, list[tuple[float, float]]]:
     """Return (the arm's time, the rival's) of each turn in which both ran, by situation."""
     found: dict[str, list[tuple[float, float]]] = {}
     for session in sessions:
@@ -243,16 +243,16 @@ def _deployed(sessions: Sequence[Session], arm: str, rival: str) -> dict[str, li
     return found
 
 
-def _session_spread(sessions: Sequence[Session], candidate: str, rival: str) -> float:
+def _session_spread(sessions: Sequence[RaceSession], candidate: str, rival: str) -> float:
     medians = [_ratio(s, candidate, rival) for s in sessions]
     return max(medians) / min(medians) - 1
 
 
-def _ratio(session: Session, candidate: str, rival: str) -> float:
+def _ratio(session: RaceSession, candidate: str, rival: str) -> float:
     return median(list(_pair_ratios([session], candidate, rival)))
 
 
-def _pair_ratios(sessions: Sequence[Session], candidate: str, rival: str) -> Iterator[float]:
+def _pair_ratios(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Iterator[float]:
     for session in sessions:
         for own, theirs in duels(session, candidate, rival):
             yield theirs / own
@@ -261,7 +261,7 @@ def _pair_ratios(sessions: Sequence[Session], candidate: str, rival: str) -> Ite
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
+def _effect(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:
     """Return the median of the pair ratios with an interval for future sessions.
 
     Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
@@ -275,13 +275,13 @@ def _effect(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
     return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
 
 
-def _one_state(sessions: Sequence[Session]) -> bool:
+def _one_state(sessions: Sequence[RaceSession]) -> bool:
     """Return True if memory was read at the same rate. A hypervisor that separates its guest's cores doubles it."""
     rates = [s.read_bytes_per_s for s in sessions if s.read_bytes_per_s]
     return not rates or max(rates) <= ONE_STATE * min(rates)
 
 
-def _seen(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
+def _seen(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:
     """Return the median of the pair ratios; the interval is that of the pairs, widened to the session medians."""
     ratios = list(_pair_ratios(sessions, candidate, rival))
     low, high = median_interval(ratios)
@@ -289,7 +289,7 @@ def _seen(sessions: Sequence[Session], candidate: str, rival: str) -> Effect:
     return Effect(median=median(ratios), lo=min(low, *per_session), hi=max(high, *per_session))
 
 
-def _deployed_timings(sessions: Sequence[Session], winner: str, baseline: str) -> tuple[DeployedTiming, ...]:
+def _deployed_timings(sessions: Sequence[RaceSession], winner: str, baseline: str) -> tuple[DeployedTiming, ...]:
     return tuple(
         DeployedTiming(
             situation=situation,
@@ -301,7 +301,7 @@ def _deployed_timings(sessions: Sequence[Session], winner: str, baseline: str) -
     )
 
 
-def _timing(sessions: Sequence[Session], arm: str) -> Timing:
+def _timing(sessions: Sequence[RaceSession], arm: str) -> Timing:
     medians = [m / 1e3 for s in sessions if arm in s.arms for m in pair_medians(s, arm)]
     samples = [x / 1e3 for s in sessions if arm in s.arms for p in s.pairs for x in p.samples_ns[s.arms.index(arm)]]
     low, high = median_interval(medians)
@@ -316,17 +316,17 @@ def _timing(sessions: Sequence[Session], arm: str) -> Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Quotable:
     """Return the sessions that a verdict may quote."""
 
-    screening: Session | None
-    confirming: Sequence[Session]
+    screening: RaceSession | None
+    confirming: Sequence[RaceSession]
 
     @property
-    def all(self) -> list[Session]:
+    def all(self) -> list[RaceSession]:
         return [*self.confirming, *([self.screening] if self.screening else [])]
 
-    def of(self, *arms: str) -> list[Session]:
+    def of(self, *arms: str) -> list[RaceSession]:
         """Return the confirming sessions in which all these arms ran, otherwise the screening session if they ran
         there.
         """
@@ -337,7 +337,7 @@ class _Told:
         return []
 
 
-def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told) -> Verdict:
+def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Quotable) -> Verdict:
     """Fill in the figures: from the confirming sessions for arms that ran in them, from screening for the others."""
     arms = sorted({arm for s in told.all for arm in s.arms if arm != CLONE})
     timings = {a: _timing(told.of(a), a) for a in arms}
@@ -361,13 +361,13 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Told)
     )
 
 
-def checked_of(sessions: Sequence[Session], arm: str) -> tuple[int, int] | None:
+def checked_of(sessions: Sequence[RaceSession], arm: str) -> tuple[int, int] | None:
     """Return (an arm's timed calls that were compared in full, its timed calls); None if nothing was compared."""
     found = [s.checked[s.arms.index(arm)] for s in sessions if s.checked and arm in s.arms]
     return (sum(c for c, _ in found), sum(t for _, t in found)) if found else None
 
 
-def conditions_of(sessions: Sequence[Session]) -> Conditions | None:
+def conditions_of(sessions: Sequence[RaceSession]) -> Conditions | None:
     """Return the conditions of all sessions together: the worst of each; None if none were recorded."""
     found = [s.conditions for s in sessions if s.conditions is not None]
     if not found:
@@ -382,16 +382,16 @@ def conditions_of(sessions: Sequence[Session]) -> Conditions | None:
     )
 
 
-def _over_incumbent(race: Race, winner: str, told: _Told) -> Effect | None:
+def _over_incumbent(race: Race, winner: str, told: _Quotable) -> Effect | None:
     quoted = told.of(winner, race.incumbent)
     return _effect(quoted, winner, race.incumbent) if quoted and race.incumbent != race.baseline else None
 
 
-def _e_value(session: Session, finalist: str, race: Race) -> float:
+def _e_value(session: RaceSession, finalist: str, race: Race) -> float:
     return min(e_pairs(n, k) for k, n in (wins(session, finalist, r, race.delta) for r in _rivals(race)))
 
 
-def _next_best(winner: str, told: _Told) -> tuple[str, float] | None:
+def _next_best(winner: str, told: _Quotable) -> tuple[str, float] | None:
     """Return the fastest other candidate and its time over the winner's, from the confirming sessions if it ran in
     them.
 

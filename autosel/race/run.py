@@ -23,8 +23,8 @@ from autosel.race.contest import Contest
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, TrialPlan
-from autosel.race.session import BUSY, Duel, Instrument, Kind, SessionRules, confirm, screen
-from autosel.values import Conditions, Deployed, Prepared, Race, Session
+from autosel.race.session import BUSY, Duel, Instrument, Phase, SessionRules, confirm, screen
+from autosel.values import Conditions, Deployed, Prepared, Race, RaceSession
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ CEILING_SLACK = 1.1
 FAR_ABOVE_FLOOR = 2.0  # most by which an arm may be slowed more than another; in 48 sessions with other work: 1.4
 MAX_ATTEMPTS = 3  # successive nominees, each with its own debit
 
-Progress = Callable[["Tick"], None]
+OnTick = Callable[["Tick"], None]
 Debit = Callable[[Contest, str, Margin], bool]
 Journal = Callable[[Contest, Sequence[str]], AbstractContextManager[Any]]
 
@@ -111,7 +111,7 @@ class Tick:
     contest: Contest
     stage: str  # "screening", "confirming 1" ...
     candidate: str
-    session: Session  # so far
+    session: RaceSession  # so far
     done: int  # contests that this stage has finished
     total: int  # contests of this stage
 
@@ -161,7 +161,7 @@ class RaceTerms:
 
     rng: Random
     debit: Debit = _always
-    progress: Progress = _silent
+    progress: OnTick = _silent
     journal: Journal = _unkept
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
@@ -180,10 +180,10 @@ class _Attempt:
     contest: Contest
     debit: Debit
     plan: TrialPlan | None = None
-    screening: Session | None = None
+    screening: RaceSession | None = None
     finalist: str | None = None
     nominees: list[str] = field(default_factory=list)
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[RaceSession] = field(default_factory=list)
     out: dict[str, str] = field(default_factory=dict)  # disqualified candidates, with the reasons
     notes: list[str] = field(default_factory=list)
     voids: int = 0
@@ -192,7 +192,7 @@ class _Attempt:
     place: tuple[int, int] = (0, 1)  # contests before this one in the present stage, contests of the stage
 
     @property
-    def confirming(self) -> list[Session]:
+    def confirming(self) -> list[RaceSession]:
         return [s for s in self.sessions if s.kind == "confirming" and not s.voided and self.finalist in s.arms]
 
     @property
@@ -297,11 +297,11 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) ->
 # --- the two kinds of session ----------------------------------------------------------------------------------------
 
 
-def _screen(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> Session:
+def _screen(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> RaceSession:
     return screen(seat, seat.arms, _trial(attempt, seat, terms, "screening"))
 
 
-def _confirm(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> Session:
+def _confirm(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> RaceSession:
     assert attempt.finalist is not None
     assert attempt.screening is not None
     duel = Duel(arms=tuple(seat.arms), finalist=attempt.finalist, rivals=tuple(attempt.rivals()))
@@ -311,7 +311,7 @@ def _confirm(attempt: _Attempt, seat: Seat, terms: RaceTerms) -> Session:
 
 
 def _trial(attempt: _Attempt, seat: Seat, terms: RaceTerms, stage: str) -> SessionRules:
-    def watch(session: Session) -> None:
+    def watch(session: RaceSession) -> None:
         done, total = attempt.place
         name = attempt.finalist or ""
         terms.progress(
@@ -323,17 +323,17 @@ def _trial(attempt: _Attempt, seat: Seat, terms: RaceTerms, stage: str) -> Sessi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _EndedSession:
     """A finished session, and the arms at fault for its end."""
 
-    session: Session
+    session: RaceSession
     culprits: Mapping[str, Mismatch] = field(default_factory=dict)
     too_fast: Mapping[str, Mismatch] = field(default_factory=dict)  # blamed if it is repeated
 
 
 def _held(
-    attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, RaceTerms], Session], terms: RaceTerms
-) -> _Held:
+    attempt: _Attempt, seat: Seat, take: Callable[[_Attempt, Seat, RaceTerms], RaceSession], terms: RaceTerms
+) -> _EndedSession:
     """Hold the session; a crashed one is void, with its reason."""
     if terms.quiet is not None:
         terms.quiet()
@@ -348,12 +348,12 @@ def _held(
         seat.release()
         return _below_ceiling(attempt, seat, near_floor(attempt.sessions, session))
     except seat.failures as error:
-        kind: Kind = "confirming" if attempt.screening else "screening"
+        kind: Phase = "confirming" if attempt.screening else "screening"
         culprits = seat.blame(error)
-        return _Held(session=_void(kind, seat.arms, str(error).splitlines()[0]), culprits=culprits)
+        return _EndedSession(session=_void(kind, seat.arms, str(error).splitlines()[0]), culprits=culprits)
 
 
-def _with_conditions(session: Session, seat: Seat, before: Reading, after: Reading) -> Session:
+def _with_conditions(session: RaceSession, seat: Seat, before: Reading, after: Reading) -> RaceSession:
     """Record what else happened during the session; if it voided the session, as the reason."""
     found = neighbours.between(before, after)
     conditions = Conditions(
@@ -366,11 +366,11 @@ def _with_conditions(session: Session, seat: Seat, before: Reading, after: Readi
     return replace(session, conditions=conditions, prepared=seat.prepared or None, voided=voided)
 
 
-def _void(kind: Kind, arms: Sequence[str], why: str) -> Session:
-    return Session(kind=kind, seed=0, arms=tuple(arms), pairs=(), calls_per_sample=(), voided=why)
+def _void(kind: Phase, arms: Sequence[str], why: str) -> RaceSession:
+    return RaceSession(kind=kind, seed=0, arms=tuple(arms), pairs=(), calls_per_sample=(), voided=why)
 
 
-def near_floor(earlier: Sequence[Session], session: Session) -> Session:
+def near_floor(earlier: Sequence[RaceSession], session: RaceSession) -> RaceSession:
     """Void a session in which one arm was slowed far more than another, because its ratio would show the disturbance.
 
     An arm's floor is the best pair of this session and of those before it. A disturbance that slows all arms equally (a
@@ -388,20 +388,20 @@ def near_floor(earlier: Sequence[Session], session: Session) -> Session:
     return replace(session, voided=f"{told}: something slowed one of them alone")
 
 
-def _slowed(sessions: Sequence[Session], arm: str) -> float | None:
+def _slowed(sessions: Sequence[RaceSession], arm: str) -> float | None:
     """Return an arm's median in the last session over its best pair in any; None if it was not timed there."""
     taken = [pair_medians(s, arm) for s in sessions if not s.voided and arm in s.arms]
     return median(taken[-1]) / min(map(min, filter(None, taken))) if taken and taken[-1] else None
 
 
-def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
+def _below_ceiling(attempt: _Attempt, seat: Seat, session: RaceSession) -> _EndedSession:
     """Void a session in which an arm streamed faster than the probe: one of the two figures is wrong.
 
     An arm is blamed only if it is also faster than this device has ever read: a disturbed probe is not the arm's fault.
     """
     probed = session.read_bytes_per_s
     if not probed or session.voided or not session.pairs:
-        return _Held(session=session)
+        return _EndedSession(session=session)
     for arm in session.arms:
         times = pair_medians(session, arm)
         rate = seat.moved_bytes(arm) / (median(times) * 1e-9) if times else 0.0
@@ -410,14 +410,14 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: Session) -> _Held:
         why = f"{arm} took its operands at {rate / 1e9:.1f} GB/s; a probe read memory at {probed / 1e9:.1f} GB/s"
         impossible = rate > CEILING_SLACK * max(probed, attempt.contest.read_bytes_per_s)
         found = Mismatch(check="faster than memory", reason=why, evidence={})
-        return _Held(session=replace(session, voided=why), too_fast={arm: found} if impossible else {})
-    return _Held(session=session)
+        return _EndedSession(session=replace(session, voided=why), too_fast={arm: found} if impossible else {})
+    return _EndedSession(session=session)
 
 
 # --- what follows from a session -------------------------------------------------------------------------------------
 
 
-def _consequences(attempt: _Attempt, held: _Held, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
+def _consequences(attempt: _Attempt, held: _EndedSession, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
     """Keep the session; renew the room of a voided one; disqualify the arms at fault."""
     session, culprits = held.session, dict(held.culprits)
     attempt.sessions.append(session)
@@ -455,7 +455,7 @@ def _nominate(attempt: _Attempt) -> None:
         attempt.attempts += 1
 
 
-def _advance(attempt: _Attempt, session: Session) -> None:
+def _advance(attempt: _Attempt, session: RaceSession) -> None:
     if attempt.finalist in attempt.out:
         attempt.notes.append(f"{attempt.finalist} fell: {attempt.out[attempt.finalist]}")
         before = attempt.finalist

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 from autosel.race.evidence import crossed, futile, median, tail_crossed, tail_futile
 from autosel.race.judge import CLONE, BaselineLevel, beats, tail_counts, tail_threshold
 from autosel.race.plan import DELTA_CALIBRATED, SESSIONS, TrialPlan
-from autosel.values import Pair, Session
+from autosel.values import PairedSamples, RaceSession
 
-Kind = Literal["screening", "confirming"]
+Phase = Literal["screening", "confirming"]
 MAX_DROPPED_SHARE = 0.5  # if more than half of a session was disturbed, it measured the disturbance
 BUSY = "machine busy"  # why a pair is dropped: its samples were repeated too often
 MOST_BUSY = 4  # such pairs that are allowed beyond the share; each of them costs many samples
@@ -33,7 +33,7 @@ class Instrument(Protocol):
         """Return the memory read rate right now, bytes/s; 0 if the workload streams nothing."""
 
 
-def _unwatched(session: Session) -> None:
+def _unwatched(session: RaceSession) -> None:
     """Ignore progress: there is no watcher."""
 
 
@@ -44,7 +44,7 @@ class SessionRules:
     plan: TrialPlan
     delta: float
     seed: int
-    watch: Callable[[Session], None] = _unwatched
+    watch: Callable[[RaceSession], None] = _unwatched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Duel:
     rivals: tuple[str, ...]
 
 
-def screen(instrument: Instrument, arms: Sequence[str], trial: SessionRules) -> Session:
+def screen(instrument: Instrument, arms: Sequence[str], trial: SessionRules) -> RaceSession:
     """Race every arm against the baseline (arms[0]), until each has crossed or is hopeless. Nominates; promotes
     nothing.
 
@@ -79,8 +79,8 @@ def screen(instrument: Instrument, arms: Sequence[str], trial: SessionRules) -> 
 
 
 def confirm(
-    instrument: Instrument, duel: Duel, trial: SessionRules, screening: Session, earlier: Sequence[Session] = ()
-) -> Session:
+    instrument: Instrument, duel: Duel, trial: SessionRules, screening: RaceSession, earlier: Sequence[RaceSession] = ()
+) -> RaceSession:
     """Race the finalist against baseline and incumbent on fresh data, until E crosses for both or cannot.
 
     The last of the three sessions continues for the tail gate alone, until it passes, cannot pass, or reaches
@@ -134,7 +134,7 @@ class _Score:
 class _Tail:
     """Count the finalist's slow samples, as `judge.tail_counts` does over all confirming sessions."""
 
-    def __init__(self, duel: Duel, threshold: float, earlier: Sequence[Session]) -> None:
+    def __init__(self, duel: Duel, threshold: float, earlier: Sequence[RaceSession]) -> None:
         self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, BaselineLevel()
         self.slow, self.n = tail_counts(earlier, duel.finalist, threshold)
 
@@ -176,14 +176,19 @@ class _Recorder:
     """Takes pairs in coin-flipped order and keeps them."""
 
     def __init__(
-        self, kind: Kind, instrument: Instrument, arms: Sequence[str], trial: SessionRules, tallies: Sequence[_Tally]
+        self,
+        kind: Phase,
+        instrument: Instrument,
+        arms: Sequence[str],
+        trial: SessionRules,
+        tallies: Sequence[_Tally],
     ) -> None:
         self.twins = _Twins(arms[0], trial.plan) if CLONE in arms else None
         self.tallies = [*tallies, self.twins] if self.twins else tallies
         self.kind, self.instrument, self.plan, self.seed = kind, instrument, trial.plan, trial.seed
         self.arms = tuple(arms)
         self.coin = Random(trial.seed)
-        self.pairs: list[Pair] = []
+        self.pairs: list[PairedSamples] = []
         self.dropped: list[str] = []
         self.read_bytes_per_s = 0.0
 
@@ -192,7 +197,7 @@ class _Recorder:
         share = MAX_DROPPED_SHARE * len(self.pairs)
         return len(self.dropped) > 20 + share or self.dropped.count(BUSY) > MOST_BUSY + share
 
-    def take(self, active: Sequence[str]) -> Session:
+    def take(self, active: Sequence[str]) -> RaceSession:
         """Take one more pair (unless it had to be dropped); return the session so far."""
         if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
             self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
@@ -205,22 +210,22 @@ class _Recorder:
             for tally in self.tallies:
                 tally.add(times)
             self.pairs.append(
-                Pair(
+                PairedSamples(
                     order=tuple(self.arms.index(a) for a in order),
                     samples_ns=tuple(tuple(times.get(a, ())) for a in self.arms),
                 )
             )
         return self._session()
 
-    def finish(self) -> Session:
+    def finish(self) -> RaceSession:
         """Return the session after its A/A comparison is settled too."""
         while self.twins and not self.twins.settled and not self.exhausted:
             self.take((self.arms[0], CLONE))
         session = self._session(_main_reason(self.dropped) if self.exhausted else "")
         return replace(session, aa_crossed=self.twins.crossed if self.twins and self.pairs else None)
 
-    def _session(self, voided: str = "") -> Session:
-        return Session(
+    def _session(self, voided: str = "") -> RaceSession:
+        return RaceSession(
             kind=self.kind,
             seed=self.seed,
             arms=self.arms,

@@ -18,7 +18,7 @@ from autosel import devices
 from autosel.candidates.control import empties
 from autosel.errors import BuildError, WorkerError
 from autosel.ops.contract import Mismatch
-from autosel.race.contest import Contest, Entrant, Operands, empty_entrant
+from autosel.race.contest import Contest, Entrant, SharedOperands, empty_entrant
 from autosel.race.deployed import turns
 from autosel.race.drawn import kept_of, slots_for
 from autosel.race.judge import CLONE
@@ -101,17 +101,17 @@ class Workers:
     device: str = devices.HOST
     clone_share: float = CLONE_SHARE
     realtime: bool = False  # samples are repeated at real-time priority
-    shelf: dict[str, Operands] = field(default_factory=dict)  # by workload, drawn once
+    shelf: dict[str, SharedOperands] = field(default_factory=dict)  # by workload, drawn once
 
     def room(self) -> RaceProcess:
         return RaceProcess(self)
 
-    def operands(self, contest: Contest) -> Operands:
+    def operands(self, contest: Contest) -> SharedOperands:
         """Return the contest's operands, kept until the race is over."""
         key = contest.workload.key
         if key not in self.shelf:
             seed, least = self.rng.getrandbits(31), contest.least_share
-            self.shelf[key] = Operands(contest.workload, seed, contest.llc_bytes, least_share=least)
+            self.shelf[key] = SharedOperands(contest.workload, seed, contest.llc_bytes, least_share=least)
         return self.shelf[key]
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class WorkerSeat:
     def __init__(self, process: RaceProcess, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> None:
         self.process, self.contest, self.rng = process, contest, process.workers.rng
         self.arms, self.plan = list(arms), plan
-        self.operands: Operands | None = None
+        self.operands: SharedOperands | None = None
         self.pairs = 0
         self.base_ns = 0.0  # of one call of the baseline
         self.again, self.watched = 0, False

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
 AT_ONCE = 2  # proofs at once; they may share cores, because they are not timed
 
-Member = tuple[Job, Buildable]
+JobBuild = tuple[Job, Buildable]
 
 
 def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
@@ -55,7 +55,7 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
             tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
 
 
-def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> None:
+def _refuse(tuning: Tuning, members: Sequence[JobBuild], error: BuildError) -> None:
     """Record ways that did not compile as failed proofs, which the next tune tries again.
 
     Raises EnvironmentFault if the compiler cannot compile an empty source either.
@@ -72,9 +72,9 @@ def _refuse(tuning: Tuning, members: Sequence[Member], error: BuildError) -> Non
         job.drop(way)
 
 
-def _groups(jobs: Sequence[Job]) -> list[list[Member]]:
+def _groups(jobs: Sequence[Job]) -> list[list[JobBuild]]:
     """Return the ways of each process. PyTorch's come first: they take longest and need no compiler."""
-    groups: dict[str, list[Member]] = {}
+    groups: dict[str, list[JobBuild]] = {}
     for job in jobs:
         for way in [job.baseline, *job.ways]:
             groups.setdefault(process_of(way), []).append((job, way))
@@ -91,7 +91,7 @@ def process_of(way: Buildable) -> str:
     return way.build_digest
 
 
-def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[Parity]:
+def _prepare(tuning: Tuning, builds: Builds, members: Sequence[JobBuild]) -> list[Parity]:
     """Compile the group's recipe, then run the proofs that the ledger does not have; return all parities.
 
     Return [] if the time was over before the proofs started. Raises BuildError.
@@ -116,7 +116,7 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[Member]) -> list[
     return [parity for parity in known if parity is not None]
 
 
-def _on_trial(tuning: Tuning, members: Sequence[Member]) -> list[Parity]:
+def _on_trial(tuning: Tuning, members: Sequence[JobBuild]) -> list[Parity]:
     """Run the proofs of one build, recorded as a trial in case this process or the machine crashes.
 
     PyTorch's ways are not recorded: the baseline is one of them and is never quarantined.

@@ -31,7 +31,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from autosel import models, pipeline
+from autosel import files, models, pipeline
 from autosel.ledger import Ledger, host, open_ledger, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.commands import Command, SaveParity, Spend
@@ -82,7 +82,7 @@ class Bomb:
                 sa.event.listen(wired, name, self.tick)
         else:
             sa.event.listen(sa.engine.Engine, "before_cursor_execute", self.tick)
-        for place, name in ((os, "fsync"), (Path, "replace"), (snapshot, "_sync_folder"), *also):
+        for place, name in ((os, "fsync"), (Path, "replace"), (files, "sync_folder"), *also):
             self._around(place, name)
 
     def _around(self, place: Any, name: str) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import autosel
 from autosel import ops
+from autosel.candidates.convention import pure_outputs
 from autosel.errors import UsageError
 from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
-from autosel.integrations import torch_ops
 from autosel.ops.cached import Cached
 from autosel.ops.contract import Op
 from autosel.ops.weight import Weight
@@ -40,7 +40,7 @@ def operator(op: Op) -> Any:
 
 
 def outputs_of(op: Op) -> dict[str, Tensor]:
-    return dict(zip(torch_ops.results(op), (t for t in op.allocate(small(op)) if t is not None), strict=True))
+    return dict(zip(pure_outputs(op), (t for t in op.allocate(small(op)) if t is not None), strict=True))
 
 
 def as_tuple(made: Any) -> tuple[Tensor, ...]:
@@ -57,13 +57,13 @@ def test_an_operator_returns_what_best_returns(op: Op) -> None:
     ours, theirs = inputs_of(op), inputs_of(op)
     made = operator(op)(*op.arguments(ours))
     expected = autosel.best(op.name)(*op.arguments(theirs))
-    if not torch_ops.results(op):
+    if not pure_outputs(op):
         made, expected = op.arguments(ours)[-2:], op.arguments(theirs)[-2:]
     for one, other in zip(as_tuple(made), as_tuple(expected), strict=True):
         assert torch.equal(one, other) and one.is_contiguous()
 
 
-@pytest.mark.parametrize("op", [o for o in OPS if torch_ops.results(o)], ids=lambda o: o.name)
+@pytest.mark.parametrize("op", [o for o in OPS if pure_outputs(o)], ids=lambda o: o.name)
 def test_the_out_form_writes_into_out(op: Op) -> None:
     inputs, outs = inputs_of(op), outputs_of(op)
     assert operator(op).out(*op.arguments(inputs), **outs) is None
@@ -76,7 +76,7 @@ def test_opcheck_passes(op: Op) -> None:
     """Check the schema (only declared writes), the fake kernel, autograd's registration, and symbolic tracing."""
     asked = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator(op).default, op.arguments(inputs_of(op)), test_utils=asked)
-    if torch_ops.results(op):
+    if pure_outputs(op):
         torch.library.opcheck(operator(op).out, op.arguments(inputs_of(op)), outputs_of(op), test_utils=asked)
 
 
@@ -87,7 +87,7 @@ def test_a_graph_contains_the_operator_as_one_node(op: Op) -> None:
     made = function(*op.arguments(inputs))
     again = inputs_of(op)
     expected = operator(op)(*op.arguments(again))
-    if not torch_ops.results(op):
+    if not pure_outputs(op):
         made, expected = op.arguments(inputs)[-2:], op.arguments(again)[-2:]
     assert all(torch.equal(a, b) for a, b in zip(as_tuple(made), as_tuple(expected), strict=True))
 

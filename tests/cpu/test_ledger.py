@@ -45,12 +45,12 @@ from autosel.values import (
     Failed,
     Fingerprint,
     NativeRecipe,
-    Pair,
+    PairedSamples,
     Passed,
     PythonRecipe,
     Race,
+    RaceSession,
     Rate,
-    Session,
     Timing,
     Verdict,
     Workload,
@@ -90,8 +90,8 @@ FAILED = Failed(check="bound", case="strided", evidence={"row": 3, "got": float(
 
 
 def race(w: Workload = ATTN) -> Race:
-    pairs = tuple(Pair(order=(0, 1), samples_ns=((100.5, 101.25), (50.0, 51.0))) for _ in range(30))
-    session = Session(
+    pairs = tuple(PairedSamples(order=(0, 1), samples_ns=((100.5, 101.25), (50.0, 51.0))) for _ in range(30))
+    session = RaceSession(
         kind="confirming",
         seed=2**61 + 1,
         arms=("torch:sdpa", "cpp:attn"),

@@ -23,7 +23,7 @@ from autosel.ops.weight import Weight, quantise
 from autosel.parity.check import check
 from autosel.parity.session import Proof, built
 from autosel.race.bench import Bench
-from autosel.race.contest import Entrant, Operands
+from autosel.race.contest import Entrant, SharedOperands
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
 from tests.cpu.planting import HERE, Planted
 
@@ -116,7 +116,7 @@ def test_a_users_function_names_the_formats_it_reads(tmp_path: Path) -> None:
 
 
 def test_the_race_gives_each_copy_its_own_parts() -> None:
-    operands = Operands(W, 3, llc_bytes=1 << 20)
+    operands = SharedOperands(W, 3, llc_bytes=1 << 20)
     try:
         assert operands.streamed_bytes == W.weight_format.nbytes("bf16", 96, 320)
         assert operands.copies > 3

@@ -9,7 +9,7 @@ import pytest
 
 from autosel.candidates.cpp.linear import lossless_12
 from autosel.ops import OPS
-from autosel.race.contest import Contest, Entrant, Operands
+from autosel.race.contest import Contest, Entrant, SharedOperands
 from autosel.race.judge import CLONE
 from autosel.race.worker import RaceProcess, Workers, WorkerSeat
 from autosel.tuning.contend import refuse_without_memory, with_roofline
@@ -36,7 +36,7 @@ def test_there_are_enough_copies_for_prepared_weights_to_be_cold() -> None:
     plain, packed = contest(None), contest(None, lossless_12("w"))
     assert (plain.least_share, packed.least_share) == (1.0, 0.75)
     for c, copies in ((plain, 31), (packed, 41)):
-        operands = Operands(W, 1, c.llc_bytes, least_share=c.least_share)
+        operands = SharedOperands(W, 1, c.llc_bytes, least_share=c.least_share)
         assert operands.copies == copies
         operands.close()
 

@@ -18,7 +18,7 @@ from autosel.ledger import Ledger, open_ledger
 from autosel.ledger import schema as t
 from autosel.race.run import RaceTerms, _held
 from autosel.tuning import contend
-from autosel.values import Arm, Session
+from autosel.values import Arm, RaceSession
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED
 
 
@@ -79,9 +79,9 @@ def test_a_continued_race_is_not_journaled() -> None:
         yield
         said.append("out")
 
-    session = Session(kind="screening", seed=0, arms=("base", "cpp"), pairs=(), calls_per_sample=(), voided="")
+    session = RaceSession(kind="screening", seed=0, arms=("base", "cpp"), pairs=(), calls_per_sample=(), voided="")
 
-    def take(*_: Any) -> Session:
+    def take(*_: Any) -> RaceSession:
         said.append("race")
         return session
 

@@ -20,7 +20,7 @@ from autosel import devices, extras, ops, settings
 from autosel.candidates import arms, registry
 from autosel.cli import device, tune
 from autosel.cli.asked import Asked
-from autosel.cli.main import cli, run
+from autosel.cli.main import cli
 from autosel.cli.run import run_command
 from autosel.cli.verify import command_of
 from autosel.devices.cuda import identity as gpu
@@ -32,7 +32,7 @@ from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
 from autosel.native import cuda
-from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, Session, Timing, Verdict
+from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, RaceSession, Timing, Verdict
 
 H200 = known.load("h200")
 W = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
@@ -42,17 +42,6 @@ Said = Callable[..., tuple[int, str, str]]
 @pytest.fixture(autouse=True)
 def own_home(home: Path) -> Path:
     return home
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture
@@ -260,7 +249,7 @@ def test_a_decision_of_a_gpu_is_reproduced_by_a_race_there_and_not_by_a_script_f
     with_gpu: None, said: Said
 ) -> None:
     base = arms.arm(registry.baseline(W.op), W, H200, "", Knobs())
-    session = Session(kind="screening", seed=1, arms=(base.candidate,), pairs=(), calls_per_sample=(1,))
+    session = RaceSession(kind="screening", seed=1, arms=(base.candidate,), pairs=(), calls_per_sample=(1,))
     raced = Race(
         workload=W, baseline=base.candidate, incumbent=base.candidate, finalist=None,
         delta=0.05, alpha_session=0.05, pi=0.01, sessions=(session,),

@@ -12,7 +12,18 @@ from autosel.race.judge import CLONE, has_won, judge, nominees
 from autosel.race.plan import DELTA_UNCALIBRATED, TrialPlan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, SessionRules, confirm, screen
 from autosel.testing.rates.noise import NOISES, Noise, SimulatedBench, iid
-from autosel.values import Conditions, Deployed, Pair, Prepared, Race, Session, Verdict, Workload, from_json, to_json
+from autosel.values import (
+    Conditions,
+    Deployed,
+    PairedSamples,
+    Prepared,
+    Race,
+    RaceSession,
+    Verdict,
+    Workload,
+    from_json,
+    to_json,
+)
 
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED
@@ -29,7 +40,7 @@ def run_race(
     random, trial = Random(seed), trial or plan(2e6)
     screening = screen(SimulatedBench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
     found = nominees(screening, incumbent, DELTA)
-    sessions: list[Session] = [screening]
+    sessions: list[RaceSession] = [screening]
     if found:
         rivals = list(dict.fromkeys(["base", incumbent]))
         duel = Duel(arms=(*rivals, found[0]), finalist=found[0], rivals=tuple(rivals))
@@ -93,9 +104,9 @@ def test_promotion_needs_all_three_sessions() -> None:
 
 
 def test_sessions_that_disagree_do_not_promote_if_the_weakest_is_near_the_margin() -> None:
-    def session(ratio: float, kind: str = "confirming") -> Session:
-        pairs = tuple(Pair(order=(0, 1), samples_ns=((100.0 * ratio,) * 2, (100.0,) * 2)) for _ in range(40))
-        return Session(kind=kind, seed=0, arms=("base", "fast"), pairs=pairs, calls_per_sample=(1, 1))  # type: ignore[arg-type]
+    def session(ratio: float, kind: str = "confirming") -> RaceSession:
+        pairs = tuple(PairedSamples(order=(0, 1), samples_ns=((100.0 * ratio,) * 2, (100.0,) * 2)) for _ in range(40))
+        return RaceSession(kind=kind, seed=0, arms=("base", "fast"), pairs=pairs, calls_per_sample=(1, 1))  # type: ignore[arg-type]
 
     def race(*ratios: float) -> Race:
         return Race(
@@ -183,7 +194,7 @@ def test_a_race_and_its_verdict_survive_json() -> None:
 def in_a_program(race: Race, *, finalist_ns: float, base_ns: float, turns: int = 8) -> Race:
     """Return the race with this many calls after an op of PyTorch in each confirming session."""
 
-    def measured(session: Session) -> Session:
+    def measured(session: RaceSession) -> RaceSession:
         times = {"base": base_ns, "fast": finalist_ns}
         called = Deployed(situation="after an op of PyTorch", turns_ns=(tuple(times[a] for a in session.arms),) * turns)
         return replace(session, deployed=(called,)) if session.kind == "confirming" else session
@@ -213,11 +224,11 @@ def test_too_few_calls_in_a_program_refuse_no_candidate() -> None:
     assert judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6, turns=2)).outcome == "promote"
 
 
-def slowed(session: Session, factor: float) -> Session:
+def slowed(session: RaceSession, factor: float) -> RaceSession:
     """Return the session with a slower baseline."""
     base = session.arms.index("base")
 
-    def changed(pair: Pair) -> Pair:
+    def changed(pair: PairedSamples) -> PairedSamples:
         times = [tuple(ns * (factor if at == base else 1) for ns in of) for at, of in enumerate(pair.samples_ns)]
         return replace(pair, samples_ns=tuple(times))
 
@@ -263,7 +274,7 @@ class Disturbed(SimulatedBench):
         return taken, "" if self.good >= 0 else BUSY
 
 
-def screened_beside_others(good: int) -> Session:
+def screened_beside_others(good: int) -> RaceSession:
     bench = Disturbed({"base": 2e6, "fast": 1e6}, iid(), Random(3))
     bench.good = good
     return screen(bench, ["base", "fast"], drawn(plan(2e6), 1))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from autosel.race.run import FAR_ABOVE_FLOOR, near_floor
-from autosel.values import Pair, Session
+from autosel.values import PairedSamples, RaceSession
 
 
-def session(voided: str = "", **medians: list[float]) -> Session:
+def session(voided: str = "", **medians: list[float]) -> RaceSession:
     """Return a session of pairs in which each arm has these medians."""
-    pairs = tuple(Pair(order=tuple(range(len(medians))), samples_ns=tuple((x,) for x in one)) for one in rows(medians))
-    return Session(
+    pairs = tuple(
+        PairedSamples(order=tuple(range(len(medians))), samples_ns=tuple((x,) for x in one)) for one in rows(medians)
+    )
+    return RaceSession(
         kind="confirming", seed=0, arms=tuple(medians), pairs=pairs, calls_per_sample=(1,) * len(medians), voided=voided
     )
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from autosel.race.contest import Contest
 from autosel.race.run import Tick
 from autosel.tuning.job import TuneEvents
-from autosel.values import Session, Workload
+from autosel.values import RaceSession, Workload
 
 ATTN = Workload(
     op="attn", dims=(("B", 1), ("Hq", 32), ("Hkv", 8), ("S", 1), ("D", 128), ("L", 8192)), dtype="bf16", traits=()
@@ -42,6 +42,6 @@ def test_a_race_reports_its_place_in_the_stage_and_the_name_that_tables_show() -
     contest = Contest(
         workload=ATTN, baseline=baseline, incumbent=baseline, challengers=(), margins={}, llc_bytes=1 << 20
     )
-    session = Session(kind="screening", seed=1, arms=("torch:sdpa",), pairs=(), calls_per_sample=(1,))
+    session = RaceSession(kind="screening", seed=1, arms=("torch:sdpa",), pairs=(), calls_per_sample=(1,))
     TuneEvents(told).tick(Tick(contest=contest, stage="screening", candidate="", session=session, done=2, total=5))
     assert told.stages == [("screening", "0 pairs  attn B1 H32/8 D128 L8192", 2, 5)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from autosel import devices
 from autosel.candidates.base import Candidate
 from autosel.formats import PLAIN
-from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.knobs.gpu.facts import Formula, Limits, facts
 from autosel.native import cuda
 from autosel.native.compile import NO_COMPILER, find_compiler
 from autosel.values import (
@@ -22,9 +22,6 @@ from autosel.values import (
     Support,
     Workload,
 )
-
-Formula = Callable[[Workload, GpuFacts], Knobs]
-Limits = Callable[[Workload, GpuFacts], str]
 
 MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 PDL = Knob(

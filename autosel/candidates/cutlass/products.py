@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autosel.candidates.base import Candidate
-from autosel.candidates.cuda.base import PDL, CudaKernel, Formula, Limits
+from autosel.candidates.cuda.base import PDL, CudaKernel
 from autosel.knobs.gpu import cutlass as forms
 from autosel.knobs.gpu import gemm
-from autosel.knobs.gpu.facts import VECTOR_BYTES, GpuFacts, facts
+from autosel.knobs.gpu.facts import VECTOR_BYTES, Formula, GpuFacts, Limits, facts
 from autosel.knobs.gpu.gemv import projection
 from autosel.native import cuda, cutlass
 from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload

@@ -9,7 +9,7 @@ from autosel import devices, extras
 from autosel.candidates.base import Candidate
 from autosel.candidates.source import TRITON_KERNELS
 from autosel.formats import PLAIN
-from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.knobs.gpu.facts import Formula, GpuFacts, Limits, facts
 from autosel.values import (
     Accepted,
     Backend,
@@ -22,9 +22,6 @@ from autosel.values import (
     Support,
     Workload,
 )
-
-Formula = Callable[[Workload, GpuFacts], Knobs]
-Limits = Callable[[Workload, GpuFacts], str]
 
 MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autosel.candidates.triton.base import Limits, TritonKernel, also, joined, pdl, shared, without_e4m3
+from autosel.candidates.triton.base import TritonKernel, also, joined, pdl, shared, without_e4m3
 from autosel.knobs.gpu import gemm, gemv
-from autosel.knobs.gpu.facts import GpuFacts
+from autosel.knobs.gpu.facts import GpuFacts, Limits
 from autosel.knobs.gpu.gemv import projection
 from autosel.values import Knob, Knobs, Workload
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosel.devices.cpu import drift, identity, machine, probe
 from autosel.devices.cpu.timing import InARow
-from autosel.devices.device import NO_OUTPUTS, READ_S, Calls, Ceiling, Device, Drift, Language, Outputs, Timed
+from autosel.devices.device import NO_OUTPUTS, READ_S, CallArgs, Ceiling, Device, Drift, Language, Outputs, Timed
 from autosel.devices.energy import Meter, packages
 from autosel.errors import BuildError
 from autosel.values import Backend, Fingerprint
@@ -65,7 +65,7 @@ class Cpu(Device):
         """Copy to large pages: a TLB miss costs as much as the line itself."""
         return pages.clone(value)
 
-    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+    def timed(self, call: Callable[..., Any], calls: CallArgs, outputs: Outputs = NO_OUTPUTS) -> Timed:
         return InARow(call, calls, self._turn, outputs)
 
     def _turn(self, calls: int) -> range:

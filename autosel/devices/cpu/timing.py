@@ -8,13 +8,15 @@ from time import (
 )  # bound before any candidate is loaded, so that patching `time` has no effect
 from typing import Any
 
-from autosel.devices.device import Calls, Drawn, Outputs
+from autosel.devices.device import CallArgs, Drawn, Outputs
 
 
 class InARow:
     """Calls on consecutive copies, between two readings of the clock."""
 
-    def __init__(self, call: Callable[..., Any], calls: Calls, turn: Callable[[int], range], outputs: Outputs) -> None:
+    def __init__(
+        self, call: Callable[..., Any], calls: CallArgs, turn: Callable[[int], range], outputs: Outputs
+    ) -> None:
         self.call, self.turn = call, turn
         self.by_slot = [[(*arguments, *own) for arguments in calls] for own in outputs]
         self.calls = self.by_slot[0]

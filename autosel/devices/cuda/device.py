@@ -13,7 +13,7 @@ from autosel.devices.cuda import drift, identity, nvml
 from autosel.devices.device import (
     NO_OUTPUTS,
     READ_S,
-    Calls,
+    CallArgs,
     Ceiling,
     Device,
     Drift,
@@ -137,7 +137,7 @@ class Cuda(Device):
 
     streamed = resident
 
-    def timed(self, call: Callable[..., Any], calls: Calls, outputs: Outputs = NO_OUTPUTS) -> Timed:
+    def timed(self, call: Callable[..., Any], calls: CallArgs, outputs: Outputs = NO_OUTPUTS) -> Timed:
         from autosel.devices.cuda.timing import Replayed
 
         return Replayed(call, [(*arguments, *outputs[0]) for arguments in calls], self.torch_device)

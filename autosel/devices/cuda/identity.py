@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from autosel import settings
@@ -85,16 +84,9 @@ def environment(driver: str) -> dict[str, Any]:
     return {
         **{key: host[key] for key in ("autosel", "torch", "tvm_ffi", "compiler", "python", "libc")},
         "kernel_pack": {kind: stack.pack_digest(kind) for kind in GPU_PACKS},
-        "triton": _version("triton"),
+        "triton": stack.version_of("triton"),
         "driver": driver,
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _measured(known: Fingerprint, ordinal: int, readings: nvml.Readings) -> Fingerprint:

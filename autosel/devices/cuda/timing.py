@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autosel.devices.cuda.capture import captured
-from autosel.devices.device import Calls, Drawn, StepTimer, TimedBy, Took, UncapturableError
+from autosel.devices.device import CallArgs, Drawn, StepTimer, TimedBy, Took, UncapturableError
 from autosel.native.cuda import DRIVER
 
 PERSISTING_L2_SIZE = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE, cuda.h
@@ -30,7 +30,7 @@ class Replayed:
     (it synchronises, or allocates outside PyTorch's pools) is timed as a queue of launches.
     """
 
-    def __init__(self, call: Callable[..., Any], calls: Calls, device: torch.device) -> None:
+    def __init__(self, call: Callable[..., Any], calls: CallArgs, device: torch.device) -> None:
         self.call, self.calls, self.device, self.result = call, calls, device, None
         self.slot = 0
         self.kept: list[Any] = []

@@ -6,15 +6,11 @@ prediction from the device's figures until a race has measured the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from autosel.knobs.gpu import attention, gemm, gemv, rows, sampling
-from autosel.knobs.gpu.facts import GpuFacts, facts
+from autosel.knobs.gpu.facts import Formula, GpuFacts, facts
 from autosel.values import Knobs, Workload
 
 __all__ = ["GpuFacts", "derive", "facts"]
-
-Formula = Callable[[Workload, GpuFacts], Knobs]
 
 PROJECTIONS = ("linear", "norm_qkv", "gate_up", "lm_head")
 ROUTES: dict[str, Formula] = {"gemv": gemv.gemv, "stream": gemm.stream, "large": gemm.large}

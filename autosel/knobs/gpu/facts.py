@@ -12,11 +12,11 @@ node, c CTAs per SM, b bytes per weight. KiB are binary; rates are SI.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autosel.errors import BadConfig
-from autosel.values import Fingerprint
+from autosel.values import Fingerprint, Knobs, Workload
 
 WARP = 32
 VECTOR_BYTES = 16  # one load instruction of a lane: LDG.128
@@ -85,6 +85,10 @@ class GpuFacts:
     def inputs(self) -> dict[str, float]:
         """Return the rates that a formula's text names, to be stored with its value."""
         return {"S": self.sms, "beta": self.read, "beta2": self.l2, "lambda": self.latency_s}
+
+
+Formula = Callable[[Workload, GpuFacts], Knobs]
+Limits = Callable[[Workload, GpuFacts], str]  # why a kernel cannot run a workload, or ""
 
 
 def facts(fp: Fingerprint) -> GpuFacts:

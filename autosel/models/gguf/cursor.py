@@ -18,7 +18,7 @@ KEPT = 1024  # skip longer arrays of numbers; arrays of layers are shorter, arra
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
-Value = Any  # bool, int, float, str or MetadataArray
+MetadataValue = Any  # bool, int, float, str or MetadataArray
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,7 +72,7 @@ class Cursor:
         except UnicodeDecodeError as error:
             raise incomplete(self.path, f"{what} is not UTF-8: {error.reason}") from error
 
-    def value(self, what: str) -> Value:
+    def value(self, what: str) -> MetadataValue:
         """Return a metadata value with its type in front."""
         kind = self.unsigned(4, f"the type of {what}")
         if kind == ARRAY:

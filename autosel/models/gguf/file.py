@@ -18,7 +18,7 @@ from pathlib import Path
 from autosel import files
 from autosel.errors import BadConfig
 from autosel.models.gguf.block import BLOCKS, Block
-from autosel.models.gguf.cursor import Cursor, Value, incomplete
+from autosel.models.gguf.cursor import Cursor, MetadataValue, incomplete
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -47,7 +47,7 @@ class GgufFile:
 
     path: Path
     version: int
-    metadata: Mapping[str, Value]
+    metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
 
     def formats(self) -> str:
@@ -113,8 +113,8 @@ def _version(cursor: Cursor) -> int:
     )
 
 
-def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
-    found: dict[str, Value] = {}
+def _metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
+    found: dict[str, MetadataValue] = {}
     for i in range(count):
         key = cursor.string(f"metadata key {i}", KEY_LIMIT)
         if key in found:
@@ -123,7 +123,7 @@ def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
     return found
 
 
-def _alignment(path: Path, metadata: Mapping[str, Value]) -> int:
+def _alignment(path: Path, metadata: Mapping[str, MetadataValue]) -> int:
     found = metadata.get("general.alignment", ALIGNMENT)
     if type(found) is not int or not 1 <= found <= ALIGNMENT_LIMIT or found & (found - 1):
         raise incomplete(

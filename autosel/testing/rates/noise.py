@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from autosel.race.judge import CLONE, has_lost, has_won, nominees
 from autosel.race.plan import SESSIONS, Margin, TrialPlan
 from autosel.race.session import Duel, SessionRules, confirm, screen
-from autosel.values import Race, Session, Workload
+from autosel.values import Race, RaceSession, Workload
 
 Factors = NDArray[np.float64]
 WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
@@ -224,13 +224,13 @@ class Scenario:
         return SessionRules(plan=self.plan, delta=self.delta, seed=random.getrandbits(32))
 
 
-def screened(setting: Scenario, random: Random) -> Session:
+def screened(setting: Scenario, random: Random) -> RaceSession:
     return screen(setting.bench(random), list(setting.true_ns), setting.trial(random))
 
 
 def confirmed(
-    setting: Scenario, finalist: str, random: Random, screening: Session, earlier: Sequence[Session] = ()
-) -> Session:
+    setting: Scenario, finalist: str, random: Random, screening: RaceSession, earlier: Sequence[RaceSession] = ()
+) -> RaceSession:
     """Run one confirming session of the finalist in a new process."""
     arms = (*setting.rivals, finalist, *([CLONE] if CLONE in setting.true_ns else []))
     duel = Duel(arms=arms, finalist=finalist, rivals=setting.rivals)
@@ -264,5 +264,5 @@ def attempt(setting: Scenario, random: Random, *, nominate: str = "") -> Race:
     )
 
 
-def won(setting: Scenario, session: Session, finalist: str) -> bool:
+def won(setting: Scenario, session: RaceSession, finalist: str) -> bool:
     return has_won(session, finalist, setting.rivals, setting.delta)

@@ -36,7 +36,7 @@ from autosel.race.plan import (
 )
 from autosel.testing.rates.common import RULES
 from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Scenario, attempt, confirmed, screened, won
-from autosel.values import Session
+from autosel.values import RaceSession
 
 Must = Literal["at most", "at least", "fail", "shown"]
 SHORT, LONG = plan(2e3), plan(2e6)
@@ -182,7 +182,9 @@ def setting(ratio: float, noise: str, form: TrialPlan, delta: float, **more: Any
 def sessions(s: Scenario, races: int, random: Random) -> Count:
     """Count the confirming sessions in which E crossed, one session per race."""
     screening = screened(s, random)
-    brief = Session(kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1))
+    brief = RaceSession(
+        kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1)
+    )
     crossings = sum(won(s, confirmed(s, "same", random, brief), "same") for _ in range(races))
     return Count(events=crossings, races=races)
 
