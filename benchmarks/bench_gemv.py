@@ -13,26 +13,18 @@ are printed: best window over best window, and the median over rounds of each ro
 
 from __future__ import annotations
 
-import ctypes
 import json
-import random
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import command_line
 import torch
+from interleaved import ours, quartiles, reader, timed
 
 from autosel import fingerprint
 from autosel.candidates.cpp.linear import KERNELS
-from autosel.candidates.load import load
-from autosel.devices.cpu import probe
-from autosel.devices.cpu.idle import wait_until_idle
-from autosel.native.compile import compile_source
 from autosel.ops import OPS, eager
-from autosel.values import Accepted, Fingerprint, NativeRecipe, Scalar, Workload
+from autosel.values import Fingerprint, Scalar, Workload
 from autosel.workers import pages
 
 # llama-8b: name, op, dims without M, traits.
@@ -46,8 +38,6 @@ SHAPES: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
     ("gate_up", "gate_up", {"I": 14336, "d": 4096}, {}),
     ("greedy", "lm_head", {"V": 128256, "d": 4096}, {"greedy": 1}),
 )
-ARMS = ("read", "cpp", "torch")
-LEAST_ROUNDS = 9
 
 
 def main() -> int:
@@ -93,58 +83,9 @@ def measure(
         copies = 1  # reading it evicts its own beginning
     copy = torch.clone if small_pages else pages.clone
     operands = [{**inputs, **{n: copy(inputs[n]) for n in streamed}} for _ in range(copies)]
-    arms = {"read": reader(streamed, fp), "cpp": ours(w, fp), "torch": getattr(eager, w.op)}
-    outputs = op.allocate(w)
-    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    turn, order, rng, end = 0, list(ARMS), random.Random(1), time.perf_counter() + budget_s
-    while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
-        rng.shuffle(order)
-        for arm in order:
-            if wait:
-                wait_until_idle()
-            for timed in (False, True):
-                turn += 1
-                given = operands[turn % copies]
-                took = arms[arm](given) if arm == "read" else seconds(arms[arm], (*op.arguments(given), *outputs))
-                if timed:
-                    times[arm].append(took)
+    arms = {"read": reader(streamed, fp), "cpp": ours(KERNELS, w, fp), "torch": getattr(eager, w.op)}
+    times = timed(w, arms, operands, budget_s, wait=wait)
     return {"key": w.key, "bytes": weight_bytes, **summary(times)}
-
-
-def ours(w: Workload, fp: Fingerprint) -> Callable[..., Any]:
-    """Return the C++ kernel for w with the knobs of its closed forms."""
-    kernel = next(k for k in KERNELS if k.op == w.op and isinstance(k.supports(w, fp), Accepted))
-    knobs = kernel.knobs(w, fp)
-    recipe = kernel.recipe(w, fp, knobs)
-    assert isinstance(recipe, NativeRecipe)
-    return load(OPS[w.op], recipe, compile_source(recipe.source, recipe.flags).digest, knobs.values)
-
-
-def reader(streamed: list[str], fp: Fingerprint) -> Callable[[dict[str, Any]], float]:
-    """Return a function that reads the weights once on all cores with the fingerprint's probe and returns seconds."""
-    library, out = probe.load().library, (ctypes.c_double * 1)()
-
-    def read(operands: dict[str, Any]) -> float:
-        total = 0.0
-        for name in streamed:
-            size = operands[name].numel() * operands[name].element_size()
-            library.autosel_probe_read(
-                ctypes.c_void_p(operands[name].data_ptr()),
-                *(ctypes.c_int64(v) for v in (size, size, int(fp.identity["cpus"]))),
-                ctypes.c_double(0.0),
-                out,
-                ctypes.c_int64(1),
-            )
-            total += size / out[0]
-        return total
-
-    return read
-
-
-def seconds(call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -157,11 +98,6 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         "rounds": len(times["cpp"]),
         "speedup": quartiles([a / b for a, b in zip(times["torch"], times["cpp"], strict=True)]),
     }
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
 
 
 def table(rows: list[dict[str, Any]], fp: Fingerprint, m: int, dtype: str) -> None:

@@ -15,7 +15,15 @@ from autosel.ops.contract import Case, Mismatch, Op
 from autosel.values import DTypeName
 from tests import drawn
 from tests.compile.emulate import emulated
-from tests.cpu.samplings import SAMPLING, judged
+from tests.cpu.row_claims import (
+    SAMPLING,
+    judged,
+    keep_far_angle,
+    rotate_slices_in_place,
+    sample_equal_logits,
+    sample_without_distribution,
+    update_residual_in_place,
+)
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 
@@ -65,30 +73,12 @@ def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, 
 
 
 def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
-    """Sample 128256 equally likely tokens with p = 1/4: the nucleus is the first quarter; `uniform` selects in it."""
-    op, v = OPS["sample"], 128_256
-    inputs = op.inputs(op.workload("bf16", {"B": 4, "V": v, "L": 1}), 0)
-    inputs["logits"].fill_(1.5)
-    inputs["history"].fill_(-1)
-    for name, value in (("top_k", 0), ("top_p", 0.25), ("repetition_penalty", 1.0)):
-        inputs[name].fill_(value)
-    inputs["uniform"].copy_(torch.tensor([0.0, 0.25, 0.5, 0.9999999]))
-    token = torch.full((4,), -1)
-    emulated("sample", "sample")(*op.arguments(inputs), token, 5, 0)
-    assert token.tolist() == [pytest.approx(v / 4 * u, abs=2) for u in (0.0, 0.25, 0.5, 1.0)]
+    sample_equal_logits(emulated("sample", "sample"), 5, 0)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_logits_without_a_distribution_still_give_a_token_in_range(poison: float) -> None:
-    op, v = OPS["sample"], 4099
-    for settings in ({"top_k": 0, "top_p": 0.9}, {"top_k": 7, "top_p": 0.9}, {"top_k": 4000, "top_p": 1.0}):
-        inputs = op.inputs(op.workload("fp32", {"B": 3, "V": v, "L": 9}), 3)
-        inputs["logits"][0, ::2], inputs["logits"][1], inputs["logits"][2, -1] = poison, poison, poison
-        for name, value in settings.items():
-            inputs[name].fill_(value)
-        token = torch.full((3,), -1)
-        emulated("sample", "sample")(*op.arguments(inputs), token, 4, 0)
-        assert ((token >= 0) & (token < v)).all()
+    sample_without_distribution(emulated("sample", "sample"), poison, 4, 0)
 
 
 # --- what the op's battery does not reach ----------------------------------------------------------------------------
@@ -108,37 +98,17 @@ def test_a_long_row_is_normalised_whether_registers_hold_it_or_not(width: int) -
 
 @pytest.mark.parametrize("sandwich", [0, 1])
 def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
-    op = OPS["add_rmsnorm"]
-    w = op.workload("bf16", {"M": 3, "d": 1021}, sandwich=sandwich)
-    inputs = op.inputs(w, 5)
-    kept = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-    emulated("add_rmsnorm", "add_rmsnorm")(*op.arguments(inputs), inputs["x"], inputs["residual"], 128, 3, 0)
-    assert not isinstance(op.verify(kept, [inputs["x"], inputs["residual"]]), Mismatch)
+    update_residual_in_place(emulated("add_rmsnorm", "add_rmsnorm"), sandwich, 128, 3, 0)
 
 
 @pytest.mark.parametrize("style", [0, 1])
 def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
-    op = OPS["rope"]
-    w = op.workload("bf16", {"M": 5, "Hq": 4, "Hkv": 2, "D": 80, "R": 48}, style=style)
-    inputs = op.inputs(w, 5)
-    fused = torch.cat([inputs["q"], inputs["k"], inputs["k"]], dim=1)
-    q, k = fused[:, :4], fused[:, 4:6]
-    emulated("rope", "rope")(q, k, inputs["positions"], inputs["inv_freq"], style, q, k, 64, 7, 0)
-    assert not isinstance(op.verify(inputs, [q.contiguous(), k.contiguous()]), Mismatch)
-    assert torch.equal(fused[:, 6:], inputs["k"])
+    rotate_slices_in_place(emulated("rope", "rope"), style, 64, 7, 0)
 
 
 @pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
 def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
-    """Compare fp32 results with float64: an angle of 2^31 radians in fp32 would be off by a hundred turns."""
-    inv_freq = torch.tensor([1.0, 0.7654321, 0.0123])
-    q = torch.zeros(1, 1, 6)
-    q[..., :3] = 1.0
-    out, unused = torch.empty_like(q), torch.empty_like(q)
-    emulated("rope", "rope")(q, q, torch.tensor([position]), inv_freq, 0, out, unused, 32, 1, 0)
-    angle = position * inv_freq.double()
-    want = torch.cat([angle.cos(), angle.sin()])
-    assert (out[0, 0].double() - want).abs().max() < 1e-6
+    keep_far_angle(emulated("rope", "rope"), position, 32, 1, 0)
 
 
 @pytest.mark.parametrize("page", [0, 16])

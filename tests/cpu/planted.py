@@ -434,26 +434,6 @@ def subtracts_no_maximum(q, k, v, lengths, max_len, scale, window, softcap, o):
     return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, maximum=False))
 
 
-def attends_in_blocks(q, k, v, lengths, max_len, scale, window, softcap, o):
-    """Right: the running maximum and sum of flash attention, 40 keys at a time, the last block first."""
-    b, hq, s, d = q.shape
-    k, v = (t[:, :, :max_len].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
-    ends = torch.full((b,), max_len) if lengths is None else lengths.long()
-    query = (ends[:, None] - s + torch.arange(s))[:, None, :, None]
-    peak, total, made = torch.full((b, hq, s, 1), -torch.inf), torch.zeros(b, hq, s, 1), torch.zeros(b, hq, s, d)
-    for start in range((max_len - 1) // 40 * 40, -1, -40):
-        key = torch.arange(start, min(start + 40, max_len))
-        seen = (key <= query) & (query >= 0) & ((key > query - window) if window else True)
-        scores = q.float() @ k[:, :, key].mT * (scale or d**-0.5)
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        scores = scores.masked_fill(~seen, -torch.inf)
-        top = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        keep = torch.where(peak == -torch.inf, 0.0, (peak - top).exp())
-        p = torch.where(seen, (scores - top).exp(), 0.0)
-        peak, total, made = top, total * keep + p.sum(-1, keepdim=True), made * keep + p @ v[:, :, key]
-    return o.copy_(made / torch.where(total == 0, 1.0, total))
-
-
 # --- caught by a single check ----------------------------------------------------------------------------------------
 
 _SEEN = {}

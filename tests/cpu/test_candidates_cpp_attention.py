@@ -31,7 +31,10 @@ from autosel.values import DTypeName, Workload
 from tests import drawn
 from tests.cpu.side_by_side import mismatches
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+]
 HERE = Path(__file__).parent
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 FLAGS = tuple(machine.identity()["isa"])
@@ -57,15 +60,6 @@ CUTS = {
     "prefill_attn": ((1,), (2,), (3,)),
     "kv_append": ((1,), (2,), (3,)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Any:
-    """Run references on one thread: they are small, and OpenMP's barriers would take longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from autosel.native.compile import compile_source, find_compiler
 from autosel.ops import OPS
 from autosel.values import Accepted, Fingerprint, Layout, NativeRecipe, PythonRecipe
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+]
 OP = OPS["linear"]
 KNOBS = {"threads": 2, "rows": 8}
 
@@ -55,14 +58,6 @@ def reader(function: Callable[..., Any]) -> Reader:
     found = reader_of(function)
     assert found is not None
     return found
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def weight(n: int = 64, k: int = 512, seed: int = 0) -> Tensor:

@@ -58,12 +58,12 @@ def forget() -> None:
     validity.forget()
 
 
-def native_arm() -> Arm:
+def native_arm(w: Workload = W) -> Arm:
     candidate, device = registry.find("rmsnorm", "cpp:rmsnorm"), this_device()
-    knobs = candidate.knobs(W, device)
-    recipe = candidate.recipe(W, device, knobs)
+    knobs = candidate.knobs(w, device)
+    recipe = candidate.recipe(w, device, knobs)
     assert isinstance(recipe, NativeRecipe)
-    return arms.arm(candidate, W, device, compile_source(recipe.source, recipe.flags).digest, knobs)
+    return arms.arm(candidate, w, device, compile_source(recipe.source, recipe.flags).digest, knobs)
 
 
 def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decision:
@@ -77,7 +77,7 @@ def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decisi
         "mode": current_mode(),
         "state": "promoted",
         "reason": "for the test",
-        "idempotency_key": "one",
+        "idempotency_key": w.key,
     }
     return ledger.write(Record(fp=changes.pop("fp", this_device()), workload=w, **values | changes))
 

@@ -16,25 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, ops, resources, settings
-from autosel.candidates import arms, registry, validity
+from autosel import dispatch, resources, settings
+from autosel.candidates import arms
 from autosel.cli.main import run as cli
 from autosel.dispatch.board import Board, this_device
 from autosel.errors import LedgerError
 from autosel.guard import Policy
 from autosel.guard.rate import CANARY
-from autosel.ledger import Ledger, faults, open_ledger
-from autosel.ledger.commands import Record, Release
+from autosel.ledger import faults, open_ledger
+from autosel.ledger.commands import Release
 from autosel.ledger.faults import Cause, Fault
-from autosel.ledger.key import current_mode
-from autosel.native.compile import compile_source
 from autosel.ops.contract import Match
-from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, PythonRecipe, Workload, digest
+from autosel.values import Arm, Decision, PythonRecipe, digest
+from tests.cpu.test_dispatch_board import RMS, WEIGHT, W, X, forget, native_arm, promote
 
 ROOT = Path(__file__).resolve().parents[2]
-RMS = ops.find("rmsnorm")
-X, WEIGHT = torch.randn(3, 256), torch.randn(256)
-W = RMS.workload("fp32", {"M": 3, "d": 256})
 LATER = "2999-01-01T00:00:00.000000+00:00"
 
 # Right unless a row's mean square exceeds 4, which normal inputs never do.
@@ -82,11 +78,6 @@ def home(tmp_path: Path, builds: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     forget()
 
 
-def forget() -> None:
-    """Clear the state that a new process would not have."""
-    validity.forget()
-
-
 @pytest.fixture
 def edited(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arm]:
     """Return the arm of a wrong kernel, after replacing the present source by its source."""
@@ -99,34 +90,11 @@ def edited(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arm
     return arm
 
 
-def native_arm(w: Workload = W) -> Arm:
-    candidate, device = registry.find("rmsnorm", "cpp:rmsnorm"), this_device()
-    knobs = candidate.knobs(w, device)
-    recipe = candidate.recipe(w, device, knobs)
-    assert isinstance(recipe, NativeRecipe)
-    return arms.arm(candidate, w, device, compile_source(recipe.source, recipe.flags).digest, knobs)
-
-
 def python_arm(folder: Path, name: str, source: str) -> Arm:
     (folder / f"{name}.py").write_text(source)
     recipe = PythonRecipe(target=f"{name}:kernel", path=str(folder))
     found = digest({"source": arms.python_digest(recipe), "knobs": {}})
     return Arm(candidate=f"user:{name}", backend="USER", recipe=recipe, knobs={}, digest=found)
-
-
-def promote(ledger: Ledger, arm: Arm, w: Workload = W, **changes: Any) -> Decision:
-    values: dict[str, Any] = {
-        "verdict": None,
-        "race": None,
-        "parities": [(arm, Passed(cases=1, worst=0.1, worst_case="random"))],
-        "arm": arm,
-        "baseline": arms.arm(registry.baseline(w.op), w, this_device(), "", Knobs()),
-        "mode": current_mode(),
-        "state": "promoted",
-        "reason": "for the test",
-        "idempotency_key": w.key,
-    }
-    return ledger.write(Record(fp=this_device(), workload=w, **values | changes))
 
 
 def is_right(result: torch.Tensor, x: torch.Tensor = X) -> bool:

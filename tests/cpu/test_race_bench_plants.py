@@ -28,19 +28,12 @@ from autosel.tuning.trial import _contest as contest_for
 from autosel.values import Knobs, PythonRecipe
 from tests import drawn
 from tests.cpu.planting import Planted, built
+from tests.quiet import Quiet
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 WORKLOAD = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 NAMED = Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1)
-
-
-class Quiet:
-    def stage(self, *_: object) -> None: ...
-
-    def decided(self, *_: object) -> None: ...
-
-    def rejected(self, *_: object) -> None: ...
 
 
 def raced(function: str) -> Tried:

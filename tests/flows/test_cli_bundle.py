@@ -24,20 +24,11 @@ from autosel.tuning.shortlist import way_of
 from autosel.values import Accepted, Arm, Fingerprint, PythonRecipe, Workload
 from tests.cpu.daemons import cli
 from tests.cpu.test_ledger import FAILED, PASSED, record
+from tests.quiet import Quiet
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 W = Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="fp32", traits=())
-
-
-class Quiet:
-    """Ignore all events."""
-
-    def stage(self, *_: Any) -> None: ...
-
-    def decided(self, *_: Any) -> None: ...
-
-    def rejected(self, *_: Any) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -100,17 +100,6 @@ def forget() -> None:
     probe.load.cache_clear()
 
 
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        return (code, *capsys.readouterr())
-
-    return call
-
-
 def decided(home: Path, key: str = "one", w: Workload = RMS) -> Decision:
     """Record a decision of this device as tune would, with a second arm that passed parity."""
     device = this_device()
@@ -206,7 +195,8 @@ def test_a_candidate_that_misbehaves_fails_parity_with_code_4_and_how_to_see_it(
     found = json.loads(out)
     assert found["races"][0]["parity"]["outcome"] == "failed"
     assert told in err
-    assert f"race rmsnorm --candidate {arguments[0]} --model model --case" in found["error"]["todo"]
+    limit = " --deadline 1.0" if "--deadline" in arguments else ""
+    assert f"race rmsnorm --candidate {arguments[0]} --model model{limit} --case" in found["error"]["todo"]
     assert not (home / "ledger.db").exists(), "race records nothing"
 
 

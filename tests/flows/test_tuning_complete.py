@@ -16,7 +16,9 @@ from autosel.parity.session import built
 from autosel.tuning.complete import complete
 from autosel.tuning.prove import FIRST_PAIRS
 from autosel.values import Failed, Passed
-from tests.flows.test_tuning_renew import Silent, W, baseline, native_arm, promote
+from tests.cpu.test_dispatch_board import W, native_arm
+from tests.flows.test_tuning_renew import baseline, promote
+from tests.quiet import Quiet
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -44,7 +46,7 @@ def test_serving_arms_are_proven_on_the_remaining_rows(ledger: Ledger) -> None:
     d = promote(ledger, arm, parities=[(arm, FIRST)])
     ((left, known),) = ledger.incomplete(d.hw_id, current_mode())
     assert (left.id, known) == (d.id, FIRST)
-    (made,) = complete(ledger, this_device(), Silent())
+    (made,) = complete(ledger, this_device(), Quiet())
     assert (made.decision.id, made.reason, made.rows) == (d.id, "", 37)
     proof = ledger.parity_known(d.hw_id, arm.digest, W)
     assert isinstance(proof, Passed)
@@ -61,7 +63,7 @@ def test_an_arm_that_fails_a_remaining_row_is_quarantined_with_the_case(
     d = promote(ledger, arm, parities=[(arm, FIRST)])
     wrong = Failed(check="elements", case="pairs 1234", reason="element [0]: got 1", evidence={"index": [0]})
     monkeypatch.setattr("autosel.tuning.complete.check_rest", lambda *_, **__: wrong)
-    (made,) = complete(ledger, this_device(), Silent())
+    (made,) = complete(ledger, this_device(), Quiet())
     assert made.reason == "parity: elements (pairs 1234): element [0]: got 1"
     held = ledger.quarantined(d.hw_id, "rmsnorm")
     assert held[arm.build].evidence == {"index": [0], "check": "elements", "case": "pairs 1234"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, ops, resources, settings
+from autosel import dispatch, resources
 from autosel.candidates import arms, registry, validity
 from autosel.cli.main import run as cli
 from autosel.client import connect, socket_path
@@ -22,61 +22,25 @@ from autosel.errors import LedgerError
 from autosel.ledger import Ledger, commands, open_ledger
 from autosel.ledger.commands import Demote, Hold, Record, Renew, Unpin
 from autosel.ledger.key import current_mode
-from autosel.native.compile import compile_source
 from autosel.tuning import renew
 from autosel.values import Arm, Decision, Failed, Knobs, NativeRecipe, Passed, to_json
 from tests.cpu.daemons import Daemon, running
+from tests.cpu.test_dispatch_board import WEIGHT, W, X, built, home, native_arm
 from tests.cpu.test_ledger import verdict
+from tests.quiet import Quiet
 
+__all__ = ["built", "home"]  # fixtures
 pytestmark = pytest.mark.usefixtures("preforked")
 
-W = ops.find("rmsnorm").workload("fp32", {"M": 3, "d": 256})
-X, WEIGHT = torch.randn(3, 256), torch.randn(256)
 PASSED = Passed(cases=1, worst=0.1, worst_case="random")
 FAILED = Failed(check="bound", case="random", reason="wrong", evidence={})
 OTHER_TORCH = "torch:rmsnorm's code or its libraries"
-
-
-class Silent:
-    def stage(self, name: str, detail: str, done: int, total: int) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of artefacts, compiled once."""
-    return tmp_path_factory.mktemp("built")
-
-
-@pytest.fixture
-def home(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("AUTOSEL_DB", raising=False)
-    for folder in (built, tmp_path / "home"):
-        monkeypatch.setenv("AUTOSEL_HOME", str(folder))
-        settings.read.cache_clear()
-        if folder is built:
-            native_arm()
-    shutil.copytree(built / "native", tmp_path / "home" / "native")
-    (tmp_path / "home").chmod(0o700)
-    validity.forget()
-    yield tmp_path / "home"
-    monkeypatch.undo()
-    settings.read.cache_clear()
-    validity.forget()
 
 
 @pytest.fixture
 def ledger(home: Path) -> Iterator[Ledger]:
     with open_ledger() as made:
         yield made
-
-
-def native_arm() -> Arm:
-    candidate, device = registry.find("rmsnorm", "cpp:rmsnorm"), this_device()
-    knobs = candidate.knobs(W, device)
-    recipe = candidate.recipe(W, device, knobs)
-    assert isinstance(recipe, NativeRecipe)
-    return arms.arm(candidate, W, device, compile_source(recipe.source, recipe.flags).digest, knobs)
 
 
 def baseline() -> Arm:
@@ -110,7 +74,7 @@ def served(home: Path) -> Any:
 
 
 def renewals(ledger: Ledger) -> list[renew.Renewal]:
-    return list(renew.renew(ledger, this_device(), Silent()))
+    return list(renew.renew(ledger, this_device(), Quiet()))
 
 
 def test_a_winner_under_another_torch_serves_again_once_proven_and_is_to_be_raced(

@@ -19,7 +19,7 @@ from autosel import settings
 from autosel.cli import figures
 from autosel.cli import race as race_verb
 from autosel.cli import tune as tune_verb
-from autosel.cli.main import FORMER, VERBS, cli, run
+from autosel.cli.main import FORMER, VERBS, cli
 from autosel.cli.options import VerbGroup, given_options
 from autosel.cli.output import emit_json, report, table
 from autosel.cli.progress import QUIET_S, Progress
@@ -58,17 +58,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     settings.read.cache_clear()
     yield tmp_path
     settings.read.cache_clear()
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 # --- help ---------------------------------------------------------------------------------------------------------

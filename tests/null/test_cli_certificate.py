@@ -22,7 +22,6 @@ from autosel.certify.run import failed
 from autosel.certify.words import prompted
 from autosel.cli.asked import MEASURED, Asked
 from autosel.cli.certificate import summary, where_line
-from autosel.cli.main import run
 from autosel.cli.run import run_command
 from autosel.cli.suite import TAKEN
 from autosel.cli.verify import command_of, located, rerun_words, run_again
@@ -35,17 +34,6 @@ from tests.null.test_certify_verify_lies import of_mine
 from tests.null.test_cli_run_refusals import CONFIG
 
 pytestmark = pytest.mark.usefixtures("home")
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

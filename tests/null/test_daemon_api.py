@@ -22,9 +22,10 @@ from autosel.daemon.bodies import MOST_BYTES
 from autosel.daemon.hub import this_device
 from autosel.ledger import commands, faults
 from autosel.ledger.faults import Fault
-from autosel.values import Fingerprint, to_json
+from autosel.values import to_json
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, MODE, PASSED, race, record, verdict
 from tests.null.daemon_app import BEARER, App, over_socket, over_tcp
+from tests.quiet import here
 
 HERE = this_device()
 
@@ -37,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def app(home: Path) -> App:
     with ledgers.open_ledger(home=home, alone=True) as ledger:
-        record(ledger, fp=_fingerprint())
+        record(ledger, fp=here())
     return App(home)
 
 
@@ -51,13 +52,6 @@ def local(app: App) -> Iterator[TestClient]:
 def remote(app: App, local: TestClient) -> TestClient:
     """Return a client over TCP; the application belongs to `local`."""
     return over_tcp(app)
-
-
-def _fingerprint() -> Fingerprint:
-    """Describe this machine, so that recorded decisions serve here."""
-    from autosel.devices.cpu import machine
-
-    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 
 
 def problem(answer: Any) -> dict[str, str]:
@@ -373,7 +367,7 @@ def test_odd_coverage_is_refused(local: TestClient, odd: dict[str, Any]) -> None
 def test_another_process_writes_through_the_daemon(local: TestClient) -> None:
     w = ATTN.at(L=20_000)
     command = commands.Record(
-        fp=_fingerprint(),
+        fp=here(),
         workload=w,
         verdict=verdict(),
         race=race(w),
@@ -438,7 +432,7 @@ def test_a_fault_already_taken_in_when_it_is_reported_counts_as_taken_in(
 ) -> None:
     """Let the daemon's check of the journal, five times a second, or another process take it in first."""
     with ledgers.open_ledger(home=tmp_path, alone=True) as ledger:
-        made = record(ledger, fp=_fingerprint())
+        made = record(ledger, fp=here())
     write = faults.write
 
     def write_and_be_late(home: Path, fault: Fault) -> Path:

@@ -30,9 +30,10 @@ from autosel.fingerprint import known
 from autosel.ledger.commands import TakeOver
 from autosel.ledger.locks import InUseError
 from autosel.tuning.underway import RunningCommand
-from autosel.values import Fingerprint, to_json
+from autosel.values import to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
 from tests.null.daemon_app import App, over_socket
+from tests.quiet import here
 
 H200 = known.load("h200")
 UUID = "GPU-1f0c"
@@ -252,13 +253,7 @@ def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp
         ledger.write(TakeOver(hw_id=H200.hw_id, holder="another tuner", unit=UUID))
         with pytest.raises(LedgerError, match="taken over this device"):
             record(ledger, "late", fp=there)
-        record(ledger, "of the cpu", fp=this_machine())
-
-
-def this_machine() -> Fingerprint:
-    from autosel.devices.cpu import machine
-
-    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
+        record(ledger, "of the cpu", fp=here())
 
 
 # --- requests and answers --------------------------------------------------------------------------------------------
@@ -267,7 +262,7 @@ def this_machine() -> Fingerprint:
 @pytest.fixture
 def app(tmp_path: Path) -> App:
     with ledgers.open_ledger(home=tmp_path / "home", alone=True) as ledger:
-        record(ledger, "cpu", fp=this_machine())
+        record(ledger, "cpu", fp=here())
         record(ledger, "gpu", fp=H200, workload=ATTN.at(L=512))
     return App(tmp_path / "home")
 
@@ -322,7 +317,7 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
 
 
 def test_misses_of_a_process_with_fewer_threads_are_tuned_for_so_many(app: App) -> None:
-    four = dataclasses.replace(this_machine(), identity={**this_machine().identity, "cpus": 4})
+    four = dataclasses.replace(here(), identity={**here().identity, "cpus": 4})
     with over_socket(app) as client:
         learned(client, app, dataclasses.replace(cpu(), hw_id=four.hw_id, fingerprint=to_json(four), mode="eager.t4"))
         miss = {"hw_id": four.hw_id, "misses": [{"workload": to_json(ATTN), "calls": 3}]}
@@ -339,8 +334,8 @@ def test_a_queued_workload_leaves_the_queue_when_another_process_decides_it(app:
         missed = [{"workload": to_json(ATTN.at(B=b)), "calls": 3} for b in (7, 9)]
         told = client.post("/v1/misses", json={"hw_id": this_device(), "mode": MODE, "misses": missed}).json()
         with ledgers.open_ledger(home=app.home) as ledger:
-            other = record(ledger, "other mode", fp=this_machine(), workload=ATTN.at(B=9), mode=f"{MODE}.other")
-            made = record(ledger, "meanwhile", fp=this_machine(), workload=ATTN.at(B=7), mode=MODE)
+            other = record(ledger, "other mode", fp=here(), workload=ATTN.at(B=9), mode=f"{MODE}.other")
+            made = record(ledger, "meanwhile", fp=here(), workload=ATTN.at(B=7), mode=MODE)
         learned(client, app)
         jobs = {job["id"]: job for job in client.get("/v1/jobs").json()["jobs"]}
         first, second = (jobs[number] for number in told["queued"])

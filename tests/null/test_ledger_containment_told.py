@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from autosel.candidates import arms, registry
-from autosel.cli.main import run
 from autosel.cli.tune import report_json, show_remarks
 from autosel.ledger.commands import Hold, Record
 from autosel.ledger.key import current_mode
@@ -20,21 +19,11 @@ from autosel.ledger.store import Ledger, open_ledger
 from autosel.ops import OPS
 from autosel.tuning.job import Rejection, Report
 from autosel.values import Arm, Fingerprint, Knobs
+from tests.quiet import here
 
 W = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 REASON = "the worker ended: raised ImportError"
 Said = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Run a command line; return (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(list(arguments))
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture
@@ -60,12 +49,6 @@ def held(home: Path) -> list[int]:
             )
         )
         return [hold(ledger, fp, arm(base, name)) for name in ("cpp:one", "cpp:two")]
-
-
-def here() -> Fingerprint:
-    from autosel.devices.cpu import machine
-
-    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 
 
 def arm(base: Arm, name: str) -> Arm:

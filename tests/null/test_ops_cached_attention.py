@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from autosel.ops import OPS, eager, eager_stored
 from autosel.ops.cached import Cached, quantise_cache
 from autosel.ops.contract import Case, Match, Mismatch
 from autosel.values import DTypeName
+from tests.null.test_ops_weight import e4m3, flushed, fnuz, half_down, nan_as_480, unsigned
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 FORMATS = [name for name in CACHE_FORMATS if name != "plain"]
@@ -24,16 +25,7 @@ OP = OPS["attn"]
 CACHE = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 200}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def e4m3(*bits: int) -> Tensor:
-    return torch.tensor(bits, dtype=torch.uint8).view(torch.float8_e4m3fn)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def test_attention_over_codes_worked_out_by_hand() -> None:
@@ -72,28 +64,6 @@ def test_the_eager_op_passes_every_case(dtype: DTypeName, name: str, traits: dic
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def flushed(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < 2.0**-6, 0.0, x)
-
-
-def nan_as_480(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), 480.0, x)
-
-
-def fnuz(x: Tensor) -> Tensor:
-    """Read codes as the other e4m3 (fnuz), with half the values, and infinity for 448."""
-    return torch.where(x.abs() == 448.0, float("inf"), x)
-
-
-def unsigned(x: Tensor) -> Tensor:
-    return x.abs()
-
-
-def half_down(x: Tensor) -> Tensor:
-    """Drop a mantissa bit."""
-    return x.view(-1).view(torch.int32).bitwise_and(~0x1FFFFF).view(torch.float32).view(x.shape)
 
 
 def neighbour(scales: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,12 +33,7 @@ WORKLOADS = [OPS[op].workload("bf16", dims, **traits) for op, (dims, traits) in 
 by_op = pytest.mark.parametrize("w", WORKLOADS, ids=lambda w: w.op)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def run(w: Workload, inputs: dict[str, Any]) -> tuple[Tensor, ...]:

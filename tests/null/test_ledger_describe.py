@@ -1,10 +1,16 @@
-"""Check that a demoted decision is shown as demoted, with the reason, and its race as history, without its effect."""
+"""Check decisions wherever they are shown.
+
+An effect timed next to other work is marked. A demoted decision is shown with its reason, and its race as history,
+without its effect.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +18,25 @@ import click
 import pytest
 
 from autosel import dispatch, ops
+from autosel.candidates import registry
 from autosel.cli.main import run
 from autosel.devices import this_device
 from autosel.ledger.commands import Demote
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import open_ledger
-from autosel.values import Decision
-from tests.cpu.test_ledger import ATTN, CPP, record, verdict
+from autosel.tuning.shortlist import way_of
+from autosel.values import Conditions, Decision
+from tests.cpu.test_ledger import ATTN, CPP, PASSED, record, verdict
 from tests.null.daemon_app import App, over_socket
 
-Said = Callable[..., str]
+BUSY = Conditions(watched=True, again=160, busy_cores=1.7, by=("cc1plus 1.2 cores", "make 0.4 cores"))
+QUIET = Conditions(watched=True, again=2, busy_cores=0.01)
+TOLD = "timed beside other work: cc1plus 1.2 cores, make 0.4 cores; 160 samples taken again"
+WORK = ops.OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 512})
 REASON = "a NaN was seen"
+Said = Callable[..., str]
+Record = Callable[[Conditions], Decision]
+
 pytestmark = pytest.mark.usefixtures("cpu_alone")
 
 
@@ -41,6 +55,88 @@ def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
         return out if "--json" in arguments else " ".join(click.unstyle(out).split())
 
     return call
+
+
+@pytest.fixture
+def recorded(home: Path) -> Record:
+    def call(conditions: Conditions) -> Decision:
+        return promoted(home, conditions=conditions)
+
+    return call
+
+
+def promoted(home: Path, **changes: Any) -> Decision:
+    """Record that PyTorch's packed attention was promoted on this device."""
+    fp = this_device()
+    arm, base = (way_of(registry.find("attn", name), WORK, fp).arm for name in ("torch:packed", "torch:sdpa"))
+    found = dataclasses.replace(
+        verdict(), winner=arm.candidate, **{"next_best": None, "read_bytes_per_s": 38e9, **changes}
+    )
+    with open_ledger(home=home) as ledger:
+        return record(
+            ledger, fp=fp, workload=WORK, mode=current_mode(), verdict=found, arm=arm, baseline=base,
+            parities=[(arm, PASSED)],
+        )  # fmt: skip
+
+
+def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None:
+    recorded(BUSY)
+    table = said("best", "attn")
+    assert "2.0x ≥1.90*" in table and f"* {TOLD}" in table
+    found = json.loads(said("best", "attn", "--json"))["conditions"]
+    assert (found["contended"], found["busy_cores"], found["by"]) == (True, 1.7, list(BUSY.by))
+    assert re.search(
+        rf"measured 20\d\d-\d\d-\d\d \d\d:\d\d UTC, memory read at 38 GB/s, {TOLD}", said("explain", "attn")
+    )
+    history = said("explain", "attn", "--history")
+    assert "2.0x ≥1.90*" in history and TOLD in history
+
+
+def test_results_of_a_quiet_machine_have_no_mark(recorded: Record, said: Said) -> None:
+    recorded(QUIET)
+    for words in (("best", "attn"), ("explain", "attn"), ("explain", "attn", "--history")):
+        assert "other work" not in said(*words) and "*" not in said(*words)
+    assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
+
+
+def test_systems_that_cannot_repeat_samples_are_marked(recorded: Record, said: Said) -> None:
+    recorded(dataclasses.replace(BUSY, watched=False, again=0))
+    assert "samples kept as they came" in said("best", "attn")
+
+
+def test_a_selection_explains_the_mark(recorded: Record, home: Path) -> None:
+    recorded(BUSY)
+    with dispatch.use(home) as board:
+        assert TOLD in board.resolution(ops.find("attn"), WORK).explain()
+
+
+@pytest.mark.parametrize(("conditions", "shown"), [(BUSY, True), (QUIET, False)])
+def test_the_dashboard_and_the_metrics_mark_a_contended_effect(
+    recorded: Record, home: Path, conditions: Conditions, shown: bool
+) -> None:
+    made = recorded(conditions)
+    with over_socket(App(home)) as client:
+        pages = [client.get(page).text for page in ("/", "/op/attn", f"/decisions/{made.id}")]
+        assert [">contended<" in page for page in pages] == [shown] * 3
+        found: Any = client.get(f"/v1/decisions/{made.id}").json()
+        assert found["conditions"]["contended"] is shown
+        metrics = client.get("/metrics").text
+        assert f'autosel_speedup_contended{{op="attn"}} {float(shown)}' in metrics
+        values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("autosel_speedup_"))
+        assert float(values['autosel_speedup_read_bytes_per_second{op="attn"}']) == 38e9
+        measured = datetime.fromisoformat(made.created_at).timestamp()
+        assert float(values['autosel_speedup_measured_time_seconds{op="attn"}']) == measured
+
+
+def test_two_candidates_have_one_ratio_wherever_it_is_shown(home: Path, said: Said) -> None:
+    """Show one ratio if the next best is the baseline: the effect is from confirming sessions, the next best from
+    screening."""
+    promoted(home, next_best=("torch:sdpa", 2.7))
+    assert json.loads(said("best", "attn", "--json"))["next_best"] == {"candidate": "torch:sdpa", "speedup": 2.0}
+    assert "2.7x" not in said("best", "attn")
+
+
+# --- a demoted decision -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
