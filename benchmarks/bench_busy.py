@@ -3,11 +3,12 @@
     python benchmarks/bench_busy.py --load reference            an idle machine, the reference for the other loads;
                                                                 run it three times: its runs are averaged
     python benchmarks/bench_busy.py --load 0 --load 2 --load 8 --load 20 [--only sample] [--copy] [--write]
-    python benchmarks/bench_busy.py --load 20 --resume --slice-s 200        the workloads that load 20 still lacks
+    python benchmarks/bench_busy.py --load 20 --resume             the workloads that load 20 still lacks
 
-Every load is tuned in its own home, with the proofs of the reference and none of its decisions. `--load` is the number
-of competing processes, each in its own session: endless loops, or with --copy copies of 64 MiB. They end with this
-script. Each workload is stored in --home once decided; the output covers all stored results. A decision misses if the
+Every load is tuned in its own home, with the proofs of the reference and none of its decisions. All workloads are in
+one tune, so that minutes lie between the sessions of each. `--load` is the number of competing processes, each in its
+own session: endless loops, or with --copy copies of 64 MiB. They end with this script. Each workload is stored in
+--home once decided; the output covers all stored results. A decision misses if the
 interval of its effect excludes the quiet ratio: the geometric mean of those runs of the reference in which memory was
 read at the decision's rate. It misses by more than 10 % if the nearer end of the interval does.
 """
@@ -34,8 +35,7 @@ from kept import keep
 from autosel.race.judge import ONE_STATE
 
 if TYPE_CHECKING:
-    from autosel.ledger.store import Evidence
-    from autosel.pipeline import Report
+    from autosel.ledger.store import Evidence, Ledger
     from autosel.values import Decision
 
 REFERENCE = "reference"
@@ -45,7 +45,6 @@ SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
 # PR_SET_PDEATHSIG kills the process when its parent ends. The parent may end before that call, hence the check.
 TOGETHER = "import ctypes, os; ctypes.CDLL(None).prctl(1, 9); os.getppid() == {} or os._exit(1)\n"
-NO_END_S = 1e9
 KEPT = Path(__file__).parent / "results" / "cpu" / "busy.json"
 
 Row = Mapping[str, Any]
@@ -59,7 +58,6 @@ def main() -> int:
     parser.add_argument("--copy", action="store_true", help="competing processes copy memory")
     parser.add_argument("--realtime", action="store_true", help="tune with --realtime")
     parser.add_argument("--resume", action="store_true", help="skip workloads that --home has for this load")
-    parser.add_argument("--slice-s", type=float, default=NO_END_S, help="start no workload after this many seconds")
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "autosel-busy", help="folder for results")
     options = parser.parse_args()
     for load in options.load:
@@ -67,7 +65,6 @@ def main() -> int:
             only=tuple(options.only),
             realtime=options.realtime,
             without=tuple(_kept(options.home).get(load, {}).get("rows", ())) if options.resume else (),
-            slice_s=options.slice_s,
         )
         run(options.home, load, asked, COPY if options.copy else SPIN)
     kept = _kept(options.home)
@@ -89,7 +86,6 @@ class BusyTune:
     only: Collection[str] = ()
     without: Collection[str] = ()  # keys
     realtime: bool = False
-    slice_s: float = NO_END_S  # no workload starts later
 
 
 def run(home: Path, load: str, asked: BusyTune, work: str) -> None:
@@ -146,21 +142,35 @@ def tuned(asked: BusyTune) -> None:
     from autosel.models.workloads import step
     from autosel.pipeline import Request, tune
 
-    began = time.monotonic()
     named = [
         n
         for n in step(models.load(MODEL), batch=1, context=CONTEXT)
         if (not asked.only or {n.workload.op, n.workload.key} & set(asked.only)) and n.workload.key not in asked.without
     ]
     with open_ledger() as ledger:
-        for one in named:
-            start = time.monotonic()
-            if start - began > asked.slice_s:
-                return
-            report = tune(Request(workloads=[one], force=True, realtime=asked.realtime), ledger, _Progress())
-            reads = {d.workload.key: _reads(ledger.evidence(d.id)) for d in report.decisions}
-            found = {"seconds": time.monotonic() - start, "load_average": os.getloadavg()[0]}
-            print(json.dumps({**found, "rows": _rows(report, reads)}), flush=True)
+        if named:
+            tune(Request(workloads=tuple(named), force=True, realtime=asked.realtime), ledger, _Decided(ledger))
+
+
+class _Decided:
+    """Prints each decision: a line of JSON, with the seconds since the one before, and a line to stderr."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.since = ledger, time.monotonic()
+
+    def stage(self, *_: object) -> None: ...
+
+    def rejected(self, *_: object) -> None: ...
+
+    def decided(self, decision: Decision, settled_before: bool) -> None:
+        now = time.monotonic()
+        found = {"seconds": now - self.since, "load_average": os.getloadavg()[0]}
+        self.since = now
+        rows = {decision.workload.key: _row(decision, _reads(self.ledger.evidence(decision.id)))}
+        print(json.dumps({**found, "rows": rows}), flush=True)
+        v = decision.verdict
+        effect = f"{v.effect.median:.3g} ({v.effect.lo:.3g} .. {v.effect.hi:.3g})" if v and v.effect else "-"
+        print(f"  {decision.workload.key}  {v.outcome if v else ''}  {effect}  {decision.reason}", file=sys.stderr)
 
 
 def _reads(evidence: Evidence) -> list[float]:
@@ -170,36 +180,20 @@ def _reads(evidence: Evidence) -> list[float]:
     return [min(found), max(found)] if any(found) else []
 
 
-class _Progress:
-    """Prints a line to stderr for each decision."""
-
-    def stage(self, *_: object) -> None: ...
-
-    def rejected(self, *_: object) -> None: ...
-
-    def decided(self, decision: Decision, settled_before: bool) -> None:
-        v = decision.verdict
-        effect = f"{v.effect.median:.3g} ({v.effect.lo:.3g} .. {v.effect.hi:.3g})" if v and v.effect else "-"
-        print(f"  {decision.workload.key}  {v.outcome if v else ''}  {effect}  {decision.reason}", file=sys.stderr)
-
-
-def _rows(report: Report, reads: Mapping[str, list[float]]) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for d in report.decisions:
-        v = d.verdict
-        assert v is not None
-        conditions = v.conditions
-        rows[d.workload.key] = {
-            "outcome": v.outcome,
-            "winner": d.arm.candidate,
-            "baseline_us": v.timings[d.baseline.candidate].median_us if d.baseline.candidate in v.timings else None,
-            "effect": [v.effect.median, v.effect.lo, v.effect.hi] if v.effect else None,
-            "reason": v.reason,
-            "read_gb_per_s": reads[d.workload.key],
-            "again": conditions.again if conditions else None,
-            "busy_cores": conditions.busy_cores if conditions else None,
-        }
-    return rows
+def _row(decision: Decision, reads: list[float]) -> dict[str, Any]:
+    v = decision.verdict
+    assert v is not None
+    baseline, conditions = decision.baseline.candidate, v.conditions
+    return {
+        "outcome": v.outcome,
+        "winner": decision.arm.candidate,
+        "baseline_us": v.timings[baseline].median_us if baseline in v.timings else None,
+        "effect": [v.effect.median, v.effect.lo, v.effect.hi] if v.effect else None,
+        "reason": v.reason,
+        "read_gb_per_s": reads,
+        "again": conditions.again if conditions else None,
+        "busy_cores": conditions.busy_cores if conditions else None,
+    }
 
 
 # --- all loads -------------------------------------------------------------------------------------------------------
