@@ -34,7 +34,7 @@ from autosel.devices.cpu import machine
 from autosel.errors import AutoselError, BuildError, ParityError
 from autosel.native.load import load_entry
 from autosel.ops.contract import Op
-from autosel.ops.stored import tensors
+from autosel.ops.stored import changes_of, tensors
 from autosel.values import Layout, NativeRecipe, Prepared, PythonRecipe, Recipe
 from autosel.workers import pages
 
@@ -326,8 +326,8 @@ def _memory(w: Any) -> tuple[StorageWeakRef, ...]:
 
 
 def _versions(w: Any) -> Versions:
-    found = tensors(w)
-    return None if any(t.is_inference() for t in found) else tuple(t._version for t in found)
+    found = [changes_of(t) for t in tensors(w)]
+    return None if None in found else tuple(n for n in found if n is not None)
 
 
 def _nbytes(w: Any) -> int:
@@ -355,7 +355,7 @@ class Reader:
         known = self._known.get(id(w))
         if known is not None:
             ref, version, pointer, epoch, operand = known
-            same = ref() is w and (version is None or w._version == version)
+            same = ref() is w and changes_of(w) == version
             if same and w.data_ptr() == pointer and epoch == self.store.epoch:
                 return operand
         packed = self.store.of(self.prepare_one, w)
@@ -393,8 +393,7 @@ class Reader:
             self._known.clear()
         at, known = id(w), self._known
         ref = weakref.ref(w, lambda _: known.pop(at, None))
-        version = None if w.is_inference() else w._version
-        known[at] = (ref, version, w.data_ptr(), self.store.epoch, operand)
+        known[at] = (ref, changes_of(w), w.data_ptr(), self.store.epoch, operand)
 
 
 def reader(

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosel.formats import DTYPE_BYTES, WeightFormat
 from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
+from autosel.ops.stored import changes_of
 
 MOST_PACKED = 64  # rows of x
 
@@ -77,7 +78,7 @@ class _Held:
     """A weight as PyTorch reads it: in the dtype, or packed codes and scales. Valid for these versions of its parts."""
 
     memory: tuple[StorageWeakRef, ...]
-    versions: tuple[int, ...]
+    versions: tuple[int | None, ...]
     made: tuple[Tensor, ...]
 
 
@@ -88,7 +89,7 @@ MOST_HELD = 4096
 def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
     parts = tuple(w.parts().values())
     key = (dtype, *((t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape)) for t in parts))
-    versions = tuple(0 if t.is_inference() else t._version for t in parts)
+    versions = tuple(changes_of(t) for t in parts)
     found = _HELD.get(key)
     if found is None or found.versions != versions or any(m.expired() for m in found.memory):
         _sweep()

@@ -94,6 +94,16 @@ def tensors(value: Any) -> tuple[Tensor, ...]:
     return tuple(leaves({"": value}).values())
 
 
+def changes_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None if PyTorch does not count (made under inference mode, even
+    if its data was replaced since).
+    """
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return None
+
+
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return the argument with each tensor changed; other values unchanged."""
     if isinstance(value, Tensor):

@@ -241,6 +241,15 @@ def test_tensors_of_inference_mode_have_no_version_and_are_read_plain(
     assert store.bytes == 0
 
 
+def test_an_inference_tensor_with_replaced_data_is_served(function: Callable[..., Any], store: Store) -> None:
+    with torch.inference_mode():
+        x, w = vector(), torch.nn.Parameter(weight(), requires_grad=False)
+    for data in (weight(), weight(seed=3)):
+        w.data = data
+        for _ in range(3):
+            assert right(function, x, w)
+
+
 def test_an_owner_may_guarantee_that_inference_tensors_do_not_change(
     function: Callable[..., Any], reader: Reader, store: Store
 ) -> None:

@@ -32,7 +32,6 @@ from autosel.integrations.transformers.proof import (
     Forward,
     NotReplaceable,
     as_rows,
-    changes_of,
     drawn_tensor,
     needs_own_code,
     refuse_wrong_kernel,
@@ -40,6 +39,7 @@ from autosel.integrations.transformers.proof import (
 )
 from autosel.ops.arguments import FLOATS
 from autosel.ops.codes import CODES, Nibbles
+from autosel.ops.stored import changes_of
 from autosel.ops.weight import BLOCK, Weight, empty
 from autosel.values import count_bucket
 
@@ -83,7 +83,7 @@ class Codes:
     decided: bool  # for one row, when they were proven
     own: weakref.ref[Tensor]
     address: int
-    version: int
+    version: int | None
 
     def are_of(self, weight: Tensor) -> bool:
         """Return True if this is the weight that the codes were taken from, unchanged."""
@@ -127,8 +127,8 @@ def prove_coded(module: nn.Linear) -> Forward:
         if (
             weight is not None
             and not torch.compiler.is_compiling()
-            and held.are_of(weight)
             and not needs_own_code(self, input, weight)
+            and held.are_of(weight)
         ):
             made = _decided(as_rows(input), held.weight, bias)
             if made is not None:

@@ -78,10 +78,10 @@ def patch(model: Any) -> Patched:
             # A bound method, so that a deep copy of the model runs on the copy's own weights.
             module.__dict__["forward"] = types.MethodType(forward, module)
             _OURS.add(forward)
+        forward = around_steps(type(model).forward, whole if isinstance(whole, Whole) else None)
+        model.__dict__["forward"] = types.MethodType(forward, model)
+        _OURS.add(forward)
         if isinstance(whole, Whole):
-            forward = around_steps(type(model).forward, whole)
-            model.__dict__["forward"] = types.MethodType(forward, model)
-            _OURS.add(forward)
             whole.begin()
     except BaseException:
         _restore(model)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +59,23 @@ def refuse_wrong_kernel(op: str, inputs: Mapping[str, Any], *got: Tensor) -> Non
         raise NotReplaceable(f"what serves {op} fails parity on its weights ({wrong})")
 
 
+class _OwnCode(threading.local):
+    on = False
+
+
+_OWN = _OwnCode()
+
+
+@contextmanager
+def own_code(on: bool = True) -> Iterator[None]:
+    """Make patched modules run their own code in this context and thread."""
+    before, _OWN.on = _OWN.on, on or _OWN.on
+    try:
+        yield
+    finally:
+        _OWN.on = before
+
+
 def needs_own_code(module: nn.Module, *tensors: Tensor) -> bool:
     """Return True if the call must run the module's own code: no op describes it, or the model was moved since. Without
     a proof the baseline would serve, which is slower than the module's own code."""
@@ -68,7 +87,9 @@ def needs_own_code(module: nn.Module, *tensors: Tensor) -> bool:
 
 
 def undescribed(*tensors: Tensor) -> bool:
-    """Return True for an empty computation, or one that needs a gradient."""
+    """Return True for an empty computation, one that needs a gradient, or any in `own_code`."""
+    if not torch.compiler.is_compiling() and _OWN.on:
+        return True
     return tensors[0].numel() == 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
@@ -76,16 +97,6 @@ def as_rows(x: Tensor) -> Tensor:
     """Return x as [M, K], each row contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def changes_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for one made under inference mode, which counts nothing, even
-    if its data was replaced.
-    """
-    try:
-        return int(tensor._version)
-    except RuntimeError:
-        return 0
 
 
 def serving(op: str) -> Callable[..., Any]:

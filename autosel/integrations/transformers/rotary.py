@@ -46,7 +46,7 @@ def prove_frequencies(module: Any) -> Forward:
     def forward(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         cos, sin = original(self, x, position_ids, *(() if layer_type is None else (layer_type,)))
         name = usable.get(layer_type or "")
-        if name is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling():
+        if name is not None and position_ids.dim() == 2 and not torch.compiler.is_compiling() and not undescribed(x):
             cos._autosel = (position_ids, getattr(self, name).float())  # half a model's buffers are halved too
         return cos, sin
 

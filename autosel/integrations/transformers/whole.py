@@ -41,10 +41,12 @@ from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers.coded import Codes
 from autosel.integrations.transformers.layer_format import told_format
-from autosel.integrations.transformers.proof import Forward, NotReplaceable, changes_of
+from autosel.integrations.transformers.proof import Forward, NotReplaceable
+from autosel.integrations.transformers.trials import StepTrials
 from autosel.ledger.key import current_mode
 from autosel.models.config import shape_of
 from autosel.models.shape import ModelShape
+from autosel.ops.stored import changes_of
 from autosel.ops.weight import Weight
 from autosel.values import Arm, Decision, DTypeName, Fingerprint, length_bucket
 
@@ -141,6 +143,7 @@ class _Parameters:
 
 
 Slot = tuple[Mapping[str, Any], str]  # a module's dictionary, and a name in it
+Versions = tuple[list[int], list[int | None]]  # addresses, counts of changes in place
 INACTIVE = "transformers.utils.output_capturing"  # its hooks act only in calls that ask for more than logits
 
 
@@ -152,7 +155,7 @@ class _Unchanged:
     forwards: tuple[tuple[Mapping[str, Any], Any], ...]  # attributes of each module, and its own forward or None
     hooks: tuple[Mapping[int, Any], ...]
     parameters: tuple[Slot, ...]
-    versions: tuple[list[int], list[int]]
+    versions: Versions
 
     @staticmethod
     def of(model: nn.Module) -> _Unchanged:
@@ -175,7 +178,7 @@ class _Unchanged:
         )
 
 
-def _versions(slots: tuple[Slot, ...]) -> tuple[list[int], list[int]]:
+def _versions(slots: tuple[Slot, ...]) -> Versions:
     """Return each parameter's address and count of changes in place."""
     found = [parent[name] for parent, name in slots]
     return [p.data_ptr() for p in found], [changes_of(p) for p in found]
@@ -462,15 +465,16 @@ def _listed(decoder: Decoder, cache: Cache, place: Place, form: StepForm, fp: Fi
     return write(decoder, cache, place, best.chain), arms_of(fp.kind, (), chains)[form]
 
 
-def around_steps(original: Forward, whole: Whole) -> Forward:
-    """Return the forward of a model whose decode steps may run whole."""
+def around_steps(original: Forward, whole: Whole | None) -> Forward:
+    """Return the forward of a model whose decode steps run whole where that is decided, else as is fastest."""
+    trials = StepTrials()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if whole.model() is self:  # not a copy of the model
+        if whole is not None and whole.model() is self:  # not a copy of the model
             output = whole.step(original, args, kwargs)
             if output is not None:
                 return output
-        return original(self, *args, **kwargs)
+        return trials(self, original, args, kwargs)
 
     return forward
 
