@@ -10,7 +10,7 @@ one tune, so that minutes lie between the sessions of each. `--load` is the numb
 own session: endless loops, or with --copy copies of 64 MiB. They end with this script. Each workload is stored in
 --home once decided; the output covers all stored results. A decision misses if the
 interval of its effect excludes the quiet ratio: the geometric mean of those runs of the reference in which memory was
-read at the decision's rate. It misses by more than 10 % if the nearer end of the interval does.
+read at the decision's rate (of all its runs if there are none). It misses by more than 10 % if the nearer end of the interval does.
 """
 
 from __future__ import annotations
@@ -258,14 +258,13 @@ def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
 
 
 def quiet_ratio(row: Row, reference: Row) -> float | None:
-    """Return the reference's ratio from its runs at the row's read rate; None if there is none.
+    """Return the reference's ratio: from its runs at the row's read rate, else from all its runs; None for no effect.
 
-    If a hypervisor moves its guest's cores apart, the rate doubles and barriers slow down: ratios before and after are
-    not comparable, nor is a run with both.
+    If a hypervisor moves its guest's cores apart, the rate doubles and barriers slow down, and ratios change.
     """
     now = row["read_gb_per_s"]
-    ratios = [ratio for ratio, then in reference["runs"] if not then or (_alike(then, then) and _alike(now, then))]
-    return statistics.geometric_mean(ratios) if ratios and row["effect"] else None
+    same = [ratio for ratio, then in reference["runs"] if not then or (_alike(then, then) and _alike(now, then))]
+    return statistics.geometric_mean(same or [ratio for ratio, _ in reference["runs"]]) if row["effect"] else None
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
