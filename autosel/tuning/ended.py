@@ -7,9 +7,12 @@ from contextlib import contextmanager
 
 from autosel.errors import Stopped, TooNoisy
 from autosel.ledger.describe import shape
+from autosel.race import realtime
 from autosel.race.session import BUSY
 from autosel.tuning.job import Rejection, Report, TuneListener
 from autosel.values import Decision
+
+TUNE = " tune --"  # in the command that has the option --realtime
 
 
 class Counted:
@@ -68,9 +71,11 @@ def _rest(decided: int) -> str:
 
 
 def _if_busy(reasons: Iterable[str], again: str) -> list[str]:
-    if "--wait" in again or not any(reason.startswith(BUSY) for reason in reasons):
+    if not any(reason.startswith(BUSY) for reason in reasons):
         return []
-    return [f"once the machine is quiet:  {again} --wait"]
+    quiet = [] if "--wait" in again else [f"once the machine is quiet:  {again} --wait"]
+    urged = TUNE in again and "--realtime" not in again and realtime.allowed()
+    return [*quiet, *([f"now, with samples at real-time priority:  {again} --realtime"] if urged else [])]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from autosel.integrations import trial
 from autosel.integrations.transformers import proof
 from autosel.integrations.transformers.trials import FIRST, LATER
 from autosel.integrations.trial import TIMED
-from tests.flows.test_integrations_transformers import V, board, home, made, llama, natively
+from tests.flows.test_integrations_transformers import V, board, home, llama, made, natively
 
 __all__ = ["board", "home"]  # fixtures
 

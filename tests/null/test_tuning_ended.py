@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from autosel.fingerprint import known
 from autosel.models.workloads import Named
 from autosel.tuning.ended import unfinished
 from autosel.tuning.job import Report
 from autosel.values import Workload
+from tests.null.test_cli_headline import decided
 
 
 def named(d: int) -> Named:
@@ -47,3 +52,25 @@ def test_a_tune_that_decides_nothing_says_so() -> None:
 
 def test_a_complete_tune_has_no_error() -> None:
     assert unfinished(report(2, 0), "autosel tune") is None
+
+
+@pytest.mark.parametrize(
+    ("again", "allowed", "hints"),
+    [
+        ("autosel tune --model m", True, ["--wait", "--realtime"]),
+        ("autosel tune --model m", False, ["--wait"]),
+        ("autosel tune --model m --wait", True, ["--realtime"]),
+        ("autosel tune --model m --realtime", True, ["--wait"]),
+        ("autosel sweep --model m", True, ["--wait"]),
+    ],
+)
+def test_a_busy_machine_has_the_options_that_help(
+    again: str, allowed: bool, hints: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.race.realtime.allowed", lambda: allowed)
+    undecided = report(1, 1)
+    busy = decided(undecided.undecided[0], reason="machine busy: python 1.3 cores")
+    found = unfinished(replace(undecided, decisions=(busy,)), again)
+    assert found is not None
+    first, *others = found.todo.splitlines()
+    assert first == f"continue:  {again}" and [line.split()[-1] for line in others] == hints
