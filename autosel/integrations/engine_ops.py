@@ -29,7 +29,7 @@ from autosel.errors import BadArguments
 from autosel.files import read_named
 from autosel.guard.call import captured
 from autosel.guard.rate import CANARY
-from autosel.integrations.trial import EngineTrial
+from autosel.integrations.trial import ServingTrial
 from autosel.ops.weight import Matrix
 from autosel.values import DTypeName, Workload, count_bucket, length_bucket
 
@@ -47,7 +47,7 @@ class EngineDecisions:
         self.board: Any = None
         self.bound: dict[Any, Any] = {}  # Bound, or Left where the engine runs in any case
         self.left: dict[str, Left] = {}  # by reason
-        self.trials: dict[Any, EngineTrial] = {}
+        self.trials: dict[Any, ServingTrial] = {}
         self.said: set[str] = set()
 
     def __call__(self, key: Any, *arguments: Any, length: int | None = None, out: Tensor | None = None) -> Any:
@@ -68,7 +68,7 @@ class EngineDecisions:
             return own()
         trial = self.trials.get(key)
         if trial is None:
-            trial = self.trials[key] = EngineTrial(CANARY + 3 * weights)
+            trial = self.trials[key] = ServingTrial(CANARY + 3 * weights)
         if trial.over:
             made = self._run(found, key, arguments, None)
             return own() if made is None else made
@@ -77,7 +77,7 @@ class EngineDecisions:
         self._settle(key, arguments, trial)
         return made
 
-    def _settle(self, key: Any, arguments: tuple[Any, ...], trial: EngineTrial) -> None:
+    def _settle(self, key: Any, arguments: tuple[Any, ...], trial: ServingTrial) -> None:
         """Leave the key to the engine if its own kernel has won the trial."""
         if not trial.over:
             return

@@ -1,9 +1,9 @@
-"""Time an engine's own kernel and a decided one in turn, where both run, and keep the faster one.
+"""Time a program's own code and decided kernels in turn, where both run, and keep the faster one.
 
 A decision proves that a kernel is faster than PyTorch's own. An engine may have a better kernel, on weights that it
 packed when it loaded them. So the two run in turn in the engine's first steps, on the weights of different layers,
 which come from memory as they do later; a coin decides which one is next. Afterwards the one with the lower median runs
-alone.
+alone. A patched model's decode steps are compared with the model's own in the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 TIMED = 24  # calls of each
 
 
-class EngineTrial:
-    """One comparison, for one key of an engine's calls. `settling`: calls of the decided kernel before it, untimed: in
+class ServingTrial:
+    """One comparison, for one key of a program's calls. `settling`: calls of the decided kernel before it, untimed: in
     them its weights are prepared, and the guard checks every result."""
 
     def __init__(self, settling: int) -> None:
@@ -33,18 +33,16 @@ class EngineTrial:
 
     @property
     def pays(self) -> bool:
-        """Return True if the decided kernel was at least as fast as the engine's own."""
+        """Return True if the decided kernel was at least as fast as the program's own code."""
         return self._median(self.decided_ns) <= self._median(self.own_ns)
 
     @property
     def told(self) -> str:
-        return (
-            f"{self._median(self.decided_ns) / 1e3:.0f} us, the engine's own {self._median(self.own_ns) / 1e3:.0f} us"
-        )
+        return f"{self._median(self.decided_ns) / 1e3:.0f} us, its own {self._median(self.own_ns) / 1e3:.0f} us"
 
     def __call__(self, decided: Callable[[], Any], own: Callable[[], Any]) -> tuple[Any, bool]:
         """Run one of the two; return its result, and whether the decided kernel made it. A result of None from
-        `decided` means that it failed: the engine's own runs, untimed."""
+        `decided` means that it failed: the program's own code runs, untimed."""
         if self.settling > 0:
             self.settling -= 1
             return self._made(decided(), own)

@@ -225,7 +225,7 @@ def test_a_linear_without_a_decision_runs_the_engines_kernel(home: Path) -> None
 def test_a_linear_runs_the_decided_kernel_if_it_is_faster(
     decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ops.EngineTrial, "pays", True)
+    monkeypatch.setattr(engine_ops.ServingTrial, "pays", True)
     assert {8.0, 11.0} == set(multiplied(200))
     assert multiplied(5) == [11.0] * 5
 
@@ -233,7 +233,7 @@ def test_a_linear_runs_the_decided_kernel_if_it_is_faster(
 def test_a_linear_runs_the_engines_kernel_if_that_is_faster(
     decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ops.EngineTrial, "pays", False)
+    monkeypatch.setattr(engine_ops.ServingTrial, "pays", False)
     multiplied(200)
     assert multiplied(5) == [8.0] * 5
     assert any("own is faster here" in use.reason for use in decided_elevens.uses())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from autosel.integrations import trial
-from autosel.integrations.trial import TIMED, EngineTrial
+from autosel.integrations.trial import TIMED, ServingTrial
 
 
 class Clock:
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_faster_one_wins_after_as_many_calls_of_each(
     clock: Clock, decided_ns: int, own_ns: int, pays: bool
 ) -> None:
-    compared = EngineTrial(5)
+    compared = ServingTrial(5)
     decided, own = clock.kernel("decided", decided_ns), clock.kernel("own", own_ns)
     while not compared.over:
         made, mine = compared(decided, own)
@@ -50,7 +50,7 @@ def test_the_faster_one_wins_after_as_many_calls_of_each(
 
 
 def test_the_first_calls_are_the_decided_kernels_and_do_not_count(clock: Clock) -> None:
-    compared, slow = EngineTrial(3), clock.kernel("preparing its weights", 10**9)
+    compared, slow = ServingTrial(3), clock.kernel("preparing its weights", 10**9)
     for _ in range(3):
         compared(slow, clock.kernel("own", 100))
     while not compared.over:
@@ -61,7 +61,7 @@ def test_the_first_calls_are_the_decided_kernels_and_do_not_count(clock: Clock) 
 def test_the_order_of_the_two_kernels_is_random(clock: Clock) -> None:
     """Mix the order, because layers run in the same order in every step: alternating would time one kernel only on even
     layers."""
-    compared = EngineTrial(0)
+    compared = ServingTrial(0)
     while not compared.over:
         compared(clock.kernel("a", 10), clock.kernel("b", 10))
     runs = [x for x, y in zip(clock.ran, clock.ran[1:], strict=False) if x == y]
@@ -71,6 +71,6 @@ def test_the_order_of_the_two_kernels_is_random(clock: Clock) -> None:
 
 @pytest.mark.parametrize("settling", [0, 1])
 def test_where_the_decided_kernel_fails_the_engines_own_runs(clock: Clock, settling: int) -> None:
-    compared = EngineTrial(settling)
+    compared = ServingTrial(settling)
     for _ in range(8):
         assert compared(lambda: None, clock.kernel("own", 100)) == ("own", False)

@@ -21,14 +21,14 @@ from autosel import devices, dispatch
 from autosel.guard.rate import CANARY
 from autosel.integrations.transformers.forward import CACHE_NAMES
 from autosel.integrations.transformers.proof import Forward, own_code
-from autosel.integrations.trial import EngineTrial
+from autosel.integrations.trial import ServingTrial
 from autosel.values import length_bucket
 
 log = logging.getLogger(__name__)
 FIRST = CANARY + 1  # untimed steps: the guard checks each of the first calls of the logits, one per step
 LATER = 2  # for another context, whose attention alone is new
 
-Trials = dict[tuple[Any, ...], EngineTrial]  # by board, threads, sequences and contexts
+Trials = dict[tuple[Any, ...], ServingTrial]  # by board, threads, sequences and contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StepTrials:
         trials = self.of.setdefault(model, {})
         key = (id(board), board.digest, board.epoch, torch.get_num_threads(), *asked)
         if key not in trials:
-            trials[key] = EngineTrial(LATER if trials else FIRST)
+            trials[key] = ServingTrial(LATER if trials else FIRST)
         trial = trials[key]
         if trial.over:
             with own_code(not trial.pays):
@@ -78,10 +78,10 @@ def _decode_step(
     return tokens.shape[0], length_bucket(int(cache.get_seq_length()) + 1)
 
 
-def _tell(model: nn.Module, asked: tuple[int, tuple[int, int]], trial: EngineTrial) -> None:
+def _tell(model: nn.Module, asked: tuple[int, tuple[int, int]], trial: ServingTrial) -> None:
     rows, (low, high) = asked
     log.warning(
-        "%s runs its own code in decode steps of %d sequences at %d to %d tokens, where it is faster: over patched "
+        "%s runs its own code in decode steps of %d sequences at %d to %d tokens, where it is faster: with patched "
         "modules a step took %s. More decisions may change that: `autosel record`, then `autosel tune --recorded`.",
         type(model).__name__, rows, low, high, trial.told,
     )  # fmt: skip
