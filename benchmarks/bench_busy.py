@@ -8,9 +8,9 @@
 Every load is tuned in its own home, with the proofs of the reference and none of its decisions. All workloads are in
 one tune, so that minutes lie between the sessions of each. `--load` is the number of competing processes, each in its
 own session: endless loops, or with --copy copies of 64 MiB. They end with this script. Each workload is stored in
---home once decided; the output covers all stored results. A decision misses if the
-interval of its effect excludes the quiet ratio: the geometric mean of those runs of the reference in which memory was
-read at the decision's rate (of all its runs if there are none). It misses by more than 10 % if the nearer end of the interval does.
+--home once decided; the output covers all stored results. A decision misses if the interval of its effect excludes the
+quiet ratio: the geometric mean of those runs of the reference in which memory was read at the decision's rate (of all
+its runs if there are none). It misses by more than 10 % if the nearer end of the interval does.
 """
 
 from __future__ import annotations

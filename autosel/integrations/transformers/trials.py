@@ -26,7 +26,7 @@ from autosel.values import length_bucket
 
 log = logging.getLogger(__name__)
 FIRST = CANARY + 1  # untimed steps: the guard checks each of the first calls of the logits, one per step
-LATER = 2  # for another context, whose attention alone is new
+LATER = 2  # for another context of as many sequences, where attention alone is new
 
 Trials = dict[tuple[Any, ...], ServingTrial]  # by board, threads, sequences and contexts
 
@@ -47,9 +47,10 @@ class StepTrials:
         trials = self.of.setdefault(model, {})
         key = (id(board), board.digest, board.epoch, torch.get_num_threads(), *asked)
         if key not in trials:
-            trials[key] = ServingTrial(LATER if trials else FIRST)
+            trials[key] = ServingTrial(LATER if any(key[:-1] == known[:-1] for known in trials) else FIRST)
         trial = trials[key]
-        if trial.over:
+        settled = trial.over
+        if settled:
             with own_code(not trial.pays):
                 return run()
         made, _ = trial(run, partial(_on_own_code, run))
