@@ -16,8 +16,8 @@ from autosel.candidates.torch import EAGER, EAGER_STORED
 from autosel.devices.cuda import nvml
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
-# Modules of the whole step, op by op and as a graph (decode.question).
-STEPS = ("autosel.decode.step", "autosel.decode.graph")
+# Modules of the whole step, op by op, as a graph and by PyTorch alone (decode.question).
+STEPS = ("autosel.decode.step", "autosel.decode.graph", "autosel.decode.torch_step")
 
 
 def arm(candidate: Candidate, w: Workload, fp: Fingerprint, built_digest: str, knobs: Knobs) -> Arm:

@@ -21,6 +21,7 @@ from autosel.candidates.base import Candidate
 from autosel.candidates.convention import parameters_in_source, parameters_of, takes_outputs
 from autosel.candidates.load import load, load_python
 from autosel.candidates.source import find_source, function_digest, module_digest
+from autosel.decode import question
 from autosel.errors import BadArguments, BadConfig, BuildError, UnknownName, UsageError
 from autosel.ops import OPS
 from autosel.ops.contract import DTYPE, Op
@@ -437,6 +438,14 @@ def test_a_digest_of_a_missing_module_raises(folder: Path) -> None:
         module_digest("gone_module", str(folder))
     with pytest.raises(BuildError, match=r"autosel\.ops\.eager no longer defines gone"):
         arms.python_digest(PythonRecipe(target="autosel.ops.eager:gone"))
+
+
+@pytest.mark.parametrize("step", [question.WRITER, question.CAPTURER, question.EAGER], ids=lambda step: step.target)
+def test_the_digest_of_a_step_covers_what_it_reaches_not_whole_modules(
+    step: PythonRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "module_digest", lambda *_: pytest.fail("another op's edit would make it stale"))
+    assert arms.python_digest(step)
 
 
 def installed_in(site: Path, distribution: str, version: str, files: dict[str, str]) -> None:
