@@ -74,9 +74,17 @@ def _decode_step(
     cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1 or cache is None:
         return None
-    if not devices.on_host(tokens.device.type) or not hasattr(cache, "get_seq_length"):
+    if not devices.on_host(tokens.device.type):
         return None
-    return tokens.shape[0], length_bucket(int(cache.get_seq_length()) + 1)
+    return tokens.shape[0], length_bucket(_held(cache) + 1)
+
+
+def _held(cache: Any) -> int:
+    """Return the number of tokens in a cache; 0 if its states do not grow with the text."""
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # linear attention alone; a cache of a model's own
+        return 0
 
 
 def _tell(model: nn.Module, asked: tuple[int, tuple[int, int]], trial: ServingTrial) -> None:
