@@ -161,8 +161,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 }
 
 
-INTEGERS = ("int4", "int8", "uint4", "q4_k", "q6_k")  # codes
-CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if found.code in INTEGERS)
+CODED = tuple(name for name, found in WEIGHT_FORMATS.items() if not found.plain)
 
 
 def find_weight_format(name: str) -> WeightFormat:

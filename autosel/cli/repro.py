@@ -213,7 +213,8 @@ class NativeView(ctypes.Structure):
 
 
 def view(t):
-    code = 4 if t.dtype == torch.bfloat16 else 2 if t.is_floating_point() else 0
+    codes = {{torch.bfloat16: 4, torch.uint8: 1, torch.float8_e4m3fn: 10}}  # DLPack's numbers
+    code = codes.get(t.dtype, 2 if t.is_floating_point() else 0)
     made = NativeView(t.data_ptr(), t.dim(), code=code, bits=8 * t.element_size())
     made.shape[: t.dim()], made.stride[: t.dim()] = t.shape, t.stride()
     return made

@@ -5,6 +5,7 @@
 //   Nibbles   codes of 4 bits, unsigned, the number is code - bias: a 32-bit word holds 8 neighbours along K, the first in
 //             its lowest bits; a row is whole lines of 128 codes
 //   Octets    codes of 8 bits, signed, one after another
+//   Floats    e4m3 floats of 8 bits, one after another: any number, subnormals and NaN too
 //   Fours     codes of 4 bits, unsigned, in blocks of 256 (two lines of 64 bytes)       } word l of each line holds parts of
 //   Sixes     codes of 6 bits, two's complement, in blocks of 256 (three lines)         } codes 16 l to 16 l + 15
 //
@@ -23,6 +24,7 @@
 // Octets with the bf16 dot: the upper and the lower byte of the bf16 of |code| come from two tables of 128 bytes (VBMI,
 // which the flags of the bf16 dot include), the sign is added to the upper byte, and interleaving the bytes gives 64
 // bf16: 8 operations, 2 dots. |-128| has bit 7, which the index ignores: its upper byte is set apart.
+// Floats with the bf16 dot: the same by the seven bits of |code|; the sign is bit 7 of both: 5 operations, 2 dots.
 #pragma once
 #include <tuple>
 
@@ -80,7 +82,7 @@ template <int bits> static inline vreg unsigned_bits(vu words, int shift) {
 
 // Codes in one register of words per piece, in order: a piece begins 4 * kLanes bytes after the one before.
 struct InOrder {
-  static constexpr int kWords = 1;
+  static constexpr int kWords = 1, kType = kDLUInt;  // the codes' type in DLPack
   static constexpr int64_t kBytes = 4 * kLanes;  // of a piece
   static inline vu word(const uint8_t* row, int64_t p, int) {
     vu words;
@@ -108,22 +110,25 @@ template <class T, int bias> struct Nibbles : InOrder {
 };
 
 #if defined(AUTOSEL_BF16_DOT)
-// The upper bytes of the bf16 of 0 .. 127, then the lower ones.
-struct OctetTable {
+// The upper bytes of the bf16 of integers n or e4m3 floats with the lowest bits n, for n = 0 .. 127, then the lower ones.
+template <bool floats> struct ByteTable {
   uint8_t byte[256];
-  constexpr OctetTable() : byte() {
+  constexpr ByteTable() : byte() {
     for (unsigned n = 1; n < 128; ++n) {
-      unsigned e = 0;
-      while (n >> (e + 1)) ++e;
-      unsigned bits = (127 + e) << 7 | (n << (7 - e) & 127);
+      unsigned size = floats && n > 7 ? n % 8 + 8 : n, e = 0;  // times a power of two
+      while (size >> (e + 1)) ++e;
+      unsigned exponent = !floats ? e : n > 7 ? n / 8 - 7 : e - 9, bits = (127 + exponent) << 7 | (size << (7 - e) & 127);
+      if (floats && n == 127) bits = 0x7fc0;  // NaN
       byte[n] = uint8_t(bits >> 8), byte[128 + n] = uint8_t(bits);
     }
   }
+  __m512i at(int i) const { return _mm512_load_si512(byte + i); }
 };
-alignas(64) static constexpr OctetTable kOctetTable{};
+template <bool floats> alignas(64) constexpr ByteTable<floats> kBytes{};
 #endif
 
-template <class T> struct Octets : InOrder {
+// One code per byte: four neighbours in a word.
+template <class T> struct Bytes : InOrder {
   static constexpr int kRegisters = kPaired<T> ? 2 : 4;
   static constexpr int64_t kCodes = 4 * kLanes;
   static constexpr bool kFilled = false;
@@ -131,32 +136,69 @@ template <class T> struct Octets : InOrder {
   static constexpr int64_t place(int64_t r, int64_t e) {
     return kPaired<T> ? e / 8 * 16 + r * 8 + e % 8 : e * 4 + r;
   }
+#if defined(AUTOSEL_BF16_DOT)
+  // Half r of 64 numbers, by bytes of their bf16 without the sign of w.
+  template <int r> static inline vu interleaved(__m512i lower, __m512i upper, __m512i w) {
+    upper = _mm512_ternarylogic_epi64(upper, w, _mm512_set1_epi8(char(0x80)), 0xf8);  // upper | (w & 0x80)
+    return reinterpret_cast<vu>(r ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper));
+  }
+#endif
+};
+
+template <class T> struct Octets : Bytes<T> {
+  static constexpr int kType = kDLInt;
   template <int r> static inline Numbers<T> numbers(const vu* words) {
     if constexpr (!kPaired<T>) {
       return signed_bits<8>(words[0], 8 * r);
     } else {
 #if defined(AUTOSEL_BF16_DOT)
+      constexpr const ByteTable<false>& table = kBytes<false>;
       __m512i w = reinterpret_cast<__m512i>(words[0]), size = _mm512_abs_epi8(w);
-      __m512i upper = _mm512_permutex2var_epi8(table(0), size, table(64));
-      __m512i lower = _mm512_permutex2var_epi8(table(128), size, table(192));
+      __m512i upper = _mm512_permutex2var_epi8(table.at(0), size, table.at(64));
+      __m512i lower = _mm512_permutex2var_epi8(table.at(128), size, table.at(192));
       upper = _mm512_mask_mov_epi8(upper, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));  // 128
-      upper = _mm512_ternarylogic_epi64(upper, w, _mm512_set1_epi8(char(0x80)), 0xf8);         // upper | (w & 0x80)
-      return reinterpret_cast<vu>(r ? _mm512_unpackhi_epi8(lower, upper) : _mm512_unpacklo_epi8(lower, upper));
+      return Bytes<T>::template interleaved<r>(lower, upper, w);
 #else
       return {};
 #endif
     }
   }
   static int number(const uint8_t* row, int64_t k) { return int8_t(row[k]); }
+};
+
+// The e4m3 float in the lowest bits of each lane: normal ones have fp32's exponent once 120 is added to theirs.
+static inline vreg e4m3_floats(vu codes) {
+  const vu size = (codes & 127) << 20, normal = size + (120u << 23);
+  const vreg tiny = reinterpret_cast<vreg>(normal) - 0x1p-7f;  // subnormal: 2^-7 (1 + m / 8) became m 2^-10
+  vu found = size < (1u << 23) ? reinterpret_cast<vu>(tiny + tiny) : normal;
+  found = size == (127u << 20) ? vu{} + 0x7fc00000u : found;
+  return reinterpret_cast<vreg>(found | (codes & 128) << 24);
+}
+
+template <class T> struct Floats : Bytes<T> {
+  static constexpr int kType = kDLFloat8_e4m3fn;
+  template <int r> static inline Numbers<T> numbers(const vu* words) {
+    if constexpr (!kPaired<T>) {
+      return e4m3_floats(words[0] >> (8 * r));
+    } else {
 #if defined(AUTOSEL_BF16_DOT)
-  static inline __m512i table(int at) { return _mm512_load_si512(kOctetTable.byte + at); }
+      constexpr const ByteTable<true>& table = kBytes<true>;
+      __m512i w = reinterpret_cast<__m512i>(words[0]);
+      __m512i upper = _mm512_permutex2var_epi8(table.at(0), w, table.at(64));
+      __m512i lower = _mm512_permutex2var_epi8(table.at(128), w, table.at(192));
+      return Bytes<T>::template interleaved<r>(lower, upper, w);
+#else
+      return {};
 #endif
+    }
+  }
+  static float number(const uint8_t* row, int64_t k) { return e4m3_floats(vu{} + row[k])[0]; }
 };
 
 // Codes in blocks of `lines` lines. A piece is a block, or half of one if there are 8 lanes. Number 2 r + h of a lane is
 // in half h of its words, so that register r of pairs has neighbours.
 template <class T, int lines> struct InBlocks {
-  static constexpr int kWords = lines, kRegisters = kPaired<T> ? 8 : 16;
+  static constexpr int kWords = lines, kType = kDLUInt, kRegisters = kPaired<T> ? 8 : 16;
   static constexpr int64_t kCodes = kLaneCodes * kLanes, kBytes = lines * 4 * kLanes;
   static constexpr bool kFilled = true;
   static constexpr int64_t kLine = 64;
@@ -283,7 +325,7 @@ template <int64_t group, class S, Beside beside> struct PerGroup {
       return spread<kMany<C>>(some);
     }
   }
-  static double weight(const uint8_t* at, int64_t k, int code) {
+  static double weight(const uint8_t* at, int64_t k, double code) {
     const uint8_t* entry = at + (group ? k / (group ? group : 1) : 0) * kEntry;
     double scale = number_at<S>(entry), other = offsets ? number_at<S>(entry + sizeof(S)) : 0.0;
     return kZeros ? scale * (code - other) : scale * code + other;
@@ -375,7 +417,7 @@ struct FourScales {
 #endif
   }
   template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t) { return piece<C>(at, p); }
-  static double weight(const uint8_t* at, int64_t k, int code) {
+  static double weight(const uint8_t* at, int64_t k, double code) {
     const uint8_t *block = at + k / kBlockCodes * kBlock, *group = block + 4 + k % kBlockCodes / 32;
     return double(number_at<f16>(block)) * group[0] * code - double(number_at<f16>(block + 2)) * group[8];
   }
@@ -414,7 +456,7 @@ template <bool minimums> struct SixScales {
 #endif
   }
   template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t) { return piece<C>(at, p); }
-  static double weight(const uint8_t* at, int64_t k, int code) {
+  static double weight(const uint8_t* at, int64_t k, double code) {
     const uint8_t* block = at + k / kBlockCodes * kBlock;
     double w = double(number_at<f16>(block + kHalves)) * int8_t(block[k % kBlockCodes / 16]) * code;
     if (minimums) w -= double(number_at<f16>(block + kHalves + 2)) * block[16 + k % kBlockCodes / 32];
@@ -427,6 +469,10 @@ template <bool minimums> struct SixScales {
 template <int bits, int64_t group, class S> struct Symmetric {
   static_assert(bits == 4 || bits == 8, "codes have 4 or 8 bits");
   template <class T> using Codes = std::conditional_t<bits == 4, Nibbles<T, 8>, Octets<T>>;
+  using Scales = PerGroup<group, S, Beside::kNothing>;
+};
+template <int64_t group, class S> struct Floating {
+  template <class T> using Codes = Floats<T>;
   using Scales = PerGroup<group, S, Beside::kNothing>;
 };
 template <int64_t group, class S> struct Affine {
@@ -689,6 +735,9 @@ template <class T, class F> struct CodedColumns {
 
 // --- all of it -------------------------------------------------------------------------------------------------------
 
+template <int type> constexpr const char* kCodesName = "uint8";
+template <> inline constexpr const char* kCodesName<kDLInt> = "int8";
+template <> inline constexpr const char* kCodesName<kDLFloat8_e4m3fn> = "float8_e4m3fn";
 template <class S> constexpr const char* kTypeName = "float32";
 template <> inline constexpr const char* kTypeName<bf16> = "bfloat16";
 template <> inline constexpr const char* kTypeName<f16> = "float16";
@@ -704,11 +753,11 @@ static Coded coded_matrix(const TensorView& codes, const TensorView& scales, con
   using C = typename F::template Codes<float>;
   using S = typename F::Scales;
   using Stored = typename S::Stored;
-  constexpr bool bytes = C::kFilled, of_row = S::kOfRow;
+  constexpr bool of_row = S::kOfRow;
   const int64_t wide = C::row_bytes(columns), many = S::stored(columns);
   DLDataType c = codes.dtype(), s = scales.dtype();
-  AUTOSEL_CHECK(codes.ndim() == 2 && c.code == (bytes ? kDLUInt : kDLInt) && c.bits == 8,
-                name << ".codes must be " << (bytes ? "uint8" : "int8") << " [N," << (bytes ? "bytes]" : "K]"));
+  AUTOSEL_CHECK(codes.ndim() == 2 && c.code == C::kType && c.bits == 8,
+                name << ".codes must be " << kCodesName<C::kType> << " [N," << (C::kFilled ? "bytes]" : "K]"));
   AUTOSEL_CHECK((rows < 0 || codes.size(0) == rows) && codes.size(1) == wide,
                 name << ".codes is " << codes.size(0) << " x " << codes.size(1) << ", expected " << rows << " x "
                      << wide << " (-1: any)");

@@ -8,7 +8,8 @@
 
 #include "../argument.h"
 
-enum DLDataTypeCode { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6 };  // DLPack's numbers
+// DLPack's numbers
+enum DLDataTypeCode { kDLInt = 0, kDLUInt = 1, kDLFloat = 2, kDLBfloat = 4, kDLBool = 6, kDLFloat8_e4m3fn = 10 };
 struct DLDataType { uint8_t code, bits; uint16_t lanes; };
 
 namespace autosel {

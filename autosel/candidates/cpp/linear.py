@@ -88,13 +88,15 @@ def _cpp_type(found: WeightFormat, dtype: str) -> str:
     if found.scaling in IN_BLOCKS:
         return IN_BLOCKS[found.scaling]
     scale = SCALES[next(p.dtype or dtype for p in found.parts if p.name == "scales")]
+    if found.code == "e4m3":
+        return f"Floating<{found.group},{scale}>"
     if found.scaling in PAIRS:
         return f"{PAIRS[found.scaling]}<{found.group},{scale}>"
     return f"Symmetric<{found.bits},{found.group},{scale}>"
 
 
 class CodedKernel(CppKernel):
-    """A kernel for weights as integer codes with scales; a build serves one format."""
+    """A kernel for weights as codes with scales; a build serves one format."""
 
     def __init__(
         self,
