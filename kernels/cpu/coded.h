@@ -124,11 +124,11 @@ template <bool floats> struct ByteTable {
   }
   __m512i at(int i) const { return _mm512_load_si512(byte + i); }
 };
-template <bool floats> alignas(64) constexpr ByteTable<floats> kBytes{};
+template <bool floats> alignas(64) constexpr ByteTable<floats> kByteTable{};
 #endif
 
 // One code per byte: four neighbours in a word.
-template <class T> struct Bytes : InOrder {
+template <class T> struct InBytes : InOrder {
   static constexpr int kRegisters = kPaired<T> ? 2 : 4;
   static constexpr int64_t kCodes = 4 * kLanes;
   static constexpr bool kFilled = false;
@@ -145,19 +145,19 @@ template <class T> struct Bytes : InOrder {
 #endif
 };
 
-template <class T> struct Octets : Bytes<T> {
+template <class T> struct Octets : InBytes<T> {
   static constexpr int kType = kDLInt;
   template <int r> static inline Numbers<T> numbers(const vu* words) {
     if constexpr (!kPaired<T>) {
       return signed_bits<8>(words[0], 8 * r);
     } else {
 #if defined(AUTOSEL_BF16_DOT)
-      constexpr const ByteTable<false>& table = kBytes<false>;
+      constexpr const ByteTable<false>& table = kByteTable<false>;
       __m512i w = reinterpret_cast<__m512i>(words[0]), size = _mm512_abs_epi8(w);
       __m512i upper = _mm512_permutex2var_epi8(table.at(0), size, table.at(64));
       __m512i lower = _mm512_permutex2var_epi8(table.at(128), size, table.at(192));
       upper = _mm512_mask_mov_epi8(upper, _mm512_movepi8_mask(size), _mm512_set1_epi8(0x43));  // 128
-      return Bytes<T>::template interleaved<r>(lower, upper, w);
+      return InBytes<T>::template interleaved<r>(lower, upper, w);
 #else
       return {};
 #endif
@@ -175,18 +175,18 @@ static inline vreg e4m3_floats(vu codes) {
   return reinterpret_cast<vreg>(found | (codes & 128) << 24);
 }
 
-template <class T> struct Floats : Bytes<T> {
+template <class T> struct Floats : InBytes<T> {
   static constexpr int kType = kDLFloat8_e4m3fn;
   template <int r> static inline Numbers<T> numbers(const vu* words) {
     if constexpr (!kPaired<T>) {
       return e4m3_floats(words[0] >> (8 * r));
     } else {
 #if defined(AUTOSEL_BF16_DOT)
-      constexpr const ByteTable<true>& table = kBytes<true>;
+      constexpr const ByteTable<true>& table = kByteTable<true>;
       __m512i w = reinterpret_cast<__m512i>(words[0]);
       __m512i upper = _mm512_permutex2var_epi8(table.at(0), w, table.at(64));
       __m512i lower = _mm512_permutex2var_epi8(table.at(128), w, table.at(192));
-      return Bytes<T>::template interleaved<r>(lower, upper, w);
+      return InBytes<T>::template interleaved<r>(lower, upper, w);
 #else
       return {};
 #endif
