@@ -102,7 +102,7 @@ def test_a_candidate_is_offered_only_the_formats_that_it_names() -> None:
     assert answer.reason == f"supports weights in plain; the workload's format is {FP8}"
     eligible = {c.name: s for c, s in registry.eligible(W, fp, "full")}
     taken = [name for name, support in eligible.items() if isinstance(support, Accepted)]
-    assert taken == ["torch:linear"]
+    assert taken == ["torch:linear", "cpp:gemv_coded"]
 
 
 def test_a_users_function_names_the_formats_it_reads(tmp_path: Path) -> None:
