@@ -108,6 +108,7 @@ class WeightFormat:
 
 NIBBLES = Part(name="codes", dtype="uint8", per=128, count=64)  # codes of 4 bits; a row is whole lines of 64 bytes
 OCTETS = Part(name="codes", dtype="int8")
+FLOATS = Part(name="codes", dtype="fp8_e4m3")
 
 
 def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
@@ -117,9 +118,10 @@ def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
 
 
 def _scaled_groups(name: str, codes: Part, bits: int, group: int, scale: PartDType | None = None) -> WeightFormat:
-    """Return the format of integer codes with a scale for each group of neighbours along K, and no zeros."""
+    """Return the format of codes with a scale for each group of neighbours along K, and no zeros."""
     parts = (codes, Part(name="scales", dtype=scale, per=group))
-    return WeightFormat(name=name, code=f"int{bits}", bits=bits, group=group, parts=parts)
+    code = "e4m3" if codes is FLOATS else f"int{bits}"
+    return WeightFormat(name=name, code=code, bits=bits, group=group, parts=parts)
 
 
 def _paired(name: str, scaling: Scaling, group: int, scale: PartDType | None = None) -> WeightFormat:
@@ -143,6 +145,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     for found in (
         PLAIN_WEIGHT,
         _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"),
+        _scaled_groups("fp8_e4m3-g128", FLOATS, 8, 128, "fp32"),
         _scaled_rows("int8-row", "int8", "int8"),
         _scaled_groups("int4-g32", NIBBLES, 4, 32),
         _scaled_groups("int4-g64", NIBBLES, 4, 64),

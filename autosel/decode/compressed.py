@@ -72,6 +72,17 @@ class InScheme:
             self._refuse(name, "is missing")
         return self.tensors.entries[name]
 
+    def _numbers(self, name: str) -> Tensor:
+        """Read a tensor of scales, in its own dtype and shape."""
+        entry = self._entry(name)
+        if entry.dtype not in SCALE_DTYPES:
+            self._refuse(name, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
+        scales = torch.empty(entry.shape, dtype=SCALE_DTYPES[entry.dtype])
+        self._raw(name, scales, entry.dtype)
+        if not scales.isfinite().all():
+            self._refuse(name, "is not finite")
+        return scales
+
     def _raw(self, name: str, out: Tensor, dtype: str) -> None:
         entry = self._entry(name)
         if entry.dtype != dtype or entry.shape != tuple(out.shape):
@@ -93,7 +104,7 @@ class Compressed(InScheme):
             self.tensors.read_into(name, out)
             return
         base, (n, k) = name.removesuffix(".weight"), out.shape
-        words, scales, groups = self._words(name, n, k), self._scales(base), self._groups(base, k)
+        words, scales, groups = self._words(name, n, k), self._numbers(base + SCALE), self._groups(base, k)
         if scales.shape != (n, -(-k // (self.scheme.group or k))):
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, groups of {self.scheme.group or k} expected")
         zeros, each = self._zeros(base, *scales.shape), max(1, BLOCK // k)
@@ -110,7 +121,7 @@ class Compressed(InScheme):
         if self.scheme.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)[:, :k]
         out.codes[:, : codes.shape[1]] = codes
-        scales, groups = self._scales(base), -(-k // (self.scheme.group or k))
+        scales, groups = self._numbers(base + SCALE), -(-k // (self.scheme.group or k))
         if scales.numel() != n * groups:
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, {[n, groups]} are expected")
         zeros = self._zeros(base, n, groups) if self.scheme.zeros else None
@@ -126,16 +137,6 @@ class Compressed(InScheme):
         words = torch.empty(n, -(-k * self.scheme.bits // WORD_BITS), dtype=torch.int32)
         self._raw(name.removesuffix(".weight") + PACKED, words, "I32")
         return words
-
-    def _scales(self, base: str) -> Tensor:
-        entry = self._entry(base + SCALE)
-        if entry.dtype not in SCALE_DTYPES:
-            self._refuse(base + SCALE, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
-        scales = torch.empty(entry.shape, dtype=SCALE_DTYPES[entry.dtype])
-        self._raw(base + SCALE, scales, entry.dtype)
-        if not scales.isfinite().all():
-            self._refuse(base + SCALE, "is not finite")
-        return scales
 
     def _zeros(self, base: str, n: int, groups: int) -> Tensor:
         """Return the zero points [N, groups] of unsigned codes."""

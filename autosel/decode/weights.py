@@ -17,6 +17,7 @@ from torch import Tensor
 from autosel import devices
 from autosel.decode.cache import cache_bytes
 from autosel.decode.compressed import PACKED, open_compressed
+from autosel.decode.float8 import E4M3, open_float8
 from autosel.decode.gguf import ReadCodes, open_gguf
 from autosel.decode.gptq import CODES, open_packed_rows
 from autosel.decode.pages import PageArena, padded
@@ -179,11 +180,16 @@ def _opened(path: Path) -> TensorSource:
     _refuse_contradiction(found, scheme)
     if scheme is None:
         return found
+    if scheme.floats:
+        return open_float8(found, scheme)
     return open_compressed(found, scheme) if scheme.method == "compressed-tensors" else open_packed_rows(found, scheme)
 
 
 def _refuse_contradiction(tensors: Tensors, scheme: Scheme | None) -> None:
     """Raise BadConfig for codes that config.json does not describe, and for a description without codes."""
+    if scheme is not None and scheme.floats:
+        _refuse_other_floats(tensors, scheme)
+        return
     expected = "" if scheme is None else PACKED if scheme.method == "compressed-tensors" else CODES
     packed = next((name for name in tensors.entries if name.endswith((PACKED, CODES))), "")
     if (scheme is None and not packed) or (scheme is not None and packed.endswith(expected)):
@@ -193,6 +199,16 @@ def _refuse_contradiction(tensors: Tensors, scheme: Scheme | None) -> None:
         f"{tensors.place} {told}, and its config.json {scheme.method if scheme else 'no'} quantization_config",
         todo="fetch the checkpoint again: its config.json belongs to other weights",
     )
+
+
+def _refuse_other_floats(tensors: Tensors, scheme: Scheme) -> None:
+    packed = next((name for name in tensors.entries if name.endswith((PACKED, CODES))), "")
+    if packed or not any(entry.dtype == E4M3 for entry in tensors.entries.values()):
+        raise BadConfig(
+            f"{tensors.place} has {packed or f'no tensor in {E4M3}'}, and its config.json floats of 8 bits",
+            why=f"quantization_config of {scheme.method}",
+            todo="fetch the checkpoint again: its config.json belongs to other weights",
+        )
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

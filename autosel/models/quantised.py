@@ -1,13 +1,14 @@
 """Read `quantization_config` of a config.json: how the matrices of a checkpoint's layers are stored.
 
-Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16), GPTQ, and AWQ's `gemm`, all Linear layers but the
-output head. Codes in groups of neighbours are a weight format, which kernels read: with a zero point of half of the
-range, or in groups of 4 bits with any zero points. Others are dequantised when they are loaded. Everything else is
-refused by the name of the field.
+Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16) and `float-quantized` (e4m3), `fp8` (e4m3), GPTQ, and
+AWQ's `gemm`, all Linear layers but the output head. Activations keep the dtype. Codes in groups of neighbours are a
+weight format, which kernels read: with a zero point of half of the range, in groups of 4 bits with any zero points, or
+e4m3. Others are dequantised when they are loaded. Everything else is refused by the name of the field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -20,10 +21,12 @@ from autosel.values import parse_json
 
 FILE_LIMIT_BYTES = 4 << 20
 HEADS = ("lm_head", "re:.*lm_head", "re:.*lm_head.*")
-OTHERS = "name the unquantised checkpoint, or one in compressed-tensors' pack-quantized W4A16 or W8A16, GPTQ or AWQ"
+OTHERS = "name the unquantised checkpoint, or one in compressed-tensors' W4A16, W8A16 or fp8, GPTQ or AWQ"
+BLOCK = 128  # rows and columns that share a scale of fp8
 LARGEST_GROUP = 1 << 20
+NO_MATRICES = ("norm", "layernorm", "embed_tokens", "mlp.gate")  # of a layer's linear ones; the last is a router
 
-Method = Literal["compressed-tensors", "gptq", "awq"]
+Method = Literal["compressed-tensors", "fp8", "gptq", "awq"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class Scheme:
     method: Method
     bits: int
     group: int  # neighbours along K that share a scale; 0: a row
+    rows: int = 1  # that share scales; 0: all
+    floats: bool = False  # codes are e4m3
     zeros: bool = False  # groups have zero points of their own
     ordered: bool = False  # groups are not of neighbours: columns were quantised in another order
     less_one: bool = False  # zero points are stored minus 1 (GPTQ, version 1)
@@ -46,13 +51,15 @@ class Scheme:
 
     @property
     def codes(self) -> str:
-        return f"int{self.bits}-g{self.group}" if self.group else f"int{self.bits}-row"
+        kind = "fp8_e4m3" if self.floats else f"int{self.bits}"
+        return f"{kind}-g{self.group}" if self.group else f"{kind}-row"
 
     def note(self, name: str, format: str, dtype: str) -> str:
         """Describe the stored form, and what the weights are read as."""
         read = "read as they are" if PLAIN != format == self.format else f"dequantised to {dtype} when loaded"
         why = [" with zero points"] * self.zeros + [" in activation order"] * self.ordered
         why += [" in some layers"] * self.partial
+        read += ", activations keep the dtype" if self.floats else ""
         stored = self.format if self.format != PLAIN else f"{self.codes}{''.join(why)}"
         return f"weights: {stored} ({self.method}) in {name}, {read}"
 
@@ -81,7 +88,7 @@ def read_scheme(fields: Fields, found: Any) -> Scheme | None:
     if not found:
         return None
     method = found.get("quant_method", "") if isinstance(found, dict) else ""
-    readers = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}
+    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
         raise BadConfig(
             f"{fields.path}: quantization_config {method!s:.40}".rstrip(),
@@ -137,6 +144,26 @@ def _awq(found: Fields) -> Scheme:
     )
 
 
+def _fp8(found: Fields) -> Scheme:
+    if found.data.get("fmt", "e4m3") != "e4m3":
+        _refuse(found, "fmt", "e4m3")
+    size = found.data.get("weight_block_size")
+    if size not in (None, [BLOCK, BLOCK]):
+        _refuse(found, "weight_block_size", f"{[BLOCK, BLOCK]}, or one scale per matrix")
+    named = "ignored_layers" if "ignored_layers" in found.data else "modules_to_not_convert"
+    left_out = found.data.get(named) or []
+    if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
+        _refuse(found, named, "a list of names")
+    return Scheme(
+        method="fp8",
+        bits=8,
+        group=BLOCK if size else 0,
+        rows=BLOCK if size else 0,
+        floats=True,
+        partial=any(name not in HEADS and not name.endswith(NO_MATRICES) for name in left_out),
+    )
+
+
 def _group(found: Fields, name: str) -> int:
     """Return the group's size; 0 for -1, which means a row."""
     return 0 if found.data.get(name) == -1 else found.size(name, LARGEST_GROUP)
@@ -151,8 +178,9 @@ def _refuse(found: Fields, name: str, supported: str) -> NoReturn:
 
 
 def _compressed(found: Fields) -> Scheme:
-    if found.data.get("format") != "pack-quantized":
-        found.refuse("format", f"pack-quantized is supported. {OTHERS}")
+    floats = found.data.get("format") == "float-quantized"
+    if not floats and found.data.get("format") != "pack-quantized":
+        found.refuse("format", f"pack-quantized and float-quantized are supported. {OTHERS}")
     if found.data.get("kv_cache_scheme"):
         found.refuse("kv_cache_scheme", "keys and values are stored in the dtype")
     ignored = found.data.get("ignore", [])
@@ -161,21 +189,22 @@ def _compressed(found: Fields) -> Scheme:
     groups = found.data.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         found.refuse("config_groups", "one group is expected")
-    return _of_group(found.inside(f"{found.where}config_groups.{next(iter(groups))}", group))  # type: ignore[arg-type]
+    inside = found.inside(f"{found.where}config_groups.{next(iter(groups))}", group)  # type: ignore[arg-type]
+    return _of_floats(inside) if floats else _of_group(inside)
+
+
+def _of_floats(group: Fields) -> Scheme:
+    how = _weights_of(group, {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False})
+    group_size, rows = how.choice("strategy", {"tensor": (0, 0), "channel": (0, 1), "block": (BLOCK, BLOCK)})
+    if group_size and how.data.get("block_structure") not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        how.refuse("block_structure", f"{[BLOCK, BLOCK]} is supported")
+    return Scheme(method="compressed-tensors", bits=8, group=group_size, rows=rows, floats=True)
 
 
 def _of_group(group: Fields) -> Scheme:
-    if group.data.get("targets") != ["Linear"]:
-        group.refuse("targets", '["Linear"] is expected')
     if group.data.get("input_activations") or group.data.get("output_activations"):
         group.refuse("input_activations", "activations keep the dtype: W4A16 and W8A16 are supported")
-    weights = group.data.get("weights")
-    if not isinstance(weights, dict):
-        group.refuse("weights", "an object is expected")
-    how = group.inside(f"{group.where}weights", weights)  # type: ignore[arg-type]
-    for name, value in {"type": "int", "dynamic": False}.items():
-        if how.data.get(name, value) != value:
-            how.refuse(name, f"{shown(value)} is supported")
+    how = _weights_of(group, {"type": "int", "dynamic": False})
     strategy, order = how.data.get("strategy"), how.data.get("actorder")
     if strategy not in ("group", "channel"):
         how.refuse("strategy", "group and channel are supported")
@@ -191,3 +220,17 @@ def _of_group(group: Fields) -> Scheme:
         zeros=not how.flag("symmetric", default=True),
         ordered=order in ("group", "dynamic"),
     )
+
+
+def _weights_of(group: Fields, expected: Mapping[str, Any]) -> Fields:
+    """Return the description of a group's weights, for all Linear layers and with these values."""
+    if group.data.get("targets") != ["Linear"]:
+        group.refuse("targets", '["Linear"] is expected')
+    weights = group.data.get("weights")
+    if not isinstance(weights, dict):
+        group.refuse("weights", "an object is expected")
+    how = group.inside(f"{group.where}weights", weights)  # type: ignore[arg-type]
+    for name, value in expected.items():
+        if how.data.get(name, value) != value:
+            how.refuse(name, f"{shown(value)} is supported")
+    return how
