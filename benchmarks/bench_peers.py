@@ -4,6 +4,8 @@
                                      [--arm autosel --arm eager --arm compile --arm llama.cpp ...] [--split GB/s]
     python benchmarks/bench_peers.py --file-type q4_k_m         llama.cpp quantises the model; both read that file
     python benchmarks/bench_peers.py --model MODEL.gguf         both read this file
+    python benchmarks/bench_peers.py --file-type q4_0 --ik DIR  also ik_llama.cpp, built in DIR
+    python benchmarks/bench_peers.py --format int4-g128         transformers with torchao's int4, on the same codes
 
     autosel     the step of `autosel run --step whole`: one native call, C++ kernels at their formulas' knobs; bf16
                 weights in lossless 12 bits (kernels/cpu/packed.h), quantised ones as their codes
@@ -15,17 +17,26 @@
                 package gguf: bf16 weights, fp16 cache, flash attention, mmap off
     llama.cpp as installed
                 the same with the package's default, `Llama(flash_attn=False)`: attention in three operations
+    ik_llama.cpp
+                that fork, from a checkout with its shared library (--ik), on the same file: fp16 cache, flash attention
+    ik_llama.cpp, repacked
+                the same with the rows of its weights interleaved when it loads them (its option -rtr)
+    torchao     eager, with the codes of --format in torchao's tensor for a CPU (`Int4OpaqueTensor`)
+    torchao, compiled
+                compile, with the same
 
-The last two and `autosel` are the arms of a quantised file. Every arm is one greedy step that attends to --seq tokens,
-with one thread a core; the cache is rewound after each step. The arms take turns in random order. Before each, all
-threads of this process sleep; an arm takes one step untimed, to wake its threads, then one timed. Caches hold random
-keys and values (llama.cpp's come from a prompt of random tokens). The figure is an arm's step over autosel's, median
-over median, with the interval of resampled rounds; on a shared machine only ratios within one run are meaningful. There
-the read rate changes from minute to minute, and the ratios with it, since arithmetic counts more at a higher rate.
+`autosel` and those of llama.cpp and ik_llama.cpp are the arms of a quantised file. Every arm is one greedy step that
+attends to --seq tokens, with one thread a core; the cache is rewound after each step. The arms take turns in random
+order. Before each, all threads of this process sleep; an arm takes one step untimed, to wake its threads, then one
+timed. Caches hold random keys and values (llama.cpp's and its fork's come from a prompt of random tokens). The figure
+is an arm's step over autosel's, median over median, with the interval of resampled rounds; on a shared machine only
+ratios within one run are meaningful. There the read rate changes from minute to minute, and the ratios with it, since
+arithmetic counts more at a higher rate.
 --split 50 makes one row of the rounds below 50 GB/s and one of the others.
 
 llama.cpp is built once, which needs a compiler and several minutes: pip install llama-cpp-python gguf (possibly in a
-separate environment with this one's packages on its path).
+separate environment with this one's packages on its path). torchao: pip install --no-deps --target DIR torchao, and DIR
+in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -46,7 +57,8 @@ from typing import Any
 import command_line
 import numpy as np
 import torch
-from hugging_face import filled_cache, model_of, rewinding
+from hugging_face import TORCHAO_FORMATS, filled_cache, model_of, rewinding
+from ik_llama import Stream
 from kept import device_of
 from torch import Tensor
 
@@ -67,8 +79,10 @@ from autosel.formats import PLAIN
 from autosel.values import Accepted
 
 FILE_TYPES = ("q8_0", "q4_0", "q4_1", "q4_k_m")  # of llama.cpp; q4_k_m mixes Q4_K and Q6_K
-ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
-OF_CODES = ("autosel", "llama.cpp", "llama.cpp as installed")
+PLAIN_ARMS = ("autosel", "autosel, 16 bits", "eager", "compile", "llama.cpp", "llama.cpp as installed")
+OF_CODES = ("autosel", "torchao", "torchao, compiled")
+OF_A_FILE = ("autosel", "llama.cpp", "llama.cpp as installed")
+IK = ("ik_llama.cpp", "ik_llama.cpp, repacked")
 LEAST_ROUNDS = 5  # minimum rounds of a row
 KEPT: list[Any] = []
 SERVING: dict[int, dict[str, int]] = {}  # context -> candidate -> number of ops that it serves in the autosel step
@@ -82,9 +96,10 @@ def main() -> int:
     rows = []
     with torch.inference_mode(), dispatch.measuring(), tempfile.TemporaryDirectory() as scratch:
         plan, weights, file = _read(options, Path(options.gguf or scratch))
-        names = options.arm or (ARMS if weights.shape.weight == PLAIN else OF_CODES)
+        names = options.arm or _arms(options, weights)
+        known = ARM | (_ik_arms(Path(options.ik)) if options.ik else {})
         for seq in options.seq or [128, 2048]:
-            arms = {name: ARM[name](weights, seq, file) for name in names}
+            arms = {name: known[name](weights, seq, file) for name in names}
             print(f"{options.model} {seq}: {', '.join(arms)}", file=sys.stderr, flush=True)
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             about = {"seq": seq, "date": today, "serving": SERVING.get(seq, {})}
@@ -96,7 +111,7 @@ def main() -> int:
         "torch": torch.__version__,
         **_versions(),
         "model": options.model,
-        "file_type": options.file_type,
+        "file_type": options.file_type or options.format,
         "layers": plan.layers_run,
         "of_layers": plan.model.layers,
         "dtype": plan.dtype,
@@ -117,8 +132,15 @@ def _read(options: argparse.Namespace, folder: Path) -> tuple[Plan, Weights, Pat
     return *_loaded(options, str(file), weights=str(file)), file
 
 
+def _arms(options: argparse.Namespace, weights: Weights) -> tuple[str, ...]:
+    if options.format:
+        return OF_CODES
+    ik = IK if options.ik else ()
+    return (*(PLAIN_ARMS if weights.shape.weight == PLAIN else OF_A_FILE), *ik)
+
+
 def _loaded(options: argparse.Namespace, name: str, weights: str = "random") -> tuple[Plan, Weights]:
-    model = models.load(name)
+    model = models.stored_as(models.load(name), options.format or None)
     layers, seq = min(options.layers, model.layers), max(options.seq or [2048])
     plan = Plan(model=model, layers=layers, seq=seq, weights=weights)
     return plan, load_weights(plan)
@@ -246,7 +268,7 @@ def _llama_cpp(weights: Weights, seq: int, path: Path, *, flash: bool = True) ->
     context.flash_attn_type = L.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else L.LLAMA_FLASH_ATTN_TYPE_DISABLED
     made = L.llama_init_from_model(_llama_cpp_model(path), context)
     batch = L.llama_batch_init(512, 0, 1)
-    held = np.random.default_rng(0).integers(0, weights.shape.V, seq - 1)
+    held = _prompt(weights, seq)
 
     def feed(tokens: Any, start: int, logits: bool) -> None:
         batch.n_tokens = len(tokens)
@@ -268,6 +290,22 @@ def _llama_cpp(weights: Weights, seq: int, path: Path, *, flash: bool = True) ->
         return found
 
     return run
+
+
+def _prompt(weights: Weights, seq: int) -> Any:
+    return np.random.default_rng(0).integers(0, weights.shape.V, seq - 1).astype(np.int32)
+
+
+def _ik_llama(weights: Weights, seq: int, path: Path, *, built: Path, repack: bool) -> Step:
+    threads = torch.get_num_threads()
+    stream = Stream(built, path, _prompt(weights, seq), threads=threads, repack=repack)
+    return lambda: int(stream.logits(7, weights.shape.V).argmax())
+
+
+def _ik_arms(built: Path) -> dict[str, Callable[[Weights, int, Path], Step]]:
+    plain, repacked = IK
+    made = partial(_ik_llama, built=built.expanduser().resolve())
+    return {plain: partial(made, repack=False), repacked: partial(made, repack=True)}
 
 
 @cache
@@ -304,6 +342,8 @@ ARM: Mapping[str, Callable[[Weights, int, Path], Step]] = {
     "autosel, 16 bits": partial(_autosel, packed=False),
     "eager": _eager,
     "compile": _compile,
+    "torchao": _eager,
+    "torchao, compiled": _compile,
     "llama.cpp": _llama_cpp,
     "llama.cpp as installed": partial(_llama_cpp, flash=False),
 }
@@ -419,7 +459,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for package in ("transformers", "llama_cpp_python"):
+    for package in ("transformers", "llama_cpp_python", "torchao"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -430,7 +470,9 @@ def _versions() -> dict[str, str]:
 def _parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(128, 2048), rounds=12)
-    parser.add_argument("--arm", action="append", choices=ARMS, help="repeatable; ratios are relative to the first")
+    parser.add_argument(
+        "--arm", action="append", choices=(*ARM, *IK), help="repeatable; ratios are relative to the first"
+    )
     parser.add_argument(
         "--split",
         type=float,
@@ -440,7 +482,14 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--gguf", metavar="DIR", help="store the GGUF files in DIR and reuse them (same layers only)")
     parser.add_argument("--file-type", choices=FILE_TYPES, default="", help="let llama.cpp quantise the model")
-    return parser.parse_args()
+    parser.add_argument("--format", choices=TORCHAO_FORMATS, default="", help="round the model to codes")
+    parser.add_argument("--ik", metavar="DIR", help="a checkout of ik_llama.cpp with its shared library, built in DIR")
+    options = parser.parse_args()
+    if options.format and (options.file_type or models.is_gguf(Path(options.model))):
+        parser.error("--format rounds a model that is not quantised: leave out --file-type, and name no GGUF file")
+    if not options.ik and set(IK) & set(options.arm or ()):
+        parser.error("the arms of ik_llama.cpp need --ik DIR")
+    return options
 
 
 if __name__ == "__main__":

@@ -14,23 +14,33 @@ from torch import Tensor
 
 from autosel.decode.cache import Cache
 from autosel.decode.weights import Weights
+from autosel.formats import PLAIN
 from autosel.models.shape import ModelShape
+from autosel.ops.codes import CODES
 from autosel.ops.contract import DTYPE
+from autosel.ops.weight import Weight
+
+TORCHAO_FORMATS = ("int4-g128", "int4-g64", "int4-g32")  # those of torchao's products on a CPU
 
 
 def model_of(weights: Weights) -> Any:
-    """Return a model of the weights' family in eval mode, with autosel's tensors as its parameters."""
+    """Return a model of the weights' family in eval mode, with autosel's tensors as its parameters.
+
+    Codes become torchao's tensors. Then a tied head is a parameter with the embedding's codes, since a look-up needs
+    plain rows.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    config = _config(weights.shape)
-    config.dtype = weights.embedding.dtype
+    tied = weights.shape.tied and weights.shape.weight == PLAIN
+    config = _config(weights.shape, tied=tied)
+    config.dtype = weights.torch_dtype
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    missing, unknown = model.load_state_dict(_state(weights), strict=False, assign=True)
+    missing, unknown = model.load_state_dict(_state(weights, tied=tied), strict=False, assign=True)
     left = [name for name in missing if name != "lm_head.weight"]
     assert not left and not unknown, (left, unknown)
-    if weights.shape.tied:
+    if tied:
         model.tie_weights()
     _materialise_buffers(model)
     return model.eval()
@@ -64,7 +74,7 @@ def rewinding(cache: Any) -> Callable[[], None]:
     return rewind
 
 
-def _config(s: ModelShape) -> Any:
+def _config(s: ModelShape, *, tied: bool) -> Any:
     import transformers as t
 
     common: dict[str, Any] = {
@@ -77,7 +87,7 @@ def _config(s: ModelShape) -> Any:
         "vocab_size": s.V,
         "max_position_embeddings": s.max_context,
         "rms_norm_eps": s.rms_eps,
-        "tie_word_embeddings": s.tied,
+        "tie_word_embeddings": tied,
     }
     rope = {"rope_type": "default", "rope_theta": s.rope.theta}
     if s.rope.kind == "llama3":
@@ -110,12 +120,14 @@ def _config(s: ModelShape) -> Any:
     )
 
 
-def _state(weights: Weights) -> Mapping[str, Tensor]:
+def _state(weights: Weights, *, tied: bool) -> Mapping[str, Tensor]:
     """Return autosel's tensors by Hugging Face's names."""
     s = weights.shape
     sizes = (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D)
-    found = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    found |= {} if s.tied else {"lm_head.weight": weights.head}
+    table = weights.embedding
+    plain = table if isinstance(table, Tensor) else table.dequantised(weights.torch_dtype)
+    found: dict[str, Any] = {"model.embed_tokens.weight": plain, "model.norm.weight": weights.norm}
+    found |= {} if tied else {"lm_head.weight": weights.head}
     for i, layer in enumerate(weights.layers):
         q, k, v = layer.qkv.split(sizes)
         after = "pre_feedforward_layernorm" if s.sandwich else "post_attention_layernorm"
@@ -138,7 +150,19 @@ def _state(weights: Weights) -> Mapping[str, Tensor]:
                 "post_feedforward_layernorm": layer.mlp_post_norm,
             }
         found |= {f"model.layers.{i}.{name}.weight": t for name, t in named.items() if t is not None}
-    return found
+    return {name: _torchao(t) if isinstance(t, Weight) else t for name, t in found.items()}
+
+
+def _torchao(w: Weight) -> Tensor:
+    """Return codes as torchao's tensor for a CPU, whose product is PyTorch's `_weight_int4pack_mm_for_cpu`."""
+    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+    from torchao.quantization.utils import pack_tinygemm_scales_and_zeros
+
+    codes = (CODES[w.format.code].numbers(w.codes)[:, : w.shape[1]] + 8).int().contiguous()
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = pack_tinygemm_scales_and_zeros(w.scales, torch.zeros_like(w.scales), w.scales.dtype)
+    made: Tensor = Int4OpaqueTensor(packed, scales, [1, w.format.group], w.shape)
+    return made
 
 
 def _materialise_buffers(model: Any) -> None:
