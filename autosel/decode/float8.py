@@ -1,4 +1,4 @@
-"""A checkpoint with weights in e4m3 as named tensors: compressed-tensors' `float-quantized`, and the method `fp8`.
+"""A checkpoint with weights in e4m3 as named tensors: of compressed-tensors, and of the method `fp8`.
 
 `x.weight` is F8_E4M3 [N, K]. Its scale multiplies: `weight_scale`, or `weight_scale_inv` in spite of that name; one
 number, one per row [N] or [N, 1], or one per block of 128 x 128 [N / 128, K / 128], rounded up. A scale of several rows

@@ -1,9 +1,9 @@
 """Read `quantization_config` of a config.json: how the matrices of a checkpoint's layers are stored.
 
-Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16) and `float-quantized` (e4m3), `fp8` (e4m3), GPTQ, and
-AWQ's `gemm`, all Linear layers but the output head. Activations keep the dtype. Codes in groups of neighbours are a
-weight format, which kernels read: with a zero point of half of the range, in groups of 4 bits with any zero points, or
-e4m3. Others are dequantised when they are loaded. Everything else is refused by the name of the field.
+Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16), `float-quantized` and `naive-quantized` (e4m3), `fp8`
+(e4m3), GPTQ, and AWQ's `gemm`, all Linear layers but the output head. Activations keep the dtype. Codes in groups of
+neighbours are a weight format, which kernels read: with a zero point of half of the range, in groups of 4 bits with any
+zero points, or e4m3. Others are dequantised when they are loaded. Everything else is refused by the name of the field.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from autosel.values import parse_json
 FILE_LIMIT_BYTES = 4 << 20
 HEADS = ("lm_head", "re:.*lm_head", "re:.*lm_head.*")
 OTHERS = "name the unquantised checkpoint, or one in compressed-tensors' W4A16, W8A16 or fp8, GPTQ or AWQ"
+FLOATS = ("float-quantized", "naive-quantized")  # e4m3 in compressed-tensors: with quantised activations, and without
 BLOCK = 128  # rows and columns that share a scale of fp8
 LARGEST_GROUP = 1 << 20
 NO_MATRICES = ("norm", "layernorm", "embed_tokens", "mlp.gate")  # of a layer's linear ones; the last is a router
@@ -178,9 +179,9 @@ def _refuse(found: Fields, name: str, supported: str) -> NoReturn:
 
 
 def _compressed(found: Fields) -> Scheme:
-    floats = found.data.get("format") == "float-quantized"
+    floats = found.data.get("format") in FLOATS
     if not floats and found.data.get("format") != "pack-quantized":
-        found.refuse("format", f"pack-quantized and float-quantized are supported. {OTHERS}")
+        found.refuse("format", f"{', '.join(('pack-quantized', *FLOATS))} are supported. {OTHERS}")
     if found.data.get("kv_cache_scheme"):
         found.refuse("kv_cache_scheme", "keys and values are stored in the dtype")
     ignored = found.data.get("ignore", [])

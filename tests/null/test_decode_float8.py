@@ -21,14 +21,14 @@ KINDS = ("tensor", "channel", "block")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
+def compressed(strategy: str, format: str = "float-quantized", **changes: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
     weights |= {"block_structure": [128, 128]} if strategy == "block" else {}
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     one = {"targets": ["Linear"], "weights": weights | changes, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": format,
         "config_groups": {"group_0": one},
         "ignore": ["lm_head"],
     }
@@ -106,6 +106,7 @@ def test_a_model_with_plain_layers_is_dequantised(tmp_path: Path) -> None:
         (compressed("group"), "strategy = 'group'"),
         (compressed("channel", num_bits=4), "num_bits = 4"),
         (compressed("channel", type="int"), "type = 'int'"),
+        (compressed("channel", "naive-quantized", type="int"), "type = 'int'"),
         (compressed("block", block_structure=[64, 64]), "block_structure"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
