@@ -4,21 +4,23 @@ certificate with the format's bytes."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autosel import fingerprint
+from autosel import dispatch, fingerprint, models
 from autosel.certify.certificate import decode
 from autosel.certify.model import trouble
 from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
-from autosel.decode.run import Plan
+from autosel.decode.run import FORMS, Chain, Plan
 from autosel.decode.scene import judged
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import write_team
@@ -26,7 +28,10 @@ from autosel.decode.weights import Weights, arena_bytes, load_weights
 from autosel.formats import WEIGHT_FORMATS
 from autosel.models.config import read_config
 from autosel.models.shape import ModelShape
+from autosel.models.workloads import step as listed_step
 from autosel.ops.weight import Weight
+from autosel.values import Workload
+from tests.null.test_decode_gguf import MIXES, mixed
 from tests.verbs import verb
 
 FORMATS = [name for name in WEIGHT_FORMATS if name != "plain"]
@@ -113,6 +118,34 @@ def test_a_table_of_codes_is_read_with_one_rounding(name: str) -> None:
             step.ops.place.tokens.fill_(token)
             step.part(0, 1)
             assert torch.equal(step.ops.calls[0]["out"], found.look_up("embedding", torch.tensor([token]))), token
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tune_lists_every_op_that_a_mixed_file_uses(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a prompt and a step in every chain on a file like Q4_K_M, and compare the ops with those that tune lists."""
+    path = mixed(tmp_path / "wide.gguf", *MIXES["Q4_K_M"][:2])
+    shape, used, board = models.load(path), set[Workload](), import_module("autosel.dispatch.board")
+    resolve = board.resolve
+
+    def heard(op: Any, w: Workload, *rest: Any, **more: Any) -> Any:
+        used.add(w)
+        return resolve(op, w, *rest, **more)
+
+    monkeypatch.setattr(board, "resolve", heard)
+    decoder = Decoder(load_weights(Plan(model=shape, weights=str(path), seq=64)))
+    with torch.inference_mode(), dispatch.use(tmp_path):
+        cache = make_cache(shape, "bf16", rows=rows, room=HELD + 8)
+        prefill(decoder, cache, [list(range(HELD))] * rows)
+        place = Place.at(torch.arange(rows), [HELD] * rows)
+        for attn, mlp in itertools.product(FORMS, FORMS):
+            write_step(decoder, cache, place, Chain(attn=attn, mlp=mlp)).run()
+    found = {w.bucket for w in used}
+    assert {
+        n.workload.bucket for n in listed_step(shape, batch=rows, context=HELD + 1, dtype="bf16", prompt=HELD)
+    } >= found
+    assert {w.weight_format.name for w in used} == {"plain", "q4_k", "q6_k", "q6_k-m"}
+    for op in ("linear", "norm_qkv"):
+        assert len({w.weight_format.name for w in used if w.op == op and w["M"] == rows}) > 1, op
 
 
 def test_a_run_is_certified_with_the_bytes_of_its_format(tmp_path: Path) -> None:
