@@ -88,9 +88,9 @@ template <> struct Step<bf16> {
 #if defined(AUTOSEL_BF16_DOT)
   __m512i w;
   static Step at(const bf16* p) { return {_mm512_loadu_si512(p)}; }
-  vreg add(vreg acc, const bf16* x) const {
-    __m512i v = _mm512_loadu_si512(x);
-    return reinterpret_cast<vreg>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), (__m512bh)w, (__m512bh)v));
+  vreg add(vreg acc, const bf16* x) const { return times(acc, _mm512_loadu_si512(x)); }
+  vreg times(vreg acc, __m512i other) const {
+    return reinterpret_cast<vreg>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), (__m512bh)w, (__m512bh)other));
   }
   void put(bf16* x) const { _mm512_storeu_si512(x, w); }
 #else
@@ -114,13 +114,13 @@ template <class T> static inline Step<T> tail_step(const T* p, int64_t n) {
 
 // --- x, laid out for the steps: groups of rows, each [ceil(K / kWidth)][rows][kWidth], zeros behind K -----------------
 
-// m <= kMaxRows rows of x in as few groups as kernels allow, of sizes that differ by at most one row: the larger ones
-// first.
+// m <= kMaxRows rows of x in as few groups of at most `most` rows as possible, of sizes that differ by at most one row:
+// the larger ones first.
 struct Groups {
   int64_t count, rows, larger;
   Groups() = default;
-  explicit Groups(int64_t m)
-      : count((m + kMostTogether - 1) / kMostTogether),
+  explicit Groups(int64_t m, int64_t most = kMostTogether)
+      : count((m + most - 1) / most),
         rows((m + count - 1) / count),
         larger(m - count * (rows - 1)) {}
   int64_t of(int64_t group) const { return group < larger ? rows : rows - 1; }

@@ -31,6 +31,12 @@
 //   rejected: rows one behind the other, as dot.h has them, each line of the next 8 prefetched: 1.17-1.25; no prefetch
 //     1.02-1.23. Eight rows together in memory: 1.28-1.32, and 0.9 for four at a time.
 //   From L2, 1.27-1.35: decoding a unit costs less than the loads that are saved.
+//   Several rows of x, N=8192, K=2048 (K=8192), at 26 GB/s, as now against one group of up to eight rows, two of three
+//   lines 24 ahead, and four rows of weights that each load x: M=4 1.15 (1.30), 5 1.22, 6 1.31, 7 2.03, 8 1.85 (1.75);
+//   without the bf16 dot M=4 1.32, 6 1.17, 8 1.41. M=4 in detail: x shared and nothing else 0.89 (0.91), because the
+//   prefetches come in a cluster; all three lines 24 ahead 0.99 (1.10), 36 to 48 ahead 1.07-1.09 (1.18), 64 and 96 1.00
+//   (1.14); not shared, three lines 48 ahead 1.06 (1.19). M=6 in one group, shared: 0.70-0.98, sums are spilled.
+//   M=1 and 2: the same within 2 % with all of these.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
 // Source of the idea that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
@@ -47,6 +53,8 @@ constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
 constexpr int64_t kPackedVersion = 3;  // of the layout; also LOSSLESS_12 in candidates/cpp/linear.py
 constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the prefetched line
+constexpr int64_t kAheadOfSeveral = 40 * 64;  // the same, for several rows of x and 32 registers
+constexpr int kMostPacked = kLanes == 16 ? 4 : kMostTogether;  // rows of x in one kernel
 constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, for the second prefetch
 
 // Header of a packed matrix; offsets are in bytes from its beginning. Rows are padded to whole kRowsTogether, columns
@@ -130,9 +138,11 @@ static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
   v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
 }
 
-// The hardware's own streams fetch the lines in between.
-static inline void ask_ahead(const uint8_t* unit, int) {
-  prefetch_l2(unit + kAheadOfPacked), prefetch_l2(unit + kAheadOfPacked + 128);
+// For one row of x, the hardware's own streams fetch the lines in between.
+template <int M> static inline void ask_ahead(const uint8_t* unit, int) {
+  const uint8_t* ahead = unit + (M > 1 ? kAheadOfSeveral : kAheadOfPacked);
+  prefetch_l2(ahead), prefetch_l2(ahead + 128);
+  if (M > 1) prefetch_l2(ahead + 64);
 }
 
 #else
@@ -152,7 +162,7 @@ static inline void unpack(const uint8_t* unit, int part, Bytes table, Bytes* v) 
 }
 
 // Every line, twice: 28 loads per unit leave L1 no time to wait for L2.
-static inline void ask_ahead(const uint8_t* unit, int part) {
+template <int> static inline void ask_ahead(const uint8_t* unit, int part) {
   if (part == 3) return;
   prefetch_l2(unit + kAheadOfPacked + part * 64);
   __builtin_prefetch(unit + kAheadIntoL1 + part * 64, 0, 3);
@@ -168,6 +178,39 @@ static inline Step<bf16> step_of(Bytes v) {
   return {reinterpret_cast<vreg>(both << 16), reinterpret_cast<vreg>(both & 0xffff0000u)};
 #endif
 }
+
+#if defined(AUTOSEL_BF16_DOT)
+static inline void unpack_half(const uint8_t* unit, int half, Bytes table, Bytes* v) {
+  __m512i codes = _mm512_loadu_si512(unit), low = _mm512_loadu_si512(unit + 64 + 64 * half);
+  if (half) codes = _mm512_srli_epi16(codes, 4);
+  __m512i upper = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+  v[0] = _mm512_unpacklo_epi8(low, upper), v[1] = _mm512_unpackhi_epi8(low, upper);
+}
+
+// One unit of R rows against several rows of x: two rows of weights share each load of x, half a unit at a time.
+template <int M, int R>
+static inline __attribute__((always_inline)) void multiply_unit(const uint8_t* p, const bf16* x, Bytes table,
+                                                                vreg (&acc)[R][M][1]) {
+  constexpr int W = Step<bf16>::kWidth;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half)
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r += 2) {
+      asm("" : "+r"(x));  // otherwise GCC keeps the first pair's x for the second one, and spills sums for it
+      Bytes v[2][2];
+      for (int i = 0; i < 2; ++i) {
+        if (!half) ask_ahead<M>(p + (r + i) * kUnitBytes, 0);
+        unpack_half(p + (r + i) * kUnitBytes, half, table, v[i]);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * M; ++i) {
+        Step<bf16> of_x = Step<bf16>::at(x + (2 * half * M + i) * W);
+        vreg &one = acc[r][i % M][0], &other = acc[r + 1][i % M][0];
+        one = of_x.times(one, v[0][i / M]), other = of_x.times(other, v[1][i / M]);
+      }
+    }
+}
+#endif
 
 // out[m * R + r] = (row + r) . x[m] for R rows that are stored together. Sums: `Chains` per output, used in turn.
 using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out);
@@ -196,12 +239,18 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
     int64_t stop = units;
     for (int r = 0; r < R; ++r) stop = others[r].unit() < stop ? others[r].unit() : stop;
     for (; u < stop; ++u, next_unit()) {
+#if defined(AUTOSEL_BF16_DOT)
+      if constexpr (M > 1) {
+        multiply_unit<M, R>(p, x, table, acc);
+        continue;
+      }
+#endif
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part)  // rows in turn: with one chain each they hide each other's latency
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const uint8_t* unit = p + r * kUnitBytes;
-          ask_ahead(unit, part);
+          ask_ahead<M>(unit, part);
           Bytes v[kTaken];
           unpack(unit, part, table, v);
           multiply(r, part, v);
@@ -212,7 +261,7 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
     for (int r = 0; r < R; ++r) {
       Bytes v[kParts * kTaken];
       for (int part = 0; part < kParts; ++part) {
-        ask_ahead(p + r * kUnitBytes, part);
+        ask_ahead<M>(p + r * kUnitBytes, part);
         unpack(p + r * kUnitBytes, part, table, v + part * kTaken);
       }
       others[r].put(u, v);
@@ -234,7 +283,7 @@ constexpr int packed_rows(int sums) { return 4 * sums <= kAccumulators ? 4 : 2; 
 
 // The larger of two groups decides.
 template <int M> static PackedBlock packed_block_of(int64_t rows) {
-  constexpr int larger = kMostTogether < kMaxRows && M < kMostTogether ? M + 1 : M;
+  constexpr int larger = M < kMostPacked ? M + 1 : M;
   if constexpr (packed_rows(M) == 4) if (rows == 4) return packed_block<M, 4, 1>;
   if constexpr (packed_rows(larger) == 2) if (rows == 2) return packed_block<M, 2, 1>;
   return nullptr;
@@ -252,12 +301,10 @@ static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int6
     case 2: return packed_block_of<2>(rows);
     case 3: return packed_block_of<3>(rows);
     case 4: return packed_block_of<4>(rows);
+  }
+  if constexpr (kMostPacked == 6) switch (m) {
     case 5: return packed_block_of<5>(rows);
     case 6: return packed_block_of<6>(rows);
-  }
-  if constexpr (kMostTogether == 8) switch (m) {
-    case 7: return packed_block_of<7>(rows);
-    case 8: return packed_block_of<8>(rows);
   }
   return nullptr;
 }
@@ -266,7 +313,7 @@ static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int6
 static inline int64_t packed_panel_elements(int64_t m, int64_t k) { return units_in(k) * kUnit * m; }
 
 template <class S> static void pack_for_units(const Matrix<const S>& x, Wide<bf16>* out) {
-  Groups groups(x.rows);
+  Groups groups(x.rows, kMostPacked);
   for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++)) {
     int64_t m = groups.of(g), taken = dot_panel_elements<bf16>(m, x.columns);
     Wide<bf16>* to = out + packed_panel_elements(i, x.columns);
@@ -285,7 +332,7 @@ struct PackedColumns {
 
   PackedColumns() = default;
   PackedColumns(const void* packed, const Wide<bf16>* panel, int64_t m, int64_t together)
-      : w(packed), panel(panel), groups(m) {
+      : w(packed), panel(panel), groups(m, kMostPacked) {
     for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller)
       block[smaller] = packed_block_for(groups.rows - smaller, w.head->columns, together, rows);
   }
