@@ -25,6 +25,15 @@
 // which the flags of the bf16 dot include), the sign is added to the upper byte, and interleaving the bytes gives 64
 // bf16: 8 operations, 2 dots. |-128| has bit 7, which the index ignores: its upper byte is set apart.
 // Floats with the bf16 dot: the same by the seven bits of |code|; the sign is bit 7 of both: 5 operations, 2 dots.
+//
+// From the fifth row of x on, x no longer fits L1 and every load of it comes from L2, so two rows of codes share it: with
+// the bf16 dot all numbers of a piece stay in registers and rows of x meet them in turn; otherwise rows of x are split
+// into groups of at most four. Measured on 2 cores of Zen 4 (N 4096, K 14336, from memory), against one row of codes at
+// a time and one group of up to eight rows (AVX2: six), medians, for int8-row, int4-g128, q4_k, q6_k:
+//   AVX-512-BF16   M=5 1.89, 1.76, 1.61, 1.61    M=6 1.95, 1.80, 1.56, 1.75    M=8 1.75, 1.83, 1.87, 1.60
+//   AVX-512        M=5 1.47, 1.64, 1.42, 1.31    M=6 1.35, 1.48, 1.36, 1.25    M=8 1.57, 1.77, 1.57, 1.50
+//   AVX2           M=5 1.63, 1.55, 1.53, 1.30    M=6 1.76, 1.59, 1.46, 1.24
+//   Rejected: numbers in registers at M=4 (0.85-1.1: x still fits L1).
 #pragma once
 #include <tuple>
 
@@ -549,6 +558,17 @@ static inline __attribute__((always_inline)) void each_of(const F& f, std::integ
 template <class T>
 using CodedBlock = void (*)(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out);
 
+// Rows of x in one kernel: as many as leave registers for two rows of codes.
+template <class T, class F>
+constexpr int kMostCoded = !kPaired<T> ? 4 : F::template Codes<T>::kRegisters > 4 ? 6 : 8;
+
+// Rows of codes that are read together.
+constexpr int64_t rows_of_codes(int64_t m) { return m <= 2 ? 4 : 2; }
+
+// True if the numbers of a piece stay in registers and every row of x meets them in turn, so that it is loaded once for
+// all rows of codes. Otherwise each register of numbers meets all rows of x at once.
+template <class T> constexpr bool holds_numbers(int m) { return kPaired<T> && m > 4; }
+
 template <class T, class F, int M, int R>
 static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8_t* next, float* out) {
   using C = typename F::template Codes<T>;
@@ -557,26 +577,44 @@ static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8
   const uint8_t *codes = w.row(n), *scales = w.scales_of(n);
   vreg acc[R][M] = {};
   auto piece = [&](const vu (*words)[C::kWords], const Scaled* scaled) __attribute__((always_inline)) {
-    vreg part[R][M] = {};
-    each_of([&](auto r) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-      for (int i = 0; i < R; ++i) {
-        Numbers<T> number = C::template numbers<r>(words[i]);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) part[i][m] = multiply_codes<T>(part[i][m], number, x + (r * M + m) * W);
-      }
-    }, std::make_integer_sequence<int, C::kRegisters>{});
     const Wide<T>* sums = x + C::kRegisters * M * W;
-#pragma GCC unroll 4
-    for (int i = 0; i < R; ++i)
+    auto add = [&](int i, int m, vreg part) __attribute__((always_inline)) {
+      if constexpr (S::kZeros)
+        part = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, part);
+      acc[i][m] = S::kOfRow ? acc[i][m] + part : fma(part, scaled[i].scale, acc[i][m]);
+      if constexpr (S::kOffsets && !S::kZeros)
+        acc[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, acc[i][m]);
+    };
+    constexpr auto registers = std::make_integer_sequence<int, C::kRegisters>{};
+    if constexpr (holds_numbers<T>(M)) {
+      Numbers<T> number[R][C::kRegisters];
+      for (int i = 0; i < R; ++i)
+        each_of([&](auto r) __attribute__((always_inline)) {
+          number[i][r] = C::template numbers<r>(words[i]);
+        }, registers);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        if constexpr (S::kZeros)
-          part[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, part[i][m]);
-        acc[i][m] = S::kOfRow ? acc[i][m] + part[i][m] : fma(part[i][m], scaled[i].scale, acc[i][m]);
-        if constexpr (S::kOffsets && !S::kZeros)
-          acc[i][m] = fma(load(reinterpret_cast<const float*>(sums + m * W)), scaled[i].offset, acc[i][m]);
+        vreg part[R] = {};
+#pragma GCC unroll 8
+        for (int r = 0; r < C::kRegisters; ++r)
+          for (int i = 0; i < R; ++i) part[i] = multiply_codes<T>(part[i], number[i][r], x + (r * M + m) * W);
+        for (int i = 0; i < R; ++i) add(i, m, part[i]);
       }
+    } else {
+      vreg part[R][M] = {};
+      each_of([&](auto r) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int i = 0; i < R; ++i) {
+          Numbers<T> number = C::template numbers<r>(words[i]);
+#pragma GCC unroll 8
+          for (int m = 0; m < M; ++m) part[i][m] = multiply_codes<T>(part[i][m], number, x + (r * M + m) * W);
+        }
+      }, registers);
+#pragma GCC unroll 4
+      for (int i = 0; i < R; ++i)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) add(i, m, part[i][m]);
+    }
     x += kRegistersOfX<T, F> * M * W;
   };
   const int64_t whole = w.columns / C::kCodes;
@@ -612,10 +650,10 @@ static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const uint8
   }
 }
 
-// The kernels: four rows together for one or two rows of x, two for three or four, otherwise one.
+// The kernels: M=2 with two rows of codes is the smaller of two groups.
 template <class T, class F, int M> static CodedBlock<T> coded_block_of(int64_t rows) {
-  if constexpr (M <= 2) if (rows >= 4) return coded_block<T, F, M, 4>;
-  if constexpr (M > 2 && M <= 4) if (rows >= 2) return coded_block<T, F, M, 2>;
+  if constexpr (M <= 2) if (rows == 4) return coded_block<T, F, M, 4>;
+  if constexpr (M >= 2) if (rows == 2) return coded_block<T, F, M, 2>;
   return coded_block<T, F, M, 1>;
 }
 
@@ -625,10 +663,12 @@ template <class T, class F> static CodedBlock<T> coded_block_for(int64_t m, int6
     case 2: return coded_block_of<T, F, 2>(rows);
     case 3: return coded_block_of<T, F, 3>(rows);
     case 4: return coded_block_of<T, F, 4>(rows);
+  }
+  if constexpr (kMostCoded<T, F> >= 6) switch (m) {
     case 5: return coded_block_of<T, F, 5>(rows);
     case 6: return coded_block_of<T, F, 6>(rows);
   }
-  if constexpr (kMostTogether == 8) switch (m) {
+  if constexpr (kMostCoded<T, F> == 8) switch (m) {
     case 7: return coded_block_of<T, F, 7>(rows);
     case 8: return coded_block_of<T, F, 8>(rows);
   }
@@ -673,7 +713,7 @@ template <class T, class C, bool negative> static inline void add_up(Wide<T>* x,
 template <class T, class F, class X> static void pack_for_codes(const Matrix<const X>& x, Wide<T>* out) {
   using C = typename F::template Codes<T>;
   constexpr int64_t W = kWidthOfX<T>, kCodes = C::kCodes;
-  Groups groups(x.rows);
+  Groups groups(x.rows, kMostCoded<T, F>);
   for (int64_t g = 0, first = 0; g < groups.count; first += groups.of(g++)) {
     int64_t m = groups.of(g);
     for (int64_t i = 0; i < m; ++i) {
@@ -706,9 +746,10 @@ template <class T, class F> struct CodedColumns {
   CodedBlock<T> several[2], one[2];  // for the larger groups and the smaller ones
 
   CodedColumns() = default;
-  CodedColumns(const Coded* w, const Wide<T>* panel, int64_t m, int64_t together) : w(w), panel(panel), groups(m) {
-    rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 ? 2 : 1;
-    if (groups.larger < groups.count && groups.rows == 3) rows = 1;  // a group of three and one of two
+  CodedColumns(const Coded* w, const Wide<T>* panel, int64_t m, int64_t together)
+      : w(w), panel(panel), groups(m, kMostCoded<T, F>) {
+    rows = rows_of_codes(groups.rows);
+    if (together < rows) rows = 1;
     for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) {
       several[smaller] = coded_block_for<T, F>(groups.rows - smaller, rows);
       one[smaller] = coded_block_for<T, F>(groups.rows - smaller, 1);
