@@ -11,6 +11,7 @@ with --every-target once with each choice, under the name it is given, so that t
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -92,6 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
         raise pytest.UsageError(f"a name with an address in it: give the parameter an id: {addressed[0]}")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what collection made from garbage collection: it stays until the end, and takes seconds to search."""
+    gc.collect()
+    gc.freeze()
 
 
 def _todays(choices: Callable[[], Sequence[Any]], turn: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,8 +89,14 @@ def for_gpus() -> list[Candidate]:
     return [c for c in own_candidates() if c.backend not in ("TORCH", "INDUCTOR", "CPP")]
 
 
+@cache
+def listed(name: str) -> list[BuildEntry]:
+    """Return the entries of a device; every caller uses `everything_installed`."""
+    return list(entries(on_gpu(), known.load(name)))
+
+
 def accepted(name: str) -> list[BuildEntry]:
-    return [e for e in entries(on_gpu(), known.load(name)) if not e.refused]
+    return [e for e in listed(name) if not e.refused]
 
 
 def candidates_in(units: list[str], skip: int = 0) -> set[tuple[str, str]]:
@@ -164,7 +171,7 @@ def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
 @pytest.mark.usefixtures("everything_installed")
 def test_the_graph_stage_captures_every_build_that_parity_runs() -> None:
     units = stage("graph").units(on_gpu(), known.load("h200"))
-    assert units == [*(e.name for e in entries(on_gpu(), known.load("h200")) if not e.refused), "a whole step"]
+    assert units == [*(e.name for e in accepted("h200")), "a whole step"]
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -172,9 +179,9 @@ def test_every_build_of_a_kernel_is_proven_not_only_its_first() -> None:
     """Prove each build: the CUTLASS tiles for few rows, for many and for a large product are different code."""
     built = [e for e in accepted("h200") if e.candidate.name == "cutlass:gemm_sm90" and e.workload.dtype == "bf16"]
     assert {e.workload["M"] for e in built} >= {8, 64, 256}
-    names = [e.name for e in entries(on_gpu(), known.load("h200"))]
+    names = [e.name for e in listed("h200")]
     assert len(names) == len(set(names))
-    firsts = [e.further for e in entries(on_gpu(), known.load("h200"))]
+    firsts = [e.further for e in listed("h200")]
     assert firsts == sorted(firsts)
 
 

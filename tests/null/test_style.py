@@ -62,12 +62,8 @@ def test_pages_have_few_hard_turns_of_phrase(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", FOLDERS)
-def test_docstrings_have_few_hard_turns_of_phrase(place: str) -> None:
-    refuse_turns([words for file in files(place, ".py") for words in docstrings(file)])
-
-
-@pytest.mark.parametrize("place", FOLDERS)
-def test_docstrings_open_with_an_imperative_or_a_noun(place: str) -> None:
+def test_docstrings_have_few_hard_turns_of_phrase_and_open_with_an_imperative_or_a_noun(place: str) -> None:
     found = [words for file in files(place, ".py") for words in docstrings(file)]
+    refuse_turns(found)
     bad = [words for words in found if OPENINGS.match(words)]
     assert len(bad) <= OPENING_SHARE * len(found), "\n\n".join(bad)
