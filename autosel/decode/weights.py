@@ -321,35 +321,39 @@ class _Builder:
         self.fill, self.codes = fill, codes
 
     def build(self, source: str) -> Weights:
-        sizes = list(_tensors(self.shape))
-        found: dict[str, Matrix] = {}
-        for i, (name, size) in enumerate(sizes):
-            self.listener.stage("weights", name, i, len(sizes))
-            found[name] = self._made(name, size)
-        self.listener.stage("weights", source, len(sizes), len(sizes))
+        """Fill the arena. Matrices that are rounded from the largest temporary ones come first, because the arena's
+        other pages take no memory yet.
+        """
+        found = {name: self._placed(name, size) for name, size in _tensors(self.shape)}
+        for i, name in enumerate(sorted(found, key=lambda name: self._temporary(found[name]), reverse=True)):
+            self.listener.stage("weights", name, i, len(found))
+            self._fill(name, found[name])
+        self.listener.stage("weights", source, len(found), len(found))
         return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
 
-    def _made(self, name: str, size: tuple[int, ...]) -> Matrix:
-        """Return a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
+    def _placed(self, name: str, size: tuple[int, ...]) -> Matrix:
         format_ = self.shape.format_of(name)
         if format_.plain or len(size) < 2:
-            out = self.arena.tensor(size, self.dtype)
-            self.fill(name, out)
-            return out
-        if self.codes is not None:
-            n, k = size
-            stored = empty(format_, n, k, dtype=DTYPE[self.dtype], place=self.arena.bytes)
-            self.codes(name, stored)
-            return stored
-        drawn = torch.empty(size, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
-        self.fill(name, drawn)
-        made = quantise(drawn, format_)
-        assert isinstance(made, Weight)
-        return made.map(self._kept)
+            return self.arena.tensor(size, self.dtype)
+        return empty(format_, *size, dtype=DTYPE[self.dtype], place=self.arena.bytes)
 
-    def _kept(self, part: Tensor) -> Tensor:
-        """Copy a tensor into the arena."""
-        return self.arena.bytes(part.nbytes).view(part.dtype).view(part.shape).copy_(part)
+    def _temporary(self, w: Matrix) -> int:
+        """Return how many weights are rounded at once to fill a matrix."""
+        return 0 if isinstance(w, Tensor) or self.codes is not None else w.shape.numel()
+
+    def _fill(self, name: str, w: Matrix) -> None:
+        """Fill a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
+        if isinstance(w, Tensor):
+            self.fill(name, w)
+        elif self.codes is not None:
+            self.codes(name, w)
+        else:
+            drawn = torch.empty(w.shape, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
+            self.fill(name, drawn)
+            made = quantise(drawn, w.format)
+            assert isinstance(made, Weight)
+            for part, into in w.parts().items():
+                into.copy_(made.parts()[part])
 
 
 def _random(plan: Plan) -> Fill:

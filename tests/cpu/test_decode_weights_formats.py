@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, fingerprint, models
+from autosel import devices, dispatch, fingerprint, models
 from autosel.certify.certificate import decode
 from autosel.certify.model import trouble
+from autosel.decode import weights as loading
 from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
@@ -60,6 +61,20 @@ def test_matrices_are_stored_in_the_format_and_norms_are_not(name: str, tied: bo
     assert held < (0.9 if half_filled else 0.6) * plain.bytes
     embedding = found.look_up("embedding", torch.tensor([3, 1]))
     assert torch.allclose(embedding.float(), plain["embedding"][[3, 1]].float(), atol=0.05)
+
+
+def test_weights_that_are_rounded_when_loaded_take_little_more_memory_than_their_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Load a model with large tables: they are in bf16, one at a time, before the other codes take memory."""
+    monkeypatch.setattr(loading, "BLOCK", 65521)  # random weights are repeated from a block of them
+    shape = model("int4-g128", V=16384, d=1024, I=2048, layers=12, layer_types=("full",) * 12, tied=False)
+    host = devices.named(devices.HOST)
+    host.forget_peak()
+    before = host.peak_bytes()
+    found = load_weights(Plan(model=shape, seq=64))
+    table = shape.V * shape.d * 2
+    assert 0.9 * found.bytes <= host.peak_bytes() - before <= found.bytes + 0.8 * table
 
 
 @pytest.mark.parametrize("form", ["ops", "whole"])
