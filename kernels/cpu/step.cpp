@@ -366,8 +366,15 @@ template <class T> class Walker {
     int64_t room = dot_panel_elements<T>(p.rows, p.k);
     if (p.scales)
       with_format(p.format, [&](auto format) { room = coded_panel_elements<T, decltype(format)>(p.rows, p.k); });
+#if defined(AUTOSEL_UNPACKS)
+    if (p.packed) room = packed_panel_elements(p.rows, p.k);
+#endif
     Wide<T>* panel = packed.get<Wide<T>>(room);
     auto pack = [&p, panel](const auto& rows) {
+#if defined(AUTOSEL_UNPACKS)
+      if constexpr (kUnpacks<T>)
+        if (p.packed) return pack_for_units(rows, panel);
+#endif
       if (p.scales) with_format(p.format, [&](auto format) { pack_for_codes<T, decltype(format)>(rows, panel); });
       else pack_for_dot<T>(rows, panel);
     };
