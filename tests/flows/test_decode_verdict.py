@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,32 +24,19 @@ from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
 from autosel.testing.serving import serve
 from autosel.values import canonical_json, to_json
+from tests.llama import write_config
 from tests.null.certificates import certificate, decode_run
 
 VOCABULARY = 128
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-    "hidden_act": "silu",
-}
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=5)
 Said = list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny")
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    return made
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    return write_config(tmp_path_factory.mktemp("tiny"), torch_dtype="float32", **sizes)
 
 
 def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> DecodeRun:

@@ -13,21 +13,10 @@ from autosel.certify import run as run_once
 from autosel.certify import run_suite, run_sweep
 from autosel.cli.main import run
 from autosel.errors import UsageError
+from tests.llama import write_config
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64,
-    "torch_dtype": "float32",
-    "hidden_act": "silu",
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "torch_dtype": "float32"}
 SMALL = ("run", "--model", "llama-1b", "--layers", "1", "--seq", "16", "--iters", "2")
 
 
@@ -115,7 +104,7 @@ def test_a_rope_that_cannot_be_decoded_is_refused_first(
 ) -> None:
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
     scaling |= {"long_factor": [1.0] * 16, "short_factor": [1.0] * 16} if kind == "longrope" else {}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": scaling}))
+    write_config(tmp_path, **SIZES, rope_scaling=scaling)
     assert run(["run", "--model", str(tmp_path), "--seq", "16", "--iters", "2"]) == 2
     assert f"rope type '{kind}' cannot be decoded yet" in " ".join(capsys.readouterr().err.split())
 
@@ -153,8 +142,7 @@ def test_a_checkpoint_without_its_weights_is_refused_not_measured_with_random_on
     monkeypatch.undo()
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("autosel.certify.run_sweep._tuned", lambda *_: pytest.fail("it was tuned first"))
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path / "m", **SIZES)
     for name, content in held.items():
         (tmp_path / "m" / name).write_text(content)
     context = ("--seq", "8") if verb == ("run",) else ("--context", "8")
