@@ -24,10 +24,12 @@ PartDType = Literal["bf16", "fp16", "fp32", "fp8_e4m3", "int8", "uint8"]
 PART_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "int8": 1, "uint8": 1}
 PLAIN = "plain"
 
-# What `scales` holds: a scale per group; a scale and an offset per group; a scale and a zero point per group; blocks of
-# 256 weights as in GGUF's Q4_K and Q6_K, or with the scales of Q6_K and the offsets of Q4_K.
-Scaling = Literal["one", "pair", "zeros", "q4_k", "q6_k", "q6_k-m"]
-WITH_OFFSETS: tuple[Scaling, ...] = ("pair", "zeros", "q4_k", "q6_k-m")
+# What `scales` holds: a scale per group; a scale and an offset per group; a scale and a zero point per group, of
+# unsigned codes of 4 bits or of signed codes of 8; blocks of 256 weights as in GGUF's Q4_K and Q6_K, or with the scales
+# of Q6_K and the offsets of Q4_K.
+Scaling = Literal["one", "pair", "zeros", "zeros-8", "q4_k", "q6_k", "q6_k-m"]
+WITH_ZEROS: tuple[Scaling, ...] = ("zeros", "zeros-8")
+WITH_OFFSETS: tuple[Scaling, ...] = ("pair", *WITH_ZEROS, "q4_k", "q6_k-m")
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -118,16 +120,17 @@ def _scaled_rows(name: str, code: str, dtype: PartDType) -> WeightFormat:
 
 
 def _scaled_groups(name: str, codes: Part, bits: int, group: int, scale: PartDType | None = None) -> WeightFormat:
-    """Return the format of codes with a scale for each group of neighbours along K, and no zeros."""
+    """Return the format of codes with a scale for each group of neighbours along K (0: a row), and no zeros."""
     parts = (codes, Part(name="scales", dtype=scale, per=group))
     code = "e4m3" if codes is FLOATS else f"int{bits}"
     return WeightFormat(name=name, code=code, bits=bits, group=group, parts=parts)
 
 
 def _paired(name: str, scaling: Scaling, group: int, scale: PartDType | None = None) -> WeightFormat:
-    """Return the format of unsigned codes of 4 bits with two numbers for each group."""
-    parts = (NIBBLES, Part(name="scales", dtype=scale, per=group, count=2))
-    return WeightFormat(name=name, code="uint4", bits=4, group=group, parts=parts, scaling=scaling)
+    """Return the format of codes with two numbers for each group: unsigned ones of 4 bits, or signed ones of 8."""
+    codes, code, bits = (OCTETS, "int8", 8) if scaling == "zeros-8" else (NIBBLES, "uint4", 4)
+    parts = (codes, Part(name="scales", dtype=scale, per=group, count=2))
+    return WeightFormat(name=name, code=code, bits=bits, group=group, parts=parts, scaling=scaling)
 
 
 def _blocks(scaling: Scaling, code: str, bits: int, group: int, scales: int) -> WeightFormat:
@@ -147,6 +150,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         _scaled_rows("fp8_e4m3-row", "e4m3", "fp8_e4m3"),
         _scaled_groups("fp8_e4m3-g128", FLOATS, 8, 128, "fp32"),
         _scaled_rows("int8-row", "int8", "int8"),
+        _scaled_groups("int4-row", NIBBLES, 4, 0, "fp32"),
         _scaled_groups("int4-g32", NIBBLES, 4, 32),
         _scaled_groups("int4-g64", NIBBLES, 4, 64),
         _scaled_groups("int4-g128", NIBBLES, 4, 128),
@@ -160,6 +164,9 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         _paired("uint4-g32", "zeros", 32),
         _paired("uint4-g64", "zeros", 64),
         _paired("uint4-g128", "zeros", 128),
+        _paired("uint4-row", "zeros", 0, "fp32"),
+        _paired("uint8-g128", "zeros-8", 128),
+        _paired("uint8-row", "zeros-8", 0, "fp32"),
     )
 }
 

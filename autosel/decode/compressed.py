@@ -180,11 +180,13 @@ def open_compressed(tensors: Tensors, scheme: Scheme) -> Compressed:
 
 
 def put_scales(out: Weight, scales: Tensor, zeros: Tensor | None) -> bool:
-    """Store scales [N, groups] and zero points. Return False if the matrix's dtype does not hold a scale."""
+    """Store scales [N, groups] and zero points of unsigned codes. Return False if the matrix's dtype does not hold a
+    scale.
+    """
     into = out.scales if zeros is None else out.scales[:, ::2]
     into.copy_(scales.reshape(into.shape))
     if zeros is not None:
-        out.scales[:, 1::2] = zeros
+        out.scales[:, 1::2] = zeros - 128 if out.format.scaling == "zeros-8" else zeros
     return torch.equal(into.double().flatten(), scales.double().flatten())
 
 

@@ -10,8 +10,8 @@ s (q - z), and s is fp16.
 GPTQ of version 1 stores z - 1. A zero point of 0 is then stored as 15, or as a borrow from its neighbour: libraries
 disagree, so it is refused.
 
-Codes in groups of neighbours are read as weight formats: the symmetric ones if every zero point is half of the range,
-those with zero points for other codes of 4 bits. Others are dequantised, exactly, and rounded once.
+Codes in groups of neighbours, or with a scale per row, are read as weight formats: the symmetric ones if every zero
+point is half of the range, else those with zero points. Others are dequantised, exactly, and rounded once.
 """
 
 from __future__ import annotations

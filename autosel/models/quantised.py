@@ -2,8 +2,8 @@
 
 Supported: compressed-tensors' `pack-quantized` (W4A16 and W8A16), `float-quantized` and `naive-quantized` (e4m3), `fp8`
 (e4m3), GPTQ, and AWQ's `gemm`, all Linear layers but the output head. Activations keep the dtype. Codes in groups of
-neighbours are a weight format, which kernels read: with a zero point of half of the range, in groups of 4 bits with any
-zero points, or e4m3. Others are dequantised when they are loaded. Everything else is refused by the name of the field.
+neighbours, or with a scale per row, are a weight format, which kernels read. Others are dequantised when they are
+loaded. Everything else is refused by the name of the field.
 """
 
 from __future__ import annotations

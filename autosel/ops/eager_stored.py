@@ -6,7 +6,8 @@ decisions name them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,28 @@ def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
         made = torch._weight_int8pack_mm(x, w.codes, w.scales.to(x.dtype))
         return made if out is None else out.copy_(made)
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    made = F.linear(x.to(wide), w.codes.to(wide))
-    return (made * w.scales).to(x.dtype) if out is None else torch.mul(made, w.scales, out=out)
+    made = F.linear(x.to(wide), _numbers(w, wide, x.shape[0]))
+    scales = w.scales if w.scales.dim() == 1 else w.scales[:, 0]
+    return (made * scales).to(x.dtype) if out is None else torch.mul(made, scales, out=out)
+
+
+def _numbers(w: Weight, dtype: torch.dtype, rows: int) -> Tensor:
+    """Return the numbers of codes whose rows have one scale, minus the zero points: integers, or e4m3."""
+    if _direct(w.format):
+        return w.codes.to(dtype)
+    return _unscaled(w, dtype) if rows > MOST_PACKED else _held(w, dtype)[0]
+
+
+def _direct(format: WeightFormat) -> bool:
+    """Return True if a row has one scale and no zero point, and each element of the codes is a number."""
+    return not format.group and not format.offsets and format.parts[0].per == 1
+
+
+def _unscaled(w: Weight, dtype: torch.dtype) -> Tensor:
+    """Return the matrix with the scale 1 in each row."""
+    scales = w.scales.clone()
+    scales.view(len(scales), -1)[:, 0] = 1.0
+    return replace(w, scales=scales).dequantised(dtype)
 
 
 def _packs(x: Tensor, w: Weight) -> bool:
@@ -50,6 +71,7 @@ def _packs(x: Tensor, w: Weight) -> bool:
     """
     return (
         w.codes.dtype == torch.int8
+        and not w.format.offsets
         and x.dtype == torch.bfloat16
         and x.device.type == "cpu"
         and x.shape[0] <= MOST_PACKED
@@ -94,7 +116,8 @@ def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
     if found is None or found.versions != versions or any(m.expired() for m in found.memory):
         _sweep()
         memory = tuple(StorageWeakRef(t.untyped_storage()) for t in parts)
-        made = _packed_int4(w) if _packs_int4(w, dtype) else (w.dequantised(dtype),)
+        other = w.dequantised if w.format.group else partial(_unscaled, w)
+        made = _packed_int4(w) if _packs_int4(w, dtype) else (other(dtype),)
         found = _HELD[key] = _Held(memory, versions, made)
     return found.made
 
@@ -109,14 +132,15 @@ def _sweep() -> None:
 
 
 def held_bytes(format: WeightFormat, dtype: str, n: int, k: int) -> int:
-    """Return the bytes that the baseline keeps beside a weight in a format with groups: at most those of the dtype."""
-    return n * k * DTYPE_BYTES[dtype] if format.group else 0
+    """Return the bytes that the baseline keeps beside a weight in another form: at most those of its numbers."""
+    wide = "fp32" if dtype == "fp16" and not format.group else dtype
+    return 0 if _direct(format) else n * k * DTYPE_BYTES[wide]
 
 
 def _packs_int4(w: Weight, dtype: torch.dtype) -> bool:
     """Return True if PyTorch has a product with these codes: rows in multiples of 32, whole groups, bf16."""
     n, k = w.shape
-    whole = n % 32 == 0 and k % w.format.group == 0
+    whole = n % 32 == 0 and w.format.group > 0 and k % w.format.group == 0
     return w.format.code == "int4" and w.zeros is None and dtype == torch.bfloat16 and w.device.type == "cpu" and whole
 
 

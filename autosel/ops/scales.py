@@ -4,6 +4,7 @@
     pair    two numbers per group: scale d and offset m; a weight is d q + m
     zeros   two numbers per group: scale s and zero point z, an integer of 0 to 15; a weight is s (q - z), so the offset
             is -s z
+    zeros-8 the same for signed codes of 8 bits: z is an integer of -128 to 127
     q4_k    for each 256 weights: fp16 d and e; eight bytes of scales s, then of minimums t, one for each 32 weights.
             A weight is d s q - e t
     q6_k    for each 256 weights: sixteen int8 scales s, one for each 16 weights; fp16 d. A weight is d s q
@@ -88,6 +89,7 @@ class Pair(One):
 
 
 class Zeros(Pair):
+    least: ClassVar[int] = 0
     most: ClassVar[int] = 15
 
     def read(self, stored: Tensor) -> Groups:
@@ -97,17 +99,21 @@ class Zeros(Pair):
     def write(self, stored: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
         assert offsets is not None
         stored[..., ::2] = _normal(scales, stored.dtype)
-        stored[..., 1::2] = (-offsets / stored[..., ::2].float()).round().clamp(0, self.most)
+        stored[..., 1::2] = (-offsets / stored[..., ::2].float()).round().clamp(self.least, self.most)
 
     def numbers(self, stored: Tensor) -> Tensor:
         return stored[..., ::2]
 
     def put(self, stored: Tensor, numbers: Tensor, draw: Draw) -> None:
-        """Replace the scales, and draw zero points: a third of them are 0 or the largest."""
-        scales = self.numbers(stored)
+        """Replace the scales, and draw zero points: a third of them are the smallest or the largest."""
+        scales, beyond = self.numbers(stored), (self.most - self.least + 1) // 4
         scales.copy_(_held(numbers, stored.dtype).view(scales.shape))
-        drawn = draw.integers(-4, self.most + 5, *scales.shape)
-        stored[..., 1::2] = drawn.clamp(0, self.most).to(stored.dtype)
+        drawn = draw.integers(self.least - beyond, self.most + beyond + 1, *scales.shape)
+        stored[..., 1::2] = drawn.clamp(self.least, self.most).to(stored.dtype)
+
+
+class SignedZeros(Zeros):
+    least, most = -128, 127
 
 
 class Blocks(Scales):
@@ -215,6 +221,7 @@ SCALES: Mapping[Scaling, Scales] = {
     "one": One(),
     "pair": Pair(),
     "zeros": Zeros(),
+    "zeros-8": SignedZeros(),
     "q4_k": FourK(),
     "q6_k": SixK(),
     "q6_k-m": SixKWithMinimums(),

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.formats import WITH_ZEROS
 from autosel.ops.codes import CODES, Code
 from autosel.ops.contract import Case, Op
 from autosel.ops.domains import Domain, Level
 from autosel.ops.draw import Change, Draw, away_from_zero, case
-from autosel.ops.scales import SCALES, Scales
+from autosel.ops.scales import SCALES, Scales, Zeros
 from autosel.ops.stored import Stored
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTypeName, Workload
@@ -48,7 +49,7 @@ def weight_cases(op: Op, w: Workload, name: str, told: str = "") -> list[Case]:
     """Return cases at a small workload w that change codes or scales of the weight `name`; `told` ends their names."""
     found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
     more = OFFSETS if w.weight_format.offsets else ()
-    more = (*more, *ZEROS) if w.weight_format.scaling == "zeros" else more
+    more = (*more, *ZEROS) if w.weight_format.scaling in WITH_ZEROS else more
     found += [case(op, w, f"{what} in {name}", covers, change(name)) for what, covers, change in more]
     return [replace(one, name=f"{one.name}{told}") for one in found] if told else found
 
@@ -286,9 +287,10 @@ def _at_zero_points(name: str) -> Change:
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         w: Weight = inputs[name]
         scales = (1 + draw.uniform(w.groups()[0].numel()).view(w.groups()[0].shape)) * 2.0**-6
-        zeros = torch.arange(scales.numel()).view(scales.shape) % 16
+        least, most = _ends_of(w)
+        zeros = torch.arange(scales.numel()).view(scales.shape) % 16 * ((most - least) // 15) + least
         SCALES[w.format.scaling].write(w.scales, scales, -zeros * scales)
-        numbers = w.along_k(zeros).clone()
+        numbers = w.along_k(zeros).expand(w.shape).clone()
         numbers[:, 5::13] += 1
         w.codes.copy_(CODES[w.format.code].nearest(numbers))
 
@@ -296,8 +298,20 @@ def _at_zero_points(name: str) -> Change:
 
 
 def _ends(name: str) -> Change:
-    """Give neighbouring groups the zero points 0 and 15, so that all numbers of a group have one sign."""
-    return _offsets(lambda n: torch.where(n % 3 == 1, -15.0, -0.0))(name)
+    """Give neighbouring groups the largest and smallest zero point: all numbers of a group have one sign."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        least, most = _ends_of(inputs[name])
+        _offsets(lambda n: -torch.where(n % 3 == 1, float(most), float(least)))(name)(inputs, draw)
+
+    return change
+
+
+def _ends_of(w: Weight) -> tuple[int, int]:
+    """Return the smallest and the largest zero point."""
+    how = SCALES[w.format.scaling]
+    assert isinstance(how, Zeros)
+    return how.least, how.most
 
 
 ZEROS: Sequence[tuple[str, str, Callable[[str], Change]]] = (

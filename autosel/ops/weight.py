@@ -69,9 +69,10 @@ class Weight(Stored):
         Raises UnknownName.
         """
         found = formats.find_weight_format(format) if isinstance(format, str) else format
-        if shape is None and found.parts[0].per > 1:  # rows of codes are whole lines, so the scales tell K
+        if shape is None and found.parts[0].per > 1:  # rows of codes are whole lines, so the scales of groups tell K
             part = found.parts[1]
-            shape = (codes.shape[0], scales.shape[1] // part.count * part.per)
+            k = scales.shape[1] // part.count * part.per if part.per else CODES[found.code].count(codes)[-1]
+            shape = (codes.shape[0], k)
         return cls(
             format=found, shape=torch.Size(shape or codes.shape), codes=codes, scales=scales, zeros=zeros
         )  # fmt: skip
@@ -87,7 +88,7 @@ class Weight(Stored):
         return made if offsets is None else made + self.along_k(offsets)
 
     def groups(self) -> tuple[Tensor, Tensor | None]:
-        """Return each group's scale and offset in float64: [N, groups], or [N] if a row has one."""
+        """Return each group's scale and offset in float64: [N, groups], or [N] or [N, 1] if a row has one."""
         return SCALES[self.format.scaling].read(self.scales)
 
     def terms(self) -> Tensor:
@@ -101,7 +102,7 @@ class Weight(Stored):
     def along_k(self, part: Tensor) -> Tensor:
         """Return a scale, offset or zero for each weight: [N, K], or [N, 1] if a row has one."""
         group, k = self.format.group, self.shape[1]
-        return part.repeat_interleave(group, 1)[:, :k] if group else part[:, None]
+        return part.repeat_interleave(group, 1)[:, :k] if group else part.view(-1, 1)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the nearest matrix of a dtype, computed in blocks of rows."""
@@ -173,15 +174,16 @@ def quantise(w: Tensor, format: str | WeightFormat) -> Matrix:
 
 
 def _spread(format: WeightFormat, code: Code, w: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the scale of each group, and with offsets its least weight, or 0 if that is less. Codes with a sign need
-    no offset.
+    """Return the scale of each group, and with offsets the weight of code 0, so that its least weight, or 0 if that is
+    less, has the lowest code. Codes with a sign need no offset, but may have a zero point.
     """
     groups = _groups(w, format.group)
-    if not format.offsets or code.signed:
+    if not format.offsets or (code.signed and format.scaling not in formats.WITH_ZEROS):
         scales = code.scale(groups.abs().amax(-1))
         return scales, torch.zeros_like(scales) if format.offsets else None
-    least = groups.amin(-1).clamp_max(0.0)
-    return code.scale(groups.amax(-1).clamp_min(0.0) - least), least
+    least, lowest = groups.amin(-1).clamp_max(0.0), -code.most if code.signed else 0.0
+    scales = code.scale((groups.amax(-1).clamp_min(0.0) - least) * (code.most / (code.most - lowest)))
+    return scales, least - lowest * scales
 
 
 def _groups(w: Tensor, group: int) -> Tensor:
@@ -261,4 +263,4 @@ def _format_error(x: Tensor, w: Weight, w64: Tensor, error: Tensor, dtype: str) 
     added = flushed + U32 * y + TINY_NORMAL["fp32"]
     if w.format.group:
         return added
-    return added + UNIT[dtype] * (y + error) + TINY_NORMAL[dtype] * w.scales.double().abs()
+    return added + UNIT[dtype] * (y + error) + TINY_NORMAL[dtype] * w.groups()[0].flatten().abs()

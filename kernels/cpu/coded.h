@@ -317,16 +317,16 @@ template <int64_t group, class S, Beside beside> struct PerGroup {
   static constexpr bool kOfRow = group == 0, kOffsets = offsets, kZeros = beside == Beside::kZero;
   static constexpr int64_t kEntry = (offsets ? 2 : 1) * int64_t(sizeof(S));
   static_assert(group == 0 || group == 32 || group == 64 || group == 128, "a scale is for a row or 32 to 128 codes");
-  static int64_t stored(int64_t k) { return group ? (k + group - 1) / (group ? group : 1) * (offsets ? 2 : 1) : 1; }
+  static int64_t stored(int64_t k) { return (group ? (k + group - 1) / (group ? group : 1) : 1) * (offsets ? 2 : 1); }
   template <class C> static constexpr int64_t kMany = group == 0 || group >= C::kCodes ? 1 : C::kCodes / (group ? group : 1);
 
   template <class C> static inline Scaled piece(const uint8_t* at, int64_t p) {
-    if constexpr (group == 0) return Scaled{};
+    if constexpr (group == 0) return of_row(at);
     else return spread<kMany<C>>(at + p * C::kCodes / group * kEntry);
   }
   // The last piece, which ends at column k.
   template <class C> static inline Scaled last(const uint8_t* at, int64_t p, int64_t k) {
-    if constexpr (group == 0) return Scaled{};
+    if constexpr (group == 0) return of_row(at);
     else {
       uint8_t some[kMany<C> * kEntry] = {};
       const int64_t first = p * C::kCodes / group, there = (k + group - 1) / group - first;
@@ -341,6 +341,11 @@ template <int64_t group, class S, Beside beside> struct PerGroup {
   }
 
  private:
+  // A row's scale multiplies its sum; its zero point is subtracted before.
+  static inline Scaled of_row(const uint8_t* at) {
+    if constexpr (offsets) return {vreg{}, splat(number_at<S>(at + sizeof(S)))};
+    else return Scaled{};
+  }
   // N entries, for as many equal parts of the lanes.
   template <int64_t N> static inline Scaled spread(const uint8_t* s) {
     if constexpr (N == 1 && offsets && std::is_same_v<S, bf16>) {  // one load instead of two
@@ -488,8 +493,9 @@ template <int64_t group, class S> struct Affine {
   template <class T> using Codes = Nibbles<T, 0>;
   using Scales = PerGroup<group, S, Beside::kOffset>;
 };
-template <int64_t group, class S> struct Asymmetric {
-  template <class T> using Codes = Nibbles<T, 0>;
+template <int bits, int64_t group, class S> struct Asymmetric {
+  static_assert(bits == 4 || bits == 8, "codes have 4 or 8 bits");
+  template <class T> using Codes = std::conditional_t<bits == 4, Nibbles<T, 0>, Octets<T>>;
   using Scales = PerGroup<group, S, Beside::kZero>;
 };
 struct Q4K {
@@ -794,7 +800,7 @@ static Coded coded_matrix(const TensorView& codes, const TensorView& scales, con
   using C = typename F::template Codes<float>;
   using S = typename F::Scales;
   using Stored = typename S::Stored;
-  constexpr bool of_row = S::kOfRow;
+  constexpr bool of_row = S::kOfRow && !S::kOffsets;  // one number, else a pair
   const int64_t wide = C::row_bytes(columns), many = S::stored(columns);
   DLDataType c = codes.dtype(), s = scales.dtype();
   AUTOSEL_CHECK(codes.ndim() == 2 && c.code == C::kType && c.bits == 8,

@@ -4,7 +4,7 @@
 // A weight is code x scale, plus the offset if there is one: one multiply-add in fp32; or (code - zero point) x scale.
 // Lanes of fp32 keep it. For the bf16 dot it is rounded to bf16, once and as a whole, which the contract allows
 // (docs/formats.md). An offset alone, or a code x scale beside an offset, is never rounded to bf16. If a row has one
-// scale, the block holds the codes, which are exact, and the scale multiplies the sum.
+// scale, the block holds the codes, minus the zero point, which are exact, and the scale multiplies the sum.
 //
 // A lane of a piece (coded.h) holds R neighbours along K, in R registers. Eight rows are transposed in registers like
 // plain weights, and stored R lanes apart (R / 2 with the bf16 dot): the block has the order of K, and x is packed as
@@ -19,7 +19,7 @@ namespace autosel {
 template <class T, class F, int q> static inline vreg weights_at(const vu* words, const Scaled& s) {
   using C = typename F::template Codes<float>;
   auto weight = [&](vreg number) __attribute__((always_inline)) {
-    if constexpr (F::Scales::kOfRow) return number;
+    if constexpr (F::Scales::kOfRow) return F::Scales::kZeros ? number - s.offset : number;
     else if constexpr (F::Scales::kZeros) return (number - s.offset) * s.scale;
     else if constexpr (F::Scales::kOffsets) return fma(number, s.scale, s.offset);
     else return number * s.scale;
@@ -81,7 +81,7 @@ static inline void turn_piece(const Coded& w, int64_t n, int64_t rows, int64_t a
 
 // How the rows of codes of format F become lanes.
 template <class T, class F> struct CodedStrips {
-  static_assert(!(F::Scales::kOfRow && F::Scales::kOffsets), "`finish` adds no offsets");
+  static_assert(!F::Scales::kOfRow || !F::Scales::kOffsets || F::Scales::kZeros, "`finish` adds no offsets");
   static constexpr bool kAsks = false;  // `turn` does
   static void turn(const Half<Coded>& half, int64_t j, int64_t count, float* to) {
     constexpr int64_t kCodes = F::template Codes<float>::kCodes;

@@ -24,7 +24,7 @@ from autosel.candidates.cpp.base import CppKernel
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load, reader_of
 from autosel.devices.cpu import machine
-from autosel.formats import CODED, find_weight_format
+from autosel.formats import CODED, WITH_ZEROS, find_weight_format
 from autosel.knobs.cpu import linear as knobs
 from autosel.knobs.cpu.facts import facts
 from autosel.native.compile import compile_source, find_compiler
@@ -364,7 +364,7 @@ def test_a_code_is_multiplied_exactly_at_every_place(name: str, format_: str, dt
     w = empty(found, 2**found.bits, k, dtype=DTYPE[dtype])
     same = every_code(w)
     w.scales.copy_(simple_scales(w))
-    numbers = 2 * (same + (-5 if found.scaling == "zeros" else 3 if found.offsets else 0))
+    numbers = 2 * (same + (-5 if found.scaling in WITH_ZEROS else 3 if found.offsets else 0))
     alike = partial(torch.testing.assert_close, rtol=0.0, atol=0.0, equal_nan=True)
     alike(w.exact(), numbers[:, None].double().expand(-1, k))
     function = entry(name, isa, format_, dtype)
@@ -395,7 +395,7 @@ def simple_scales(w: Weight) -> torch.Tensor:
     """Return scales of 2, and offsets of 6 or zero points of 5."""
     if w.format.scaling == "one":
         return torch.full_like(w.scales, 2.0)
-    if w.format.scaling in ("pair", "zeros"):
+    if w.format.scaling in ("pair", *WITH_ZEROS):
         pair = torch.tensor([2.0, 6.0 if w.format.scaling == "pair" else 5.0])
         return pair.repeat(w.scales.shape[0], w.scales.shape[1] // 2)
     halves = torch.tensor([2.0, -6.0] if w.format.offsets else [2.0]).half().view(torch.uint8)
@@ -468,7 +468,8 @@ def test_a_row_of_x_has_the_same_product_with_codes_whatever_shares_its_blocks()
         assert torch.equal(y, whole[:m]), (m, settings)
 
 
-UINT4, PIECE = ("uint4-g32", "uint4-g64", "uint4-g128"), "S::template piece<C>(scales + i * w.scale_stride,"
+PIECE = "S::template piece<C>(scales + i * w.scale_stride,"
+UINTS, UINT_ROWS = ("uint4-g32", "uint4-g64", "uint4-g128", "uint8-g128"), ("uint4-row", "uint8-row")
 # One fault each in kernels/cpu/coded.h: the line, the wrong line, and the formats that it breaks.
 WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "the neighbour's group": ("spread<kMany<C>>(at + p *", "spread<kMany<C>>(at + (p ? p - 1 : 0) *", ("q4_1", "q4_0")),
@@ -499,28 +500,34 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "subnormals as normal numbers": ("n > 7 ? n / 8 - 7 : e - 9", "n / 8 - 7", ("fp8_e4m3-row",)),
     "NaN as 480": ("floats && n == 127", "floats && n == 128", ("fp8_e4m3-row",)),
     "the sign left out": ("char(0x80)), 0xf8)", "char(0x00)), 0xf8)", ("fp8_e4m3-row", "int8-row")),
-    "zero point ignored": ("if constexpr (S::kZeros)\n", "if constexpr (S::kZeros && R > 9)\n", UINT4),
+    "zero point ignored": ("if constexpr (S::kZeros)\n", "if constexpr (S::kZeros && R > 9)\n", UINTS),
     "zero point one more": (
         "scaled[i].offset, part[i][m]);",
         "scaled[i].offset + splat(1), part[i][m]);",
-        UINT4,
+        UINTS,
     ),
     "the neighbour row's zero point": (
         "scaled[i].offset, part[i][m]);",
         "scaled[i ? i - 1 : R - 1].offset, part[i][m]);",
-        UINT4,
+        UINTS,
     ),
     "the neighbour group's zero point": (
         f"scaled[i] = {PIECE} p);",
         f"scaled[i].scale = {PIECE} p).scale, scaled[i].offset = {PIECE} p ? p - 1 : p).offset;",
-        UINT4,
+        UINTS,
     ),
-    "zero points added": ("negative ? -sums : sums", "sums", UINT4),
+    "zero points added": ("negative ? -sums : sums", "sums", UINTS),
+    "a row's zero point left out": ("return {vreg{}, splat(number_at<S>(at + sizeof(S)))}", "return Scaled{}", UINT_ROWS),
+    "a row's scale as its zero point": (
+        "return {vreg{}, splat(number_at<S>(at + sizeof(S)))}",
+        "return {vreg{}, splat(number_at<S>(at))}",
+        UINT_ROWS,
+    ),
     "zero points of even groups": ("even, _mm512_set1_epi32(1)", "even, _mm512_set1_epi32(3)", ("uint4-g32",)),
     "zero point subtracted after rounding": (
         "if constexpr (S::kZeros)\n",
         "if constexpr (S::kZeros) part[i][m] = vreg(vu(part[i][m]) & 0xffff0000u);\nif constexpr (S::kZeros)\n",
-        UINT4,
+        UINTS,
     ),
 }
 # The same in kernels/cpu/coded_block.h.
@@ -539,13 +546,14 @@ WRONG_BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "rounded(number * s.scale) + s.offset",
         ("q4_1", "q4_k"),
     ),
-    "zero point left out": ("(number - s.offset) * s.scale", "number * s.scale", UINT4),
-    "zero point added": ("(number - s.offset) * s.scale", "(number + s.offset) * s.scale", UINT4),
+    "zero point left out": ("(number - s.offset) * s.scale", "number * s.scale", UINTS),
+    "zero point added": ("(number - s.offset) * s.scale", "(number + s.offset) * s.scale", UINTS),
     "zero point subtracted after rounding": (
         "(number - s.offset) * s.scale",
         "rounded(number * s.scale) - rounded(s.offset * s.scale)",
-        UINT4,
+        UINTS,
     ),
+    "a row's zero point left out": ("kZeros ? number - s.offset : number", "kZeros ? number : number", UINT_ROWS),
     "the last row not scaled": ("at < sums + m * kStrip", "at < sums + (m - 1) * kStrip", ("int8-row",)),
     "half of the columns not scaled": (
         "v < 2; ++v) {\n        const Half",

@@ -93,6 +93,7 @@ def of_layer(exact: dict[str, Tensor], i: int) -> dict[str, Tensor]:
         ({}, "int4-g32"),
         ({"checkpoint_format": "gptq_v2"}, "int4-g32"),
         ({"bits": 8, "group_size": -1}, "int8-row"),
+        ({"group_size": -1}, "int4-row"),
         ({"quant_method": "awq", "zero_point": False, "version": "GEMM"}, "int4-g32"),
     ],
 )
@@ -127,6 +128,25 @@ def test_codes_with_zero_points_are_read_as_they_are(tmp_path: Path, config: dic
     assert plain.note == f"weights: uint4-g32 ({config['quant_method']}) in m, dequantised to bf16 when loaded"
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (AWQ | {"group_size": -1}, "uint4-row"),
+        (GPTQ | {"sym": False, "group_size": -1}, "uint4-row"),
+        (GPTQ | {"sym": False, "group_size": -1, "bits": 8}, "uint8-row"),
+    ],
+)
+def test_codes_with_a_zero_point_per_row_are_read_as_they_are(
+    tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    folder, exact = write(tmp_path / "m", config)
+    assert models.load(folder).weight == name
+    for i, layer in enumerate(loaded(folder).layers):
+        for part, matrix in of_layer(exact, i).items():
+            ours = getattr(layer, part)
+            assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
+
+
 @pytest.mark.parametrize("value", [0, 15])
 def test_zero_points_at_the_ends_of_the_range_are_read(tmp_path: Path, value: int) -> None:
     folder, _ = write(tmp_path / "m", AWQ)
@@ -139,7 +159,7 @@ def test_zero_points_at_the_ends_of_the_range_are_read(tmp_path: Path, value: in
 @pytest.mark.parametrize(
     ("config", "order", "told"),
     [
-        ({**AWQ, "group_size": -1}, False, "int4-row with zero points (awq)"),
+        ({**AWQ, "group_size": 16}, False, "int4-g16 with zero points (awq)"),
         ({**AWQ, "modules_to_not_convert": ["visual"]}, False, "int4-g32 with zero points in some layers (awq)"),
         (GPTQ | {"sym": False, "desc_act": True}, True, "int4-g32 with zero points in activation order (gptq)"),
         (GPTQ | {"sym": False, "bits": 8, "group_size": 16}, False, "int8-g16 with zero points (gptq)"),

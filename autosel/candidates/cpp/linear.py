@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autosel.candidates.cpp.base import CppKernel, Formula, Limits
-from autosel.formats import CODED, WeightFormat
+from autosel.formats import CODED, WITH_ZEROS, WeightFormat
 from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import facts
 from autosel.values import Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Rejected, Support, Workload
@@ -24,7 +24,6 @@ GATE_UP_PACKED = (
 )  # fmt: skip
 MOST_CODED = 4 * linear.MAX_ROWS  # passes over the weights
 SCALES = {"bf16": "bf16", "fp16": "f16", "fp32": "float"}  # of a part's dtype: the kernels' type
-PAIRS = {"pair": "Affine", "zeros": "Asymmetric"}  # of a format's scaling: the kernels' type
 IN_BLOCKS = {"q4_k": "Q4K", "q6_k": "Q6K", "q6_k-m": "Q6KM"}  # of a format's scaling: the kernels' type
 FEWEST_FOR_GEMM = 5  # below, converting the weights costs more than the multiplications: it never wins
 
@@ -90,9 +89,10 @@ def _cpp_type(found: WeightFormat, dtype: str) -> str:
     scale = SCALES[next(p.dtype or dtype for p in found.parts if p.name == "scales")]
     if found.code == "e4m3":
         return f"Floating<{found.group},{scale}>"
-    if found.scaling in PAIRS:
-        return f"{PAIRS[found.scaling]}<{found.group},{scale}>"
-    return f"Symmetric<{found.bits},{found.group},{scale}>"
+    if found.scaling == "pair":
+        return f"Affine<{found.group},{scale}>"
+    kind = "Asymmetric" if found.scaling in WITH_ZEROS else "Symmetric"
+    return f"{kind}<{found.bits},{found.group},{scale}>"
 
 
 class CodedKernel(CppKernel):
