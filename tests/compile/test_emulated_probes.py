@@ -122,7 +122,9 @@ def slow(looks: int) -> None:
     ctypes.c_int.in_dll(pynvml.nvmlLib, "slow_looks").value = looks
 
 
-def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, probes: Path) -> None:
+def test_rates_of_a_gpu_are_measured_stored_and_outlive_a_refresh_on_a_slowed_device(
+    played: Played, probes: Path
+) -> None:
     played()
     taken = fingerprint.take("cuda")
     assert set(taken.rates) >= RATES
@@ -137,6 +139,12 @@ def test_every_rate_of_a_gpu_is_measured_stored_and_found_again(played: Played, 
     assert again.rates == taken.rates
     assert store.read(taken.env_id) is not None
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(probes)), "dependent_launches").value > 0
+    slow(1_000_000)
+    slowed = fingerprint.take("cuda", refresh=True)
+    assert slowed.contended and set(slowed.rates) >= RATES
+    assert any("thermal slowdown (0x20)" in note and "not stored" in note for note in slowed.notes)
+    slow(0)
+    assert fingerprint.take("cuda").rates == taken.rates
 
 
 def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
@@ -147,17 +155,6 @@ def test_rates_of_a_slowed_device_are_measured_again(played: Played) -> None:
     assert not any("slowed" in note for note in taken.notes)
     kept = store.read(taken.env_id)
     assert kept is not None and kept.rates == taken.rates
-
-
-def test_healthy_rates_outlive_a_refresh_on_a_slowed_device(played: Played) -> None:
-    played()
-    healthy = fingerprint.take("cuda")
-    slow(1_000_000)
-    taken = fingerprint.take("cuda", refresh=True)
-    assert taken.contended and set(taken.rates) >= RATES
-    assert any("thermal slowdown (0x20)" in note and "not stored" in note for note in taken.notes)
-    slow(0)
-    assert fingerprint.take("cuda").rates == healthy.rates
 
 
 def test_a_device_with_full_memory_is_reported(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
