@@ -91,14 +91,15 @@ def records() -> list[dict[str, Any]]:
 # --- a model --------------------------------------------------------------------------------------------------------
 
 
-def write_model(folder: Path, family: str) -> Path:
-    """Write a checkpoint of the family."""
+def write_model(folder: Path, family: str, layers: int = 0) -> Path:
+    """Write a checkpoint of the family, with its usual number of layers or so many."""
+    layers = layers or LAYERS[family]
     gemma = family == "gemma3"
     config = {
         "architectures": [ARCHITECTURE[family]],
         "hidden_size": WIDTH,
         "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS[family],
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD[family],
@@ -112,12 +113,12 @@ def write_model(folder: Path, family: str) -> Path:
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: drawn(shape, salt, 1 - gemma) for salt, (name, shape) in enumerate(shapes(family).items())}
+    tensors = {name: drawn(shape, salt, 1 - gemma) for salt, (name, shape) in enumerate(shapes(family, layers).items())}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def shapes(family: str) -> dict[str, tuple[int, ...]]:
+def shapes(family: str, layers: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a checkpoint, by Hugging Face's names."""
     d, head = WIDTH, HEAD[family]
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, d), "model.norm.weight": (d,)}
@@ -125,7 +126,7 @@ def shapes(family: str) -> dict[str, tuple[int, ...]]:
         found["lm_head.weight"] = (VOCABULARY, d)
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if family == "gemma3" else []
-    for layer in range(LAYERS[family]):
+    for layer in range(layers):
         at = f"model.layers.{layer}."
         found |= {f"{at}{name}.weight": (d,) for name in norms}
         if family != "llama":

