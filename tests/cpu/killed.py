@@ -45,17 +45,9 @@ from autosel.race.session import Duel, SessionRules, confirm, screen
 from autosel.testing.rates.noise import SimulatedBench, iid
 from autosel.tuning import contend, prove
 from autosel.values import Decision, NativeRecipe, Parity, Passed, Race, digest
+from tests.llama import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-}
 OPS = ("rmsnorm", "swiglu", "attn")
 BASE_NS = 100_000.0
 CROSSOVER = 160  # tokens: attention's kernel wins from there on, so that a bucket is split
@@ -64,8 +56,7 @@ END_S = 60.0  # a tune of half a second that is not over by then hangs
 
 def workloads(folder: Path) -> tuple[Named, ...]:
     """Return four small workloads: two of row ops, and attention at two lengths."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return tuple(step(models.load(str(folder)), context=200, ops=list(OPS)))
+    return tuple(step(models.load(str(write_config(folder))), context=200, ops=list(OPS)))
 
 
 # --- the tuning process -----------------------------------------------------------------------------------------------

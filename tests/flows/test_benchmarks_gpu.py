@@ -17,28 +17,13 @@ import pytest
 
 from benchmarks.halving import LEAST_VISITS
 from tests import drawn
+from tests.llama import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "benchmarks" / "gpu" / "__main__.py"
 PROOFS, RACES = ("parity", "sanitizer", "graph"), ("containment", "bench", "profile")
 TIMES, STEPS = ("fingerprint", "regret"), ("tune", "decode", "sweep", "engines")
 TODAY = [stage for part in drawn.share((PROOFS, TIMES, RACES, STEPS), days=4) for stage in part]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 
 
 def command(folder: Path, *words: str, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
@@ -50,8 +35,8 @@ def command(folder: Path, *words: str, limit_s: float = 600.0) -> subprocess.Com
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gpu")
-    (made / "model").mkdir()
-    (made / "model" / "config.json").write_text(json.dumps(CONFIG))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_config(made / "model", **sizes, vocab_size=512, max_position_embeddings=512)
     return made
 
 

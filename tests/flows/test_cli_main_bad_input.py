@@ -33,19 +33,11 @@ from autosel.native.compile import find_compiler
 from autosel.values import Arm, Decision, Knobs, NativeRecipe, Passed, Workload, digest
 from tests import drawn
 from tests.homes import furnish
+from tests.llama import CONFIG, write_config
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-}
 KERNELS = """
 import ctypes, time
 import torch
@@ -77,8 +69,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
         monkeypatch.delenv(name)
     furnish(tmp_path / "home")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    write_config(tmp_path / "model")
     (tmp_path / "mykernels.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, AUTOSEL_HOME=str(tmp_path / "home"))

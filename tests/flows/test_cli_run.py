@@ -18,31 +18,15 @@ from autosel.cli.main import run
 from autosel.decode.measure import EARLIER
 from autosel.values import digest
 from tests import steps
+from tests.llama import write_config
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 RUN = ("--seq", "96", "--iters", "20", "--warmup", "2")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("run")
-    (made / "tiny").mkdir()
-    (made / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    write_config(made / "tiny", num_hidden_layers=4)
     return made
 
 
