@@ -517,7 +517,11 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
         UINTS,
     ),
     "zero points added": ("negative ? -sums : sums", "sums", UINTS),
-    "a row's zero point left out": ("return {vreg{}, splat(number_at<S>(at + sizeof(S)))}", "return Scaled{}", UINT_ROWS),
+    "a row's zero point left out": (
+        "return {vreg{}, splat(number_at<S>(at + sizeof(S)))}",
+        "return Scaled{}",
+        UINT_ROWS,
+    ),
     "a row's scale as its zero point": (
         "return {vreg{}, splat(number_at<S>(at + sizeof(S)))}",
         "return {vreg{}, splat(number_at<S>(at))}",
