@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from autosel.decode.step import Direct
 from autosel.decode.weights import Weights, load_weights
 from autosel.models import passes
 from autosel.models.workloads import of_prompt, step, workloads
-from tests.flows.test_decode_verdict import CONFIG, folder
+from tests.flows.test_decode_verdict import SIZES, folder
+from tests.llama import write_config
 
 ROWS, TOKENS = 5, 40
 __all__ = ["folder"]  # the fixture
@@ -118,8 +118,7 @@ def test_the_workloads_listed_for_a_prompt_are_the_called_ones(
         monkeypatch.setattr(module, "CHUNK", 16)
     Asking.asked = set()
     monkeypatch.setattr(generate, "Direct", Asking)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | FAMILIES[family]))
-    shape = models.load(tmp_path)
+    shape = models.load(write_config(tmp_path, **(SIZES | FAMILIES[family])))
     weights = load_weights(Plan(model=shape, dtype="fp32"))
     cache = make_cache(shape, weights.dtype, rows=rows, room=tokens, page=0)
     prefill(Decoder(weights), cache, drawn()[:1, :tokens].expand(rows, tokens).tolist())

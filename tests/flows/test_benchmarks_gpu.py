@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "benchmarks" / "gpu" / "__main__.py"
 PROOFS, RACES = ("parity", "sanitizer", "graph"), ("containment", "bench", "profile")
 TIMES, STEPS = ("fingerprint", "regret"), ("tune", "decode", "sweep", "engines")
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
 TODAY = [stage for part in drawn.share((PROOFS, TIMES, RACES, STEPS), days=4) for stage in part]
 
 
@@ -35,8 +37,7 @@ def command(folder: Path, *words: str, limit_s: float = 600.0) -> subprocess.Com
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gpu")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    write_config(made / "model", **sizes, vocab_size=512, max_position_embeddings=512)
+    write_config(made / "model", **SIZES)
     return made
 
 

@@ -28,15 +28,15 @@ from tests.llama import write_config
 from tests.null.certificates import certificate, decode_run
 
 VOCABULARY = 128
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "torch_dtype": "float32"}
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=5)
 Said = list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
-    return write_config(tmp_path_factory.mktemp("tiny"), torch_dtype="float32", **sizes)
+    return write_config(tmp_path_factory.mktemp("tiny"), **SIZES)
 
 
 def ran(folder: Path, change: Callable[[Weights], Any] = id, **changes: Any) -> DecodeRun:

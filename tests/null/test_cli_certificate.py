@@ -29,9 +29,10 @@ from autosel.cli.writable import refuse_file, refuse_folder
 from autosel.decode.prompt import prompts
 from autosel.decode.run import DecodeRun, Plan
 from autosel.errors import AutoselError, BadConfig, ParityError, UsageError
+from tests.llama import write_config
 from tests.null.certificates import GROUNDS, certificate, decode_run, fingerprint
 from tests.null.test_certify_verify_lies import of_mine
-from tests.null.test_cli_run_refusals import CONFIG
+from tests.null.test_cli_run_refusals import SIZES
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -210,7 +211,7 @@ def test_the_command_of_a_certificate_measures_the_same_plan_again() -> None:
     "options", ["", "--no-prealloc --step ops", "--weights-layout plain --dtype fp32", "--model {own} --seed -2"]
 )
 def test_each_trial_of_a_suite_can_be_repeated_alone(options: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    write_config(tmp_path, **{**SIZES, "max_position_embeddings": 4096})
     (tmp_path / "model.safetensors").touch()
     for weights in ("", "--weights random") if "own" in options else ("",):
         base = asked(f"--model llama-1b --layers 1 --seed 4 {options.format(own=tmp_path)} {weights}")

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from autosel.ops import OPS
-from tests.flows.test_benchmarks_gpu import CONFIG, KERNELS, STEPS, TIMES, command
+from tests.flows.test_benchmarks_gpu import PROOFS, RACES, SIZES, STEPS, TIMES, command
+from tests.llama import write_config
 
-STAGES = (*KERNELS, *TIMES, *STEPS)
+STAGES = (*PROOFS, *RACES, *TIMES, *STEPS)
 LIMIT_S = 5400.0
 FUSED = {"norm_qkv", "gate_up"}
 ATTENTION = {"attn", "paged_attn"}
@@ -23,8 +24,7 @@ ATTENTION = {"attn", "paged_attn"}
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return stage -> its record."""
     folder = tmp_path_factory.mktemp("gpu")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+    write_config(folder / "model", **SIZES)
     words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
     done = command(folder, *words, "--layers", "1", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,7 +5,6 @@ probes would take an hour."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 
 from autosel.certify import compare, suite
 from tests.cpu.test_decode_passes import FAMILIES
-from tests.flows.test_cli_run import CONFIG, verb
+from tests.flows.test_cli_run import verb
+from tests.llama import write_config
 
 
 def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(
@@ -21,8 +21,7 @@ def test_a_full_suite_runs_to_its_end_and_every_row_of_it_verifies(
 ) -> None:
     small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "sliding_window": 96}
     for family, changes in FAMILIES.items():
-        (tmp_path / family).mkdir()
-        (tmp_path / family / "config.json").write_text(json.dumps(CONFIG | changes | small))
+        write_config(tmp_path / family, **(changes | small))
     models = tuple(str(tmp_path / family) for family in FAMILIES)
     monkeypatch.setitem(suite.LEVELS, "full", replace(suite.LEVELS["full"], models=models, shorter=8))
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))

@@ -24,20 +24,23 @@ SOURCE_REASONS: Mapping[str, str] = {
     "| narrowed: int64_t to int16_t": "`i` is a row of x, of which the kernel takes at most 32",
     'cpu/gate_up_coded.cpp: auto gate = coded_matrix<OnlyFormat>(gate_codes, gate_scales, "w_gate", -1, from.columns); '
     "| constant: 1 to (1 + 1)": "an argument of a check, where any negative number of rows means any number",
-    "cpu/coded.h: rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 "
-    "? 2 : 1; | deleted: rows = together >= 4 && groups.rows <... to (void)0": (
+    "cpu/coded.h: if (together < rows) rows = 1; | branch left out: together < rows to true": (
         "rows of weights are processed one by one: slower, the same sums"
     ),
-    "cpu/coded.h: rows = together >= 4 && groups.rows <= 2 ? 4 : together >= 2 && groups.rows > 2 && groups.rows <= 4 "
-    "? 2 : 1; | constant: 2 to (2 - 1) #4": "rows of weights are processed one by one: slower, the same sums",
+    "cpu/coded.h: if (together < rows) rows = 1; | branch left out: together < rows to false": (
+        "rows of weights are processed together: the same sums"
+    ),
+    "cpu/coded.h: if (together < rows) rows = 1; | relation: < to <=": (
+        "rows of weights are processed one by one: slower, the same sums"
+    ),
     "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; "
     "| branch left out: n + taken < to to false": "other lines are prefetched: slower, the same sums",
     "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; | relation: < to <=": (
         "other lines are prefetched: slower, the same sums"
     ),
-    # On AVX2, which has two groups for seven and eight rows, it would be wrong.
+    # In a build with two groups for seven and eight rows (AVX2, codes in blocks) it would be wrong.
     "cpu/coded.h: for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller) { "
-    "| relation: < to <=": "AVX-512 has one group of rows: a kernel for a second one is looked up and not used",
+    "| relation: < to <=": "the build has one group of rows: a kernel for a second one is looked up and not used",
     "cpu/dot.h: for (int64_t i = 0; i < m; ++i) { | narrowed: int64_t to int16_t": (
         "`i` is a row of x, of which a pass takes at most eight"
     ),
@@ -78,7 +81,7 @@ SOURCE_REASONS: Mapping[str, str] = {
     "cpu/dot.h: bool whole = n + blocks.rows <= to; | relation: <= to <": (
         "the last whole block is processed row by row, like a remainder: slower, the same sums"
     ),
-    # On AVX2, which has two groups for seven and eight rows, it would be wrong.
+    # In a build with two groups for seven and eight rows (AVX2, codes in blocks) it would be wrong.
     "cpu/dot.h: for (int64_t g = 0, i = 0; g < blocks.groups.count; i += blocks.groups.of(g++), next = at) "
     "| assignment: += to -=": "AVX-512 processes up to eight rows of x as one group: the increment is never used",
     "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
