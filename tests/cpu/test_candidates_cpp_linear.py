@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -39,17 +39,10 @@ from tests import drawn
 from tests.cpu.side_by_side import mismatches
 from tests.operands import traits_of
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Run references on one thread: they are small, and PyTorch's pool would compete with the kernel's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+]
 
 HAVE = frozenset(machine.identity()["isa"])
 ISAS = [

@@ -7,7 +7,6 @@ transformers rounds the activations of the former, which autosel does not: token
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,15 @@ from tests import engines
 from tests.flows.test_integrations_transformers_coded import compressed_tensors
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
-pytestmark = pytest.mark.skipif(bool(engines.missing()), reason=engines.missing())
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(bool(engines.missing()), reason=engines.missing()),
+]
 
 __all__ = ["compressed_tensors"]  # a fixture
 
 COUNT, PROMPT = 64, [(7 * i + i * i) % 251 for i in range(17)]
 STRATEGIES = {"tensor": "fp8_e4m3-row", "channel": "fp8_e4m3-row", "block": "fp8_e4m3-g128"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: waking a second one takes longer than the work on matrices this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write(folder: Path, strategy: str, dtype: torch.dtype, *, activations: bool = False) -> dict[str, Tensor]:
