@@ -75,11 +75,11 @@ def pairs_of(row: Row) -> list[Pair]:
 def _completed(pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]) -> Row | None:
     """Return a pair's row with many new pairs, found greedily; None if no admissible row has the pair."""
     a, i, b, j = pair
-    row: Partial = [None] * len(sizes)
+    row: Partial = [0 if size == 1 else None for size in sizes]  # a choice of one may already exclude the pair
     row[a], row[b] = i, j
     if not admits(row):
         return None
-    others = [f for f in range(len(sizes)) if f not in (a, b)]
+    others = [f for f, value in enumerate(row) if value is None]
     search = _Search(row, rng.sample(others, len(others)), sizes, admits, rng, open_)
     return tuple(value for value in row if value is not None) if search.fill(0) else None
 
