@@ -252,14 +252,30 @@ def test_a_reused_torch_stays_when_another_environment_is_active(made):
     assert stamp_of(checkout)["options"]["reuse_torch"] and all(imported(checkout, "torch", "sympy"))
 
 
-def test_a_damaged_environment_is_made_again(made):
+def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_makes_the_environment_again(made, tmp_path):
     checkout, _ = made
-    (checkout / ".venv" / "autosel-installing").write_text("a ./run was killed here")
+    gate = tmp_path / "gate"  # pip's build reads it to the end
+    os.mkfifo(gate)
+    held = f"    if os.path.exists({str(gate)!r}): open({str(gate)!r}).read()\n"
+    (checkout / "backend.py").write_text(BACKEND.replace("    name =", held + "    name =", 1))
+    (checkout / "pyproject.toml").write_text(PYPROJECT + "# to be installed again\n")
     debris = checkout / ".venv" / "debris"
     debris.write_text("")
-    again = run(checkout, "status")
-    assert again.returncode == 0, again.stderr
-    assert "making .venv anew" in again.stderr
+    killed = start(checkout, "status")
+    with gate.open("w"):  # opens once the build reads at the other end: pip is at work, and stays so
+        gate.unlink()
+        killed.kill()
+        killed.wait()
+        assert (checkout / ".venv" / "autosel-installing").exists()
+        second = start(checkout, "status")
+        first_words = second.stderr.readline()
+    out, err = second.communicate(timeout=300)
+    for pipe in (killed.stdout, killed.stderr):
+        pipe.close()
+    assert "waiting for it" in first_words
+    assert second.returncode == 0, err
+    assert "making .venv anew" in err
+    assert json.loads(out)["arguments"] == ["status"]
     assert not debris.exists()
     assert not (checkout / ".venv" / "autosel-installing").exists()
 
@@ -300,31 +316,6 @@ def test_a_dependency_that_cannot_be_installed_is_an_error_with_pips_message_and
     assert str(checkout / ".venv" / "autosel-setup.log") in failed.stderr
     assert stamp_of(checkout) == before
     assert run(checkout, "status").returncode == 1, "a failed set-up has a stamp"
-
-
-# --- killed ----------------------------------------------------------------------------------------------------------
-
-
-def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_starts_again(tmp_path):
-    checkout = make_checkout(tmp_path / "checkout")
-    gate = tmp_path / "gate"  # pip's build reads it to the end
-    os.mkfifo(gate)
-    held = f"    if os.path.exists({str(gate)!r}): open({str(gate)!r}).read()\n"
-    (checkout / "backend.py").write_text(BACKEND.replace("    name =", held + "    name =", 1))
-    killed = start(checkout, "--reuse-torch", "status")
-    with gate.open("w"):  # opens once the build reads at the other end: pip is at work, and stays so
-        gate.unlink()
-        killed.kill()
-        killed.wait()
-        second = start(checkout, "--reuse-torch", "status")
-        first_words = second.stderr.readline()
-    out, err = second.communicate(timeout=300)
-    for pipe in (killed.stdout, killed.stderr):
-        pipe.close()
-    assert "waiting for it" in first_words
-    assert second.returncode == 0, err
-    assert "making .venv anew" in err
-    assert json.loads(out)["arguments"] == ["status"]
 
 
 # --- without network, from a folder of wheels ------------------------------------------------------------------------
@@ -590,10 +581,9 @@ def test_to_reuse_a_missing_torch_is_an_error(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def unused(tmp_path_factory):
-    checkout = make_checkout(tmp_path_factory.mktemp("used") / "checkout")
-    torch_wheel(checkout)
-    done = run(checkout, "--wheelhouse", str(checkout), "status", python=BARE)
+def unused(index):
+    checkout, wheels, _ = index
+    done = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
     assert done.returncode == 0, done.stderr
     return checkout
 
