@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,12 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=missing))
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread(one_torch_thread: None) -> None:
     """Run references on one thread: they are small, and a pool's barriers would take longer."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
@@ -26,18 +26,11 @@ from autosel.parity.stage import far_strides
 from autosel.values import Workload
 from tests import drawn
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 Outputs = tuple[Tensor, ...]
 Way = Callable[[dict[str, Any]], Outputs]
 DTYPES = ("bf16", "fp16", "fp32")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread: for small operands a pool costs more than it saves, especially on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SHAPES: dict[str, tuple[tuple[dict[str, int], dict[str, Any]], ...]] = {
