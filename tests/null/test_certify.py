@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +37,7 @@ from autosel.cli import main
 from autosel.decode.run import Plan, PromptDigest, Span
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UnknownName, UsageError
 from autosel.values import canonical_json, to_json
+from tests.forks import forked, result_of
 from tests.null.certificates import CEILING, DRAFTED, GROUNDS, READ, certificate, decode_run, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -546,41 +549,30 @@ def test_no_line_is_appended_after_a_partial_or_foreign_line(tmp_path: Path) -> 
 
 
 def test_writers_at_once_lose_nothing_and_the_chain_holds(tmp_path: Path) -> None:
-    path = tmp_path / "f.jsonl"
-    code = f"""
-import sys
-from pathlib import Path
-from tests.null.certificates import certificate, decode_run
-from autosel.certify.issue import chained
-from autosel.certify.store import append
-made = certificate(decode_run(iters=3))
-for _ in range(8):
-    append(Path({str(path)!r}), lambda head: chained(made, head.lines + 1, head.checksum))
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
-    assert [w.wait() for w in writers] == [0, 0, 0]
+    path, made = tmp_path / "f.jsonl", certificate(decode_run(iters=3))
+
+    def write() -> None:
+        for _ in range(8):
+            append(path, lambda head: chained(made, head.lines + 1, head.checksum))
+
+    writers = [forked(write) for _ in range(3)]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert verify(path).certificates == 24
 
 
 def test_a_disk_that_fills_up_leaves_the_file_as_it_was(file: Path) -> None:
-    before = file.read_bytes()
-    code = f"""
-import resource, signal, sys
-from pathlib import Path
-from tests.null.certificates import certificate, decode_run
-from autosel.certify.issue import chained
-from autosel.certify.store import append
-from autosel.errors import AutoselError
-made = certificate(decode_run(iters=3))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 100}, resource.RLIM_INFINITY))
-try:
-    append(Path({str(file)!r}), lambda head: chained(made, head.lines + 1, head.checksum))
-except AutoselError as error:
-    sys.exit(0 if "cannot write" in error.what else 1)
-sys.exit(2)
-"""
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    before, made = file.read_bytes(), certificate(decode_run(iters=3))
+
+    def write() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, resource.RLIM_INFINITY))
+        with pytest.raises(AutoselError) as refused:
+            append(file, lambda head: chained(made, head.lines + 1, head.checksum))
+        return refused.value.what
+
+    assert "cannot write" in result_of(write)
     assert file.read_bytes() == before
     assert os.listdir(file.parent) == [file.name]
 

@@ -25,6 +25,7 @@ from autosel.ledger import snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode, serving_key
 from autosel.ops.weight import quantise
+from autosel.parity import state
 from autosel.values import (
     Arm,
     Decision,
@@ -38,6 +39,7 @@ from autosel.values import (
     digest,
     to_json,
 )
+from tests.forks import result_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RMS, ATTN = ops.find("rmsnorm"), ops.find("attn")
@@ -401,30 +403,9 @@ def test_a_decision_serves_any_binding_of_the_same_cores_with_as_many_threads(
     assert one.startswith("user:sevens: ") and ids.split()[0] == this_device().hw_id
     cpus = this_device().identity["cpus"]
     assert two == f"torch:rmsnorm: 2 threads on 1 of {cpus} cores: set as many threads as cores"
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_decisions_of_a_bound_process_by_an_earlier_version_serve(home: Path, user: Callable[[str], Arm]) -> None:
-    """Serve them, though the earlier version gave such a process another device id."""
-    publish(home, [])
-    former = bound_to_one_core(home)[2].split()[1]
-    mode = current_mode().replace(f".t{torch.get_num_threads()}.", ".t1.")
-    publish(home, [decision(W, user("sevens"), mode=mode, hw_id=former)])
+    former = ids.split()[1]  # an earlier version gave such a process another device id
+    publish(home, [decision(W, user("sevens"), mode=mode.format(1), hw_id=former)])
     assert bound_to_one_core(home)[0].startswith("user:sevens: ")
-
-
-PRECISION_SET = """
-import torch
-from autosel import dispatch
-from autosel.ledger.key import current_mode
-from autosel.parity.state import State
-
-before = current_mode()
-{backend}.fp32_precision = "tf32"
-assert dispatch.best("rmsnorm")(torch.ones(2, 64), torch.ones(64)).isfinite().all()
-assert State().now()["float32 matmul precision"] in current_mode()
-print(before, current_mode())
-"""
 
 
 def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_its_own_mode(
@@ -432,9 +413,15 @@ def test_a_process_that_sets_the_precision_of_single_backends_is_served_and_has_
 ) -> None:
     """Check that no call fails, because PyTorch's older query raises in such a process."""
     publish(home, [decision(W, user("sevens"))])
-    code = PRECISION_SET.format(backend="torch.backends.cuda.matmul")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    before, after = done.stdout.split() or [done.stderr, ""]
+
+    def modes() -> tuple[str, str]:
+        before = current_mode()
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert dispatch.best("rmsnorm")(torch.ones(2, 64), torch.ones(64)).isfinite().all()
+        assert state.State().now()["float32 matmul precision"] in current_mode()
+        return before, current_mode()
+
+    before, after = result_of(modes)
     assert after == before.replace("highest", "cuda_tf32-mkldnn_ieee") != before
 
 
