@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,6 +98,7 @@ def compatible(row: Row) -> bool:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def _primes(low: int, high: int) -> list[int]:
     return [n for n in range(low, high) if all(n % p for p in range(2, int(n**0.5) + 1))]
 

@@ -29,7 +29,7 @@ FAR_GUARD_BYTES = 4 << 10  # around each row of a tensor with rows that far apar
 Filling = Literal["none", "some"]
 _NONE = b"\xff" * GUARD_BYTES
 # High bits cleared: exponents stay far from all ones, so every float pattern is finite and below 2 in magnitude.
-_SOME = bytes(byte & 63 for byte in random.Random(20).randbytes(1 << 20))
+_SOME = random.Random(20).randbytes(1 << 20).translate(bytes(byte & 63 for byte in range(256)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
