@@ -9,10 +9,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autosel import settings
+from autosel.testing.plugin import ConformanceRun
 
 MODULE = '''
 """Three ways to run rmsnorm."""
@@ -111,12 +113,18 @@ def test_a_kernel_that_crashes_fails_its_item_and_not_the_run(
     assert "threekernels.py" in done.stdout  # the Python frame it died under
 
 
-def test_a_missing_candidate_is_a_usage_error(runs: dict[str, subprocess.CompletedProcess[str]], folder: Path) -> None:
+def test_a_missing_candidate_is_a_usage_error(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
     assert runs["nobody"].returncode == pytest.ExitCode.USAGE_ERROR
     assert "nobody" in runs["nobody"].stderr + runs["nobody"].stdout
-    missing = suite(folder, f"{SUITE} --op rmsnorm")
-    assert missing.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--candidate" in missing.stderr + missing.stdout
-    elsewhere = suite(folder, f"{SUITE} --candidate threekernels:fused --op rmsnorm --device tpu")
-    assert elsewhere.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "tpu" in elsewhere.stderr + elsewhere.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"candidate": None}, "--candidate"), ({"op": None}, "--op"), ({"device": "tpu"}, "tpu")],
+)
+def test_a_wrong_option_is_reported_before_collection(options: dict[str, str | None], said: str) -> None:
+    usual = {"candidate": "torch:rmsnorm", "op": "rmsnorm", "dtype": [], "model": "llama-8b", "batch": 1, "seq": 8192}
+    given = {**usual, "device": "cpu", "case": "", "inputs": "", "deadline": 1.0, **options}
+    run = ConformanceRun(SimpleNamespace(getoption=given.__getitem__))  # type: ignore[arg-type]
+    with pytest.raises(pytest.UsageError, match=said):
+        run.pytest_sessionstart()
