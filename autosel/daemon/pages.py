@@ -41,7 +41,6 @@ NAV = (
     ("op", "/op", "Op"),
     ("decisions", "/decisions", "Decisions"),
     ("certificates", "/certificates", "Certificates"),
-    ("compare", "/compare", "Compare"),
     ("fleet", "/fleet", "Fleet"),
     ("health", "/health", "Health"),
 )
@@ -185,10 +184,8 @@ async def certificates(hub: Hub, request: Request) -> Response:
 
 
 async def compare(hub: Hub, request: Request) -> Response:
-    asked = query(request, {"a": "", "b": ""})
-    choices = await asyncio.to_thread(shown.choices, hub)
-    result = await asyncio.to_thread(shown.compare, hub, choices, asked["a"], asked["b"])
-    return await _page(hub, "compare", "Compare", choices=choices, result=result)
+    why = "the command also compares the conditions of both runs"
+    raise Bad(410, "two runs are compared by a command", why=why, todo=f"{settings.spelling()} verify --compare A B")
 
 
 async def fleet(hub: Hub, request: Request) -> Response:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,19 +14,17 @@ from autosel import resources, settings
 from autosel.certify import store as certificate_file
 from autosel.certify.certificate import Certificate
 from autosel.certify.certificate import decode as decode_certificate
-from autosel.certify.sweep import route
-from autosel.certify.words import figure
 from autosel.daemon import idle
 from autosel.daemon.view import View
 from autosel.errors import AutoselError, BadConfig
 from autosel.fingerprint.describe import headline
-from autosel.ledger import faults, rows, snapshot
+from autosel.ledger import faults, snapshot
 from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
-from autosel.ledger.describe import bandwidth, contended, held_text, ratio, release_command
+from autosel.ledger.describe import contended, held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
 from autosel.native.compile import find_artefact
-from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, Timing, from_json
+from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
 from autosel.version import __version__
 
 if TYPE_CHECKING:
@@ -333,200 +330,6 @@ def certificates(hub: Hub, most: int = 200) -> Certificates:
     except (AutoselError, ValueError) as error:
         trouble = str(error)
     return Certificates(certificates=tuple(reversed(found[-most:])), trouble=trouble, path=str(path))
-
-
-# --- compare ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownChoice:
-    """Select a side of a comparison: `c7`, a certificate, or `e3`, a device and its software."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownLine:
-    """Compare one figure. `change` above 1: b is faster. `better`: beyond the intervals; None: inconclusive."""
-
-    what: str
-    a: str
-    b: str
-    change: float | None
-    told: bool = False  # True if the intervals do not overlap
-    link: str = ""
-    more: tuple[str, str] = ("faster", "slower")
-
-    @property
-    def words(self) -> str:
-        if not self.change:
-            return ""
-        factor = ratio(max(self.change, 1 / self.change))
-        return "the same" if factor == "1.00x" else f"{factor} {self.more[self.change < 1]}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownRerun:
-    a: str = ""
-    b: str = ""
-    lines: tuple[ShownLine, ...] = ()
-    trouble: str = ""
-    differs: tuple[tuple[str, str, str], ...] = ()
-
-
-def choices(hub: Hub) -> list[ShownChoice]:
-    found = [
-        ShownChoice(id=f"c{c.sequence}", name=f"certificate {c.sequence}: {c.model} {c.tokens_per_sec:.4g} tok/s")
-        for c in certificates(hub).certificates
-    ]
-    for number, fp in fingerprints(hub.ledger).items():
-        text = f"{fp.name}, torch {_torch(fp)}, env {fp.env_id[:8]}"
-        found.append(ShownChoice(id=f"e{number}", name=f"decisions of {text}"))
-    return found
-
-
-def _torch(fp: Fingerprint) -> str:
-    found = fp.environment.get("torch", "?")
-    return str(found.get("version", found) if isinstance(found, Mapping) else found)
-
-
-def fingerprints(ledger: Ledger) -> dict[int, Fingerprint]:
-    """Return the latest fingerprint of each device and software with decisions, by its row."""
-    f, d = t.fingerprints.c, t.decisions.c
-    used = sa.select(sa.func.max(f.id)).where(f.id.in_(sa.select(d.fingerprint_id))).group_by(f.env_id)
-    with ledger.reading() as c:
-        found = c.execute(sa.select(f.id, f.document).where(f.id.in_(used)).order_by(f.id.desc()))
-        return {r.id: rows.value_of(Fingerprint, r.document) for r in found}
-
-
-def compare(hub: Hub, known: Sequence[ShownChoice], a: str, b: str) -> ShownRerun:
-    """Compare the chosen sides; by default the last two of a kind, the older first."""
-    names = {choice.id: choice.name for choice in known}
-    if not a and not b:
-        alike = [(x.id, y.id) for x, y in pairwise(known) if x.id[0] == y.id[0]]
-        if not alike:
-            return ShownRerun()
-        b, a = alike[0]
-    if a not in names or b not in names:
-        return ShownRerun(trouble="choose two of the listed items")
-    if a[0] != b[0]:
-        return ShownRerun(a=a, b=b, trouble="a certificate is compared with a certificate, decisions with decisions")
-    return _certified(hub, a, b) if a[0] == "c" else _decided(hub.ledger, a, b)
-
-
-def _certified(hub: Hub, a: str, b: str) -> ShownRerun:
-    by = {f"c{c.sequence}": c for c in certificates(hub).certificates}
-    one, two = by[a], by[b]
-    lines = [
-        ShownLine(
-            what="tokens per second",
-            a=figure(one.tokens_per_sec),
-            b=figure(two.tokens_per_sec),
-            change=two.tokens_per_sec / one.tokens_per_sec,
-            told=_apart(one, two),
-        ),
-        ShownLine(
-            what="step, ms (median)",
-            a=figure(one.latency_ms.med),
-            b=figure(two.latency_ms.med),
-            change=one.latency_ms.med / two.latency_ms.med,
-            told=_apart(one, two),
-        ),
-        ShownLine(
-            what="step, ms (p95)",
-            a=figure(one.latency_ms.p95),
-            b=figure(two.latency_ms.p95),
-            change=one.latency_ms.p95 / two.latency_ms.p95,
-        ),
-        ShownLine(
-            what="speedup over its baseline",
-            a=ratio(one.speedup),
-            b=ratio(two.speedup),
-            change=two.speedup / one.speedup,
-            more=("more", "less"),
-        ),
-    ]
-    before, after = ({route(label): o for label, o in made.per_op.items()} for made in (one, two))
-    for name in sorted(set(before) & set(after)):
-        first, second = before[name].median_us, after[name].median_us
-        if first and second:
-            lines.append(ShownLine(what=f"{name}, us a call", a=figure(first), b=figure(second), change=first / second))
-    fields = ("model", "device", "dtype", "mode", "git_sha", "env_id")
-    sides = [[(n, str(getattr(c, n))) for n in fields] + _conditions(c) for c in (one, two)]
-    differs = tuple((n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y)
-    return ShownRerun(a=a, b=b, lines=tuple(lines), differs=differs)
-
-
-def _conditions(c: Certificate) -> list[tuple[str, str]]:
-    rate = bandwidth(c.read_bytes_per_s) if c.read_bytes_per_s else "not measured"
-    busy = "contended" if c.contended else "not contended"
-    return [("measured", f"{c.timestamp[:16].replace('T', ' ')} UTC"), ("memory read at", rate), ("other work", busy)]
-
-
-def _apart(one: Certificate, two: Certificate) -> bool:
-    x, y = one.latency_interval_ms, two.latency_interval_ms
-    return x.hi < y.lo or y.hi < x.lo
-
-
-def _decided(ledger: Ledger, a: str, b: str) -> ShownRerun:
-    found = fingerprints(ledger)
-    one, two = found[int(a[1:])], found[int(b[1:])]
-    left, right = _latest(ledger, one), _latest(ledger, two)
-    lines = [_beside(left[key], right[key]) for key in left if key in right]
-    differs = [("device", one.name, two.name)] if one.hw_id != two.hw_id else []
-    names = sorted(set(one.environment) | set(two.environment))
-    differs += [
-        (n, str(one.environment.get(n, "-")), str(two.environment.get(n, "-")))
-        for n in names
-        if one.environment.get(n) != two.environment.get(n)
-    ]
-    sides = [_ranges(side.values()) for side in (left, right)]
-    differs += [(n, x, y) for (n, x), (_, y) in zip(*sides, strict=True) if x != y]
-    trouble = "" if lines else "no workload was decided under both"
-    return ShownRerun(a=a, b=b, lines=tuple(lines), differs=tuple(differs), trouble=trouble)
-
-
-def _ranges(decisions: Iterable[Decision]) -> list[tuple[str, str]]:
-    """Return dates and read rates of the races, and how many were contended."""
-    decisions = list(decisions)
-    days = sorted(d.created_at[:10] for d in decisions)
-    rates = sorted(d.verdict.read_bytes_per_s for d in decisions if d.verdict and d.verdict.read_bytes_per_s)
-    busy = sum(bool(contended(d)) for d in decisions)
-    told = [("measured", days), ("memory read at", [bandwidth(rate) for rate in rates])]
-    found = [(name, " to ".join(dict.fromkeys((of[0], of[-1]))) if of else "-") for name, of in told]
-    return [*found, ("timed beside other work", f"{busy} of {len(decisions)}")]
-
-
-def _latest(ledger: Ledger, fp: Fingerprint) -> dict[str, Decision]:
-    """Return the latest raced decision of each bucket (and part of it) on this device and software."""
-    f, d = t.fingerprints.c, t.decisions.c
-    same = sa.select(f.id).where(f.env_id == fp.env_id)
-    wanted = rows.stored().where(d.fingerprint_id.in_(same), d.verdict_id.is_not(None)).order_by(d.id)
-    with ledger.reading() as c:
-        return {f"{s.decision.bucket} {s.decision.length_range or ''}": s.decision for s in rows.fetch(c, wanted)}
-
-
-def _beside(one: Decision, two: Decision) -> ShownLine:
-    x, y = _served(one), _served(two)
-    told = bool(x and y and (x.hi_us < y.lo_us or y.hi_us < x.lo_us))
-    return ShownLine(
-        what=one.workload.key,
-        a=_time(one, x),
-        b=_time(two, y),
-        change=x.median_us / y.median_us if x and y else None,
-        told=told,
-        link=f"/decisions/{two.id}",
-    )
-
-
-def _time(d: Decision, timing: Timing | None) -> str:
-    time = f"{d.arm.candidate} {figure(timing.median_us)} us" if timing else d.arm.candidate
-    return f"{time} (contended)" if contended(d) else time
-
-
-def _served(d: Decision) -> Timing | None:
-    return d.verdict.timings.get(d.arm.candidate) if d.verdict else None
 
 
 # --- fleet and health -------------------------------------------------------------------------------------------------

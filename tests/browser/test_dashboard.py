@@ -32,7 +32,6 @@ PAGES = (
     "/decisions",
     "/decisions/1",
     "/certificates",
-    "/compare",
     "/fleet",
     "/health",
 )

@@ -542,14 +542,6 @@ def test_a_crossover_is_between_served_arms_and_shows_its_known_place(ledger: Le
     assert (found["x"], found["where"]) == (4.0, "between 2 and 8")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(2.0, "2.0x faster"), (0.05, "20x slower"), (1.004, "the same"), (0.996, "the same"), (None, "")],
-)
-def test_a_ratio_is_shown_as_faster_or_slower_by_a_factor_above_one(change: float | None, words: str) -> None:
-    assert shown.ShownLine(what="", a="", b="", change=change).words == words
-
-
 def test_a_race_that_ended_before_timing_is_not_shown(ledger: Ledger) -> None:
     raced = record(ledger, "raced")
     nothing = dataclasses.replace(verdict(), outcome="undecided", timings={}, effect=None)

@@ -257,9 +257,14 @@ def test_every_address_answers_without_an_internal_error(local: TestClient) -> N
         if e.method == "GET" and e.path not in ("/v1/events",):
             answer = local.get(e.path.replace("{id}", "1").replace("{op}", "attn"))
             assert answer.status_code in (200, 404, 503), f"{e.path}: {answer.text}"
-    for path in pages.PAGES:
+    for path in set(pages.PAGES) - {"/compare"}:
         answer = local.get(path.replace("{id}", "1").replace("{op}", "attn").replace("{name}", "style.css"))
         assert answer.status_code == 200, f"{path}: {answer.text}"
+
+
+def test_the_former_page_of_comparisons_names_the_command(local: TestClient) -> None:
+    answer = local.get("/compare?a=c1&b=c2")
+    assert answer.status_code == 410 and "verify --compare A B" in answer.text
 
 
 def test_a_decision_is_changed_by_hand_and_the_change_serves_at_once(local: TestClient) -> None:
