@@ -6,8 +6,8 @@
     python benchmarks/figures.py --write         also store them in benchmarks/results/ and in the documentation
 
 Every speed is a ratio within one run: each round visits every arm and the read probe, if there is one, in random
-order; the value is the median over rounds. bench_gemv.py, bench_attn.py and bench_dispatch.py do the measuring; row
-ops are timed by the race's own instrument (autosel/race/bench.py). No figure is compared with a number of another day.
+order; the value is the median over rounds. interleaved.py and bench_dispatch.py do the measuring; row ops are timed by
+the race's own instrument (autosel/race/bench.py). No figure is compared with a number of another day.
 """
 
 from __future__ import annotations
@@ -143,24 +143,32 @@ class FigureGroup:
 
 
 def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
-    from bench_gemv import measure as measured
+    from interleaved import measure as measured
 
-    found = measured(_workload("linear", {"M": 1, "N": 4096, "K": 4096}), fp, 1.0 if quick else 10.0)
-    note = f"{found['cpp_us']:.0f} us at best, {found['rounds']} rounds"
-    yield of_rounds("gemv/read", found["share"], note, scale=100)
-    yield of_rounds("gemv/torch", found["speedup"], note)
+    from autosel.candidates.cpp.linear import KERNELS
+    from autosel.ops import eager
+
+    w = _workload("linear", {"M": 1, "N": 4096, "K": 4096})
+    found = measured(KERNELS, w, fp, {"torch": eager.linear}, 1.0 if quick else 10.0)
+    note = f"{found.best_us:.0f} us at best, {found.rounds} rounds"
+    yield of_rounds("gemv/read", found.over["read"], note, scale=100)
+    yield of_rounds("gemv/torch", found.over["torch"], note)
 
 
 def attn(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
-    from bench_attn import measure as measured
+    """Time PyTorch's SDPA with enable_gqa, and `packed`: the query heads of a KV head as the queries of one head."""
+    from interleaved import measure as measured
+
+    from autosel.candidates.cpp.attention import KERNELS
+    from autosel.ops import eager
 
     w = _workload("attn", {"B": 1, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "L": 8192})
-    found = measured(w, fp, 1.0 if quick else 20.0)
-    note = f"{found['best_us']['cpp']:.0f} us at best, {found['rounds']} rounds"
-    over = found["over_cpp"]
-    yield of_rounds("attn/packed", over["packed"]["quartiles"], note)
-    yield of_rounds("attn/sdpa", over["sdpa"]["quartiles"], note)
-    yield of_rounds("attn/read", over["read"]["quartiles"], note, scale=100)
+    rivals = {"sdpa": eager.attn, "packed": eager.attn_packed}
+    found = measured(KERNELS, w, fp, rivals, 1.0 if quick else 20.0)
+    note = f"{found.best_us:.0f} us at best, {found.rounds} rounds"
+    yield of_rounds("attn/packed", found.over["packed"], note)
+    yield of_rounds("attn/sdpa", found.over["sdpa"], note)
+    yield of_rounds("attn/read", found.over["read"], note, scale=100)
 
 
 def of_rounds(name: str, quartiles: Sequence[float], note: str, *, scale: float = 1.0) -> FigureRow:

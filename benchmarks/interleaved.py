@@ -1,4 +1,10 @@
-"""Time kernels and a plain streaming read of the same operands, for benchmarks that interleave them."""
+"""Time a kernel, PyTorch and a plain streaming read of the same operands, interleaved in one run.
+
+Each round visits every arm in shuffled order. A visit waits until the previous arm's threads have stopped spinning,
+runs once untimed, to wake its own threads, then once timed. Copies of the operands rotate, so that three last-level
+caches of data were read since a copy was last used. On a shared machine the read rate varies by a factor of two or
+more within a run; therefore a ratio is computed from the times of one round.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autosel.candidates.base import Candidate
@@ -16,8 +23,40 @@ from autosel.devices.cpu.idle import wait_until_idle
 from autosel.native.compile import compile_source
 from autosel.ops import OPS
 from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
+from autosel.workers import pages
 
 LEAST_ROUNDS = 9
+
+Quartiles = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved:
+    """The kernel's best time, and quartiles over rounds of each other arm's time over the kernel's."""
+
+    best_us: float
+    rounds: int
+    over: dict[str, Quartiles]
+
+
+def measure(
+    kernels: Sequence[Candidate],
+    w: Workload,
+    fp: Fingerprint,
+    rivals: Mapping[str, Callable[..., Any]],
+    budget_s: float,
+) -> Interleaved:
+    """Time the first of the C++ kernels that supports w against the rivals and the arm `read`."""
+    op = OPS[w.op]
+    inputs = op.inputs(w, 1)
+    streamed = [a.name for a in op.args if a.role == "streamed"]
+    streamed_bytes = sum(inputs[n].numel() * inputs[n].element_size() for n in streamed)
+    copies = 1 + -(-3 * int(fp.identity["l3_bytes"]) // streamed_bytes)
+    operands = [{**inputs, **{n: pages.clone(inputs[n]) for n in streamed}} for _ in range(copies)]
+    times = timed(w, {"read": reader(streamed, fp), "cpp": ours(kernels, w, fp), **rivals}, operands, budget_s)
+    own = times.pop("cpp")
+    over = {arm: quartiles([a / b for a, b in zip(taken, own, strict=True)]) for arm, taken in times.items()}
+    return Interleaved(best_us=min(own) * 1e6, rounds=len(own), over=over)
 
 
 def timed(
@@ -25,14 +64,8 @@ def timed(
     arms: Mapping[str, Callable[..., Any]],
     operands: Sequence[Mapping[str, Any]],
     budget_s: float,
-    *,
-    wait: bool = True,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each arm's calls; `read` takes operands and returns its seconds.
-
-    Each round visits every arm in shuffled order, untimed then timed, on the next copy of the operands. `wait`: for
-    the spinning threads of other arms to stop.
-    """
+    """Return the seconds of each arm's calls; `read` takes operands and returns its seconds."""
     op = OPS[w.op]
     outputs = op.allocate(w)
     times: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -40,8 +73,7 @@ def timed(
     while len(times["cpp"]) < LEAST_ROUNDS or time.perf_counter() < end:
         rng.shuffle(order)
         for arm in order:
-            if wait:
-                wait_until_idle()
+            wait_until_idle()
             for counts in (False, True):
                 turn += 1
                 given = operands[turn % len(operands)]
@@ -87,6 +119,6 @@ def _seconds(call: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - start
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> Quartiles:
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
