@@ -39,6 +39,7 @@ from autosel.dispatch.resolve import Resolution
 from autosel.json_rows import in_rows
 from autosel.native.compile import compile_source
 from autosel.native.isa import best_isa
+from autosel.ops.one_thread import one_thread
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Workload
 
 RECORDS = Path(__file__).parent / "stored" / "steps"
@@ -182,16 +183,6 @@ def kernels(served: set[str], home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, dispatch.use(home):
         patch.setattr(board, "resolve", resolve)
         yield
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def runs(name: str, folder: Path) -> dict[str, Run]:

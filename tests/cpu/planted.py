@@ -156,12 +156,6 @@ def reads_past_the_end(x, weight, eps, offset, y):
     return y.add_(beyond * 0.0)
 
 
-def changes_its_input(x, weight, eps, offset, y):
-    right(x, weight, eps, offset, y)
-    x[-1, -1] = 7.0
-    return y
-
-
 def changes_its_weight(x, weight, eps, offset, y):
     right(x, weight, eps, offset, y)
     weight.mul_(0.5)
@@ -180,10 +174,6 @@ def ignores_strides(x, weight, eps, offset, y):
 
 
 # --- does not write, or lets others compute --------------------------------------------------------------------------
-
-
-def writes_nothing(x, weight, eps, offset, y):
-    return y
 
 
 def leaves_the_tail(x, weight, eps, offset, y):
@@ -263,15 +253,6 @@ def works_once_in_eight(x, weight, eps, offset, y):
     return y
 
 
-def thread_works_later(x, weight, eps, offset, y):
-    def later():
-        time.sleep(0.005)
-        right(x, weight, eps, offset, y)
-
-    threading.Thread(target=later, daemon=True).start()
-    return y
-
-
 def hunts_for_the_answer(x, weight, eps, offset, y):
     """Return any tensor of the process that has the result's shape and is not an argument: perhaps the reference."""
     known = {t.data_ptr() for t in (x, weight, y)}
@@ -282,28 +263,6 @@ def hunts_for_the_answer(x, weight, eps, offset, y):
 
 
 # --- computes something else -----------------------------------------------------------------------------------------
-
-
-def zeros(x, weight, eps, offset, y):
-    return y.zero_()
-
-
-def truncates(x, weight, eps, offset, y):
-    wide = x.float()
-    exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.float() + offset)
-    return y.copy_((exact.contiguous().view(torch.int32) & -65536).view(torch.float32))
-
-
-def sums_in_half(x, weight, eps, offset, y):
-    total = torch.zeros(x.shape[0], 1, dtype=x.dtype)
-    for column in range(x.shape[1]):
-        total += x[:, column : column + 1].square()
-    wide = x.float() * torch.rsqrt(total.float() / x.shape[1] + eps)
-    return y.copy_((wide * (weight.float() + offset)).to(x.dtype))
-
-
-def swallows_nan(x, weight, eps, offset, y):
-    return y.copy_(norm(x, weight, eps, offset).nan_to_num(0.0))
 
 
 def wrong_at_one_width(x, weight, eps, offset, y):
@@ -485,22 +444,7 @@ def wrong_at_its_own_shape(x, weight, eps, offset, y):
     return right(x, weight, eps, offset + (0.1 if tuple(x.shape) == (3, 512) else 0.0), y)
 
 
-_WORKSPACE = {}
-
-
-def by_workspace(kept, x, weight, eps, offset, y):
-    if kept.get("room", torch.empty(0)).numel() < x.numel():
-        kept["room"] = torch.empty(x.numel())
-    room = kept["room"][: x.numel()].view(x.shape)
-    room.copy_(norm(x, weight, eps, offset))
-    return y.copy_(room)
-
-
 # --- right for one caller, wrong for others --------------------------------------------------------------------------
-
-
-def keeps_a_workspace(x, weight, eps, offset, y):
-    return by_workspace(_WORKSPACE, x, weight, eps, offset, y)
 
 
 _BY_THREAD = {}
@@ -798,7 +742,11 @@ _OWN = threading.local()
 
 def keeps_a_workspace_a_thread(x, weight, eps, offset, y):
     """Keep one workspace per thread, which grows to the largest requested size."""
-    return by_workspace(_OWN.__dict__, x, weight, eps, offset, y)
+    if getattr(_OWN, "room", torch.empty(0)).numel() < x.numel():
+        _OWN.room = torch.empty(x.numel())
+    room = _OWN.room[: x.numel()].view(x.shape)
+    room.copy_(norm(x, weight, eps, offset))
+    return y.copy_(room)
 
 
 def spreads_a_little(x, weight, eps, offset, y):

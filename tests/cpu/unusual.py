@@ -1,5 +1,5 @@
 """Provide right kernels that work in unusual ways, at least two an op: other orders of sums, other forms of the same
-function, other blocks, threads and caches; for parity workers only."""
+function, other blocks, threads and caches."""
 
 import threading
 
@@ -473,7 +473,7 @@ def _weights(scores, temperature, top_k, top_p):
 
 def sample_row_by_row(logits, history, temperature, top_k, top_p, repetition_penalty, uniform, token):
     for row in reversed(range(logits.shape[0])):
-        scores, penalty = logits[row].float(), float(repetition_penalty[row])
+        scores, penalty = logits[row].float().clone(), float(repetition_penalty[row])
         for seen in {int(t) for t in history[row] if t >= 0}:
             scores[seen] = scores[seen] / penalty if scores[seen] > 0 else scores[seen] * penalty
         if not temperature[row] > 0:
@@ -499,3 +499,31 @@ def sample_all_rows(logits, history, temperature, top_k, top_p, repetition_penal
     drawn = (reached <= uniform.double()[:, None] * reached[:, -1:]).sum(-1)
     last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)
     return torch.where(temperature > 0, torch.minimum(drawn, last), scores.argmax(-1))
+
+
+WAYS = {
+    "linear": (
+        "linear_split_k", "linear_kahan", "linear_pairwise", "linear_in_double", "linear_backwards",
+        "linear_transposed", "linear_threads_per_call", "linear_row_by_row",
+    ),
+    "attn": (
+        "attn_tiles_of_7", "attn_tiles_of_64_backwards", "attn_by_powers_of_two", "attn_in_double",
+        "attn_head_by_head", "attn_split_over_keys",
+    ),
+    "paged_attn": ("paged_by_pages", "paged_in_double"),
+    "prefill_attn": ("prefill_query_by_query", "prefill_by_tiles"),
+    "kv_append": ("append_backwards", "append_as_bits"),
+    "rmsnorm": ("rmsnorm_newton", "rmsnorm_by_halves", "rmsnorm_element_of_a_vector", "rmsnorm_flushing"),
+    "add_rmsnorm": ("added_in_double", "added_row_by_row"),
+    "rope": ("rope_with_tables", "rope_in_double"),
+    "swiglu": ("swiglu_by_powers_of_two", "swiglu_in_double", "swiglu_columns_backwards"),
+    "geglu": ("geglu_by_other_functions", "geglu_row_by_row"),
+    "norm_qkv": ("norm_qkv_unrounded", "norm_qkv_in_parts"),
+    "gate_up": ("gate_up_as_one_product", "gate_up_interleaved"),
+    "lm_head": ("head_by_blocks", "head_in_double"),
+    "sample": ("sample_row_by_row", "sample_all_rows"),
+}  # fmt: skip
+ALLOCATING = (
+    "linear_row_by_row", "paged_in_double", "rmsnorm_element_of_a_vector", "added_row_by_row", "rope_in_double",
+    "swiglu_in_double", "gate_up_interleaved", "head_in_double", "sample_all_rows",
+)  # fmt: skip
