@@ -16,9 +16,6 @@ the formula selects for a workload, at every M up to 16 and beyond; on a GPU als
 Visits are discarded if other processes used more than a twentieth of a core, whatever their result; so are cells with
 too few visits. --build compiles the kernels of the cells without measuring, before a run on an idle machine.
 
-On a GPU the settings that FlashAttention, vLLM and Triton's tutorial would choose are also timed
-(benchmarks/peer_settings.py); for products also PyTorch's default and cuBLASLt (benchmarks/cublaslt.py).
-
 --write stores the cells in benchmarks/results/cpu/regret-ISA.json. Without --fresh, stored cells with the same kernels
 and formulas are not measured again, so that --limit SECONDS can split a sweep into several runs. Cells of a GPU are
 stored by `./run gpu --stage regret --keep`, as the record of the stage.
@@ -50,7 +47,7 @@ if str(ROOT) not in sys.path:
 
 from autosel import resources
 from autosel.candidates.base import Candidate
-from autosel.candidates.registry import all_candidates, baseline
+from autosel.candidates.registry import all_candidates
 from autosel.candidates.triton.base import also, shared
 from autosel.errors import BuildError
 from autosel.knobs.cpu import linear
@@ -61,11 +58,9 @@ from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.native.compile import find_sources
 from autosel.tuning.builds import Builds
 from autosel.values import Accepted, Fingerprint, NativeRecipe, PythonRecipe, Recipe, Scalar, Workload, digest
-from benchmarks.cublaslt import by_cublaslt
 from benchmarks.cutlass_settings import around
 from benchmarks.halving import ArmTimes, final, held_out, interval, nominate, ratios_of
 from benchmarks.kept import device_of, file_of, keep
-from benchmarks.peer_settings import of_peers
 
 if TYPE_CHECKING:
     from benchmarks.gpu.instrument import Timer
@@ -78,7 +73,7 @@ KERNELS = resources.kernels()
 METHOD = 2  # version of the measurement; cells of another version are measured again
 SWEEP_SHARE = 0.4  # share of a cell's time
 FRESH_SEED = 2  # seed of the contents for checking the final's settings
-CLOSED, TWIN, CONSTANT, PEER = "closed form", "twin", "constant", "as "
+CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
 
 GOALS = {
     "decode": (0.03, 0.08),
@@ -365,7 +360,7 @@ def measure(cell: RegretCell, timer: Timer, seconds: float, rng: Random) -> dict
     refused = refusing(timer, others) if may_refuse else []
     arms = {name: one for name, one in arms.items() if name not in refused}
     legs = {name: arm for name, (arm, _) in arms.items()}
-    beside = [name for name in arms if name in (TWIN, CONSTANT) or name.startswith(PEER)]  # timed, but not rivals
+    beside = [name for name in arms if name in (TWIN, CONSTANT)]  # timed, but not rivals
     rest = {name: setting for name, (_, setting) in arms.items() if name != closed and name not in beside}
     swept = nominate(timer, closed, rest, arms[closed][1], seconds=SWEEP_SHARE * seconds, rng=rng)
     rivals = [closed, *swept.nominees]
@@ -404,11 +399,6 @@ def measure(cell: RegretCell, timer: Timer, seconds: float, rng: Random) -> dict
         found["wrong"] = wrong
     if CONSTANT in times:
         found["constant"] = round(statistics.median(ratios_of(times, CONSTANT, best)) - 1, 4)
-    peers = [name for name in times if name.startswith(PEER)]
-    if peers:
-        found["peers"] = {
-            name.removeprefix(PEER): round(statistics.median(ratios_of(times, name, best)) - 1, 4) for name in peers
-        }
     return found
 
 
@@ -483,10 +473,6 @@ def _arms(cell: RegretCell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setti
     made[TWIN] = (replace(twin, candidate=f"{own.name} again"), setting)
     if is_legal(fixed, w, fp):
         made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
-    for peer, chosen in of_peers(w, fp, setting).items():
-        made[f"{PEER}{peer}"] = (replace(entrant(own, w, fp, chosen), candidate=f"{own.name} as {peer}"), chosen)
-    for arm in by_cublaslt(w, fp).values():  # for a product, PyTorch's versions too
-        made |= {f"{PEER}pytorch": (entrant(baseline(w.op), w, fp), {}), f"{PEER}cublaslt": (arm, {})}
     return made, _spelled(setting)
 
 
@@ -522,23 +508,6 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
             **({"constants": geomean(constants)} if constants else {}),
         }
     return made
-
-
-def peers_summary(found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, float, float]]:
-    """Return peer -> (cells with a rule, its geomean over the best, the closed form's geomean in these cells)."""
-    names = dict.fromkeys(name for c in found for name in c.get("peers", {}))
-    cells_of = {name: [c for c in found if name in c.get("peers", {})] for name in names}
-    return {
-        name: (len(those), geomean([c["peers"][name] for c in those]), geomean([c["regret"] for c in those]))
-        for name, those in cells_of.items()
-    }
-
-
-def peers_told(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"as {name} would set it: {theirs:.1%} over the best in {count} cells; the closed form there {ours:.1%}"
-        for name, (count, theirs, ours) in peers_summary(found).items()
-    ]
 
 
 def geomean(regrets: Sequence[float]) -> float:
@@ -613,8 +582,6 @@ def markdown(stored: Mapping[str, Any]) -> str:
         constants = f"{s['constants']:.1%}" if "constants" in s else ""
         shown = f"{s['geomean']:.1%} | {s['p95']:.1%} | {s['worst']:.1%} | {s['twin']:.1%} | {constants}"
         lines.append(f"| {kind} | {s['cells']} | {shown} | {', '.join(goal)} |")
-    peers = peers_told(found)
-    lines += ["", *(f"- {told}" for told in peers)] if peers else []
     lines += ["", "| kernel | workload | regret (95 %) | closed form, us | best, us | settings |", "|" + " --- |" * 6]
     for c in sorted(found, key=lambda c: -c["regret"]):
         regret = f"{c['regret']:.1%} ({c['low']:.1%} .. {c['high']:.1%})"

@@ -59,7 +59,6 @@ def table(found: Mapping[str, Found]) -> Table:
         told.append(
             f"{kind}: geomean {s['geomean']:.1%}, p95 {s['p95']:.1%}, worst {s['worst']:.1%} of {s['cells']:.0f}"
         )
-    told += regret.peers_told(measured)
     for why, count in Counter(one["left out"] for one in found.values() if "left out" in one).items():
         told.append(f"{count} of {len(found)} cells left out: {why}")
     columns = ("kind", "kernel", "workload", "regret", "95 %", "closed us", "best us")
