@@ -7,7 +7,6 @@
     containment   illegal access, endless kernel, exhausted memory: check that the next candidate is unaffected
     bench         time every candidate of every op with cold operands, as a fraction of the read rate
     regret        compare the closed forms with an exhaustive sweep of the knobs
-    profile       profile the two slowest kernels of autosel with Nsight Compute
     tune          run `autosel tune` on the workloads of the decodes
     decode        run `autosel run`: certified decodes of the models
     sweep         run `autosel sweep`: the model over contexts and over batches

@@ -1,4 +1,4 @@
-"""Stage 10: decode the models with `autosel run`, which certifies each run against the eager baseline.
+"""Stage 9: decode the models with `autosel run`, which certifies each run against the eager baseline.
 
 At the model's context: one sequence, several sequences, and two tokens of one stream in flight. The step runs as one
 native call (`persistent`), as a graph, and call by call. The other models run at that context and at a short one.

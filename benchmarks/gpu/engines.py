@@ -1,4 +1,4 @@
-"""Stage 12: run autosel inside the installed engines: its plug-ins for vLLM, SGLang and FlashInfer, and patched
+"""Stage 11: run autosel inside the installed engines: its plug-ins for vLLM, SGLang and FlashInfer, and patched
 Hugging Face models.
 
 Each engine runs in its own process, once without and once with the stored decisions. Its answers must be the same, as

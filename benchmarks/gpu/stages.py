@@ -46,7 +46,6 @@ STAGES = {
     "containment": "benchmarks.gpu.containment",
     "bench": "benchmarks.gpu.bench",
     "regret": "benchmarks.gpu.regret",
-    "profile": "benchmarks.gpu.profiles",
     "tune": "benchmarks.gpu.tune",
     "decode": "benchmarks.gpu.decode",
     "sweep": "benchmarks.gpu.sweeps",

@@ -1,4 +1,4 @@
-"""Stage 11: sweep the model's step over contexts and over batches with `autosel sweep`."""
+"""Stage 10: sweep the model's step over contexts and over batches with `autosel sweep`."""
 
 from __future__ import annotations
 

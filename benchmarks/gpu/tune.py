@@ -1,4 +1,4 @@
-"""Stage 9: run `autosel tune` on all decoded workloads, as a user does; later runs use its decisions."""
+"""Stage 8: run `autosel tune` on all decoded workloads, as a user does; later runs use its decisions."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from autosel.parity.mirror import Mirror
 from autosel.race.plan import plan as plan_of
 from autosel.values import PythonRecipe
 from autosel.workers.arena import Arena
-from benchmarks.gpu import child, containment, profiled
+from benchmarks.gpu import child, containment
 from benchmarks.gpu.scope import refuse_absent_device
 from tests.null import test_guard as guards
 from tests.null.cuda_stand_in import TICK_MS, Cuda, OnGpu
@@ -327,19 +327,6 @@ def test_a_gpu_that_no_kernel_is_for_is_refused_before_the_first_stage(
     with pytest.raises(UsageError, match="no kernel supports GPU 1") as caught:
         refuse_absent_device("cuda:1")
     assert "Tesla T4 has compute capability 7.5" in caught.value.why and "8.0" in caught.value.why
-
-
-def test_a_profiler_runs_between_the_two_marks_and_at_no_other_time(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running: list[bool] = [False]
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: running.append(True))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: running.append(False))
-    monkeypatch.setattr(profiled, "MARKS", [])
-    scope: Any = SimpleNamespace(on_gpu=True)
-    begin = profiled.mark(scope)
-    during = running[-1]
-    assert profiled.mark(scope) >= begin and (during, running) == (True, [False, True, False])
 
 
 # --- a race of whole steps --------------------------------------------------------------------------------------------

@@ -94,9 +94,7 @@ struct Device {
   std::set<Event*> events;
   std::map<Graph*, std::shared_ptr<Graph>> graphs;
   std::string failed;  // text of the last error
-  std::string tool;    // the tool in use: racecheck, ncu
-  bool profiled = false;
-  std::vector<std::pair<std::string, double>> launches;  // profiled kernels and their milliseconds
+  std::string tool;    // the tool in use: racecheck
   cudaError_t fault = cudaSuccess;
   cudaError_t last = cudaSuccess;
   bool late = false, tells = false;  // tells: write errors to stderr
@@ -387,9 +385,7 @@ inline cudaError_t start(Module* module, const std::string& name, size_t permitt
     if (e != cudaSuccess) return e;
     const cudaError_t done = submit(shape.stream, [l] {
       try {
-        const double begun_ms = now_ms();
         machine().run(*l);
-        if (device().profiled) device().launches.emplace_back(l->function->name, now_ms() - begun_ms);
         return cudaSuccess;
       } catch (const std::exception& error) { return say(code_of(error.what()), error.what()); }
     });
