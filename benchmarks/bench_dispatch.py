@@ -1,15 +1,16 @@
 """Measure the overhead of `best()`: direct, bound and dispatched by shape, interleaved in one process.
 
-    python benchmarks/bench_dispatch.py [--rounds 31] [--calls 2000] [--json]
+    python benchmarks/bench_dispatch.py [--rounds 31] [--calls 2000]
 
-Each round times every variant once, in rotated order. The overhead is the median over rounds of the difference to the
-direct call of the same round, with quartiles. "direct again" is the A/A control: its median must be within 30 ns of
-zero, or the run is void (exit code 5). A kernel that does nothing shows the overhead alone; real kernels show that the
-overhead does not change with work. The guard's countdown is on and its checks are off.
+It prints JSON; figures.py shows it as `best/bound` and `best/shape`. Each round times every variant once, in rotated
+order. The overhead is the median over rounds of the difference to the direct call of the same round, with quartiles.
+"direct again" is the A/A control: its median must be within 30 ns of zero, or the run is void (exit code 5). The
+kernels do nothing, so that the overhead is measured alone. The guard's countdown is on and its checks are off.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -22,19 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import command_line
 import torch
 
 from autosel import dispatch, ops
 from autosel.candidates import arms, registry
 from autosel.candidates.load import load
-from autosel.dispatch.board import this_device
 from autosel.guard import Policy
 from autosel.ops.contract import Op
 from autosel.testing import serving
-from autosel.values import Accepted, Arm, PythonRecipe, digest
+from autosel.values import Arm, PythonRecipe, digest
 
-KERNELS = {"rmsnorm": "cpp:rmsnorm", "attn": "cpp:attn_decode"}
 NOTHING = """
 def rmsnorm(x, weight, eps, offset, out=None):
     return out
@@ -42,23 +40,18 @@ def rmsnorm(x, weight, eps, offset, out=None):
 def attn(q, k, v, lengths, max_len, scale, window, softcap, out=None):
     return out
 """
-BOUND_LIMIT_NS, SHAPE_LIMIT_NS, CONTROL_NS = 100, 1000, 30
+CONTROL_NS = 30
 
 
 def main() -> int:
-    parser = command_line.parser(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--calls", type=int, default=2000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    imported = import_times(8)
     with tempfile.TemporaryDirectory() as folder:
         lines = [measure(*case, Path(folder), options.rounds, options.calls) for case in cases(Path(folder))]
-    if options.json:
-        json.dump({"import": imported, "calls": lines}, sys.stdout, indent=1)
-        print()
-    else:
-        show(lines, imported)
+    print(json.dumps({"calls": lines}, indent=1))
     if any(abs(line["direct again"]["median_ns"]) > CONTROL_NS for line in lines):
         print("void: two timings of the direct call differ beyond the limit", file=sys.stderr)
         return 5
@@ -76,17 +69,10 @@ def cases(folder: Path) -> list[tuple[str, Op, Arm, tuple[Any, ...]]]:
     rms_call = (x, weight, 1e-6, 0.0, torch.empty_like(x))
     q, k = torch.randn(1, 4, 1, 64).bfloat16(), torch.randn(1, 2, 16, 64).bfloat16()
     attn_call = (q, k, k.clone(), None, 16, 0.0, 0, 0.0, torch.empty_like(q))
-    found = [
-        ("rmsnorm, a kernel that does nothing", rms, nothing("rmsnorm", folder), rms_call),
-        ("attn, a kernel that does nothing", attn, nothing("attn", folder), attn_call),
+    return [
+        ("rmsnorm", rms, nothing("rmsnorm", folder), rms_call),
+        ("attn", attn, nothing("attn", folder), attn_call),
     ]
-    for op, call in ((rms, rms_call), (attn, attn_call)):
-        w = op.workload_of(arguments(op, call))
-        kernel = registry.find(op.name, KERNELS[op.name])
-        if isinstance(kernel.supports(w, this_device()), Accepted):
-            arm = serving.arm_of(w, kernel.name)
-            found.append((f"{op.name}, {arm.candidate}", op, arm, call))
-    return found
 
 
 def nothing(name: str, folder: Path) -> Arm:
@@ -157,27 +143,6 @@ def import_times(count: int) -> dict[str, Any]:
         torches.append(loaded == "True")
     kept = seconds[1:]
     return {"median_ms": statistics.median(kept) * 1e3, "most_ms": max(kept) * 1e3, "loads_torch": any(torches)}
-
-
-# --- showing ------------------------------------------------------------------------------------------------------
-
-
-def show(lines: Sequence[dict[str, Any]], imported: dict[str, Any]) -> None:
-    print(
-        f"time over the direct call, ns: median (quartiles); goals: bound <= {BOUND_LIMIT_NS}, "
-        f"by shape <= {SHAPE_LIMIT_NS}\n"
-    )
-    print(f"{'':36}{'direct':>8}  {'A/A':>6}  {'bound':>16}  {'by shape':>17}")
-    for line in lines:
-        cells = [
-            f"{x['median_ns']:.0f} ({x['q25_ns']:.0f}..{x['q75_ns']:.0f})" for x in (line["bound"], line["by shape"])
-        ]
-        control = line["direct again"]["median_ns"]
-        print(f"{line['case']:36}{line['direct_ns']:8.0f}  {control:6.0f}  {cells[0]:>16}  {cells[1]:>17}")
-    torch_too = "loads torch" if imported["loads_torch"] else "without torch"
-    print(
-        f"\nimport autosel: {imported['median_ms']:.1f} ms (most {imported['most_ms']:.1f}), {torch_too}; goal <= 100"
-    )
 
 
 if __name__ == "__main__":
