@@ -14,24 +14,21 @@ token must be equal if the two largest logits are further apart than both bounds
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
 import inspect
 import io
 import json
-import os
-import queue
-import select
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +51,7 @@ from autosel.values import Accepted, Workload
 
 RESULT = Path(__file__).parent / "results" / "cpu" / "transformers-classes.json"
 ENDING = "ForCausalLM"
-LIMIT_S = 120  # for one class in its own process
+LIMIT_S = 120  # for one class
 SERVED_GOAL, CLASSES_GOAL = 0.8, 0.6
 PROMPT, STEPS, MOVES = 9, 2, 4
 VOCABULARY = 128
@@ -482,69 +479,30 @@ def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[s
 def sweep(
     wanted: Sequence[str], jobs: int, heard: Callable[[ClassResult], None] = lambda row: None
 ) -> list[ClassResult]:
-    """Return a row for each class. A worker process that dies or exceeds LIMIT_S loses only its class."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in wanted:
-        waiting.put(name)
-    found: list[ClassResult] = []
-    threads = [threading.Thread(target=_work, args=(waiting, found, heard)) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sorted(found, key=lambda row: row.name)
+    """Return a row for each class. Each runs in its own process, forked from one that has imported transformers."""
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload(["transformers", "autosel"])
 
-
-def _work(waiting: queue.SimpleQueue[str], found: list[ClassResult], heard: Callable[[ClassResult], None]) -> None:
-    worker: subprocess.Popen[str] | None = None
-    while True:
-        try:
-            name = waiting.get_nowait()
-        except queue.Empty:
-            break
-        worker = worker or _started()
-        row = _asked_of(worker, name)
-        if row is None:
-            worker.kill()
-            ended = f"exit status {worker.wait()}" if worker.returncode is None else f"exit status {worker.returncode}"
-            row = ClassResult(
-                name=name, outcome="failed", reason=f"no answer in {LIMIT_S} s, or the process ended: {ended}"
-            )
-            worker = None
-        found.append(row)
+    def alone(name: str) -> ClassResult:
+        near, far = processes.Pipe(duplex=False)
+        child = processes.Process(target=_answer, args=(name, far))
+        child.start()
+        far.close()
+        row = ClassResult(name=name, outcome="failed", reason=f"no answer in {LIMIT_S} s, or its process ended")
+        if near.poll(LIMIT_S):
+            with suppress(EOFError):
+                row = near.recv()
+        child.kill()
+        child.join()
         heard(row)
-    if worker is not None:
-        assert worker.stdin is not None
-        worker.stdin.close()
-        worker.wait()
+        return row
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return sorted(pool.map(alone, wanted), key=lambda row: row.name)
 
 
-def _started() -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--worker"]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-
-
-def _asked_of(worker: subprocess.Popen[str], name: str) -> ClassResult | None:
-    assert worker.stdin is not None and worker.stdout is not None
-    with suppress(BrokenPipeError):
-        worker.stdin.write(name + "\n")
-        worker.stdin.flush()
-        if select.select([worker.stdout], [], [], LIMIT_S)[0]:
-            line = worker.stdout.readline()
-            if line:
-                told = json.loads(line)
-                return ClassResult(**{**told, "left": tuple(told["left"])})
-    return None
-
-
-def _worker() -> int:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with answers
-    for line in sys.stdin:
-        print(json.dumps(dataclasses.asdict(swept(line.strip()))), file=answers, flush=True)
-    return 0
+def _answer(name: str, far: Connection) -> None:
+    far.send(swept(name))
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -577,10 +535,7 @@ def main() -> int:
     parser = command_line.parser(__doc__, write="store the rows in benchmarks/results/cpu/")
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="only these classes")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        return _worker()
     began = time.monotonic()
 
     def heard(row: ClassResult) -> None:
