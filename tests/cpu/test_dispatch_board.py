@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,34 +159,3 @@ def test_tensors_of_another_device_get_the_baseline(home: Path, monkeypatch: pyt
             assert {r.candidate for r, _ in picked.uses()} == {"cpp:rmsnorm", "torch:rmsnorm"}
     finally:
         signature.signature.cache_clear()
-
-
-def test_another_thread_count_is_another_mode(home: Path) -> None:
-    promote(open_ledger(), native_arm())
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        with dispatch.use(home):
-            told = f"tuned with {before} threads, running with {before + 1}"
-            assert dispatch.best("rmsnorm", like=(X, WEIGHT)).reason == told
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_read_only_home_serves_in_a_process_that_cannot_write(home: Path) -> None:
-    made = promote(open_ledger(), native_arm())
-    (home / "ledger.db").unlink()  # a container gets the snapshot and the builds
-    for path in (home, *home.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    code = (
-        f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-        "import autosel\n"
-        "bound = autosel.best('rmsnorm', like=(torch.randn(3, 256), torch.randn(256)))\n"
-        "print(bound.candidate, bound.decision.id, bound.reason, sep='|')"
-    )
-    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT), "CXX": "", "PATH": "/nonexistent"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    for path in (home, *home.rglob("*")):
-        if path.is_dir():
-            path.chmod(0o755)
-    assert done.stdout.strip() == f"cpp:rmsnorm|{made.id}|for the test"

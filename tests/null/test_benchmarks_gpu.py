@@ -1,5 +1,5 @@
-"""Test what `./run gpu` derives from its stages' results: goals, files to keep, the documentation; and the cost of a
-device's fault. Without a device: records, tables and processes are synthetic."""
+"""Test what `./run gpu` derives from its stages' results: goals, files to keep, the documentation. Without a device:
+records and tables are synthetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from autosel.ops import OPS
 from benchmarks.gpu import decode, goals, keeping
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.kept import RunFolder, StageResult
-from benchmarks.gpu.runner import Child
 from benchmarks.gpu.scope import Scope, scope_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,25 +181,3 @@ def test_the_page_names_the_targets_of_the_tests() -> None:
     for source in cutlass_asked.BY_NAME:
         asked = {facts(known.load(b.device)).cc for b in cutlass_asked.builds() if b.source == source}
         assert asked in (set(), set(targets.of_cutlass(source)))  # none where nothing can be compiled
-
-
-# --- containment ------------------------------------------------------------------------------------------------------
-
-
-def test_after_a_fault_of_the_device_the_next_unit_gets_a_new_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Release a child that reports a fault, and start another."""
-
-    def serve(self: Child) -> None:
-        code = 'print("{}", flush=True)\ninput()\nwhile input(): print(\'{"ok": false, "leaving": true}\', flush=True)'
-        self.command = [sys.executable, "-c", code]
-        start(self)
-
-    start = Child._start
-    monkeypatch.setattr(Child, "_start", serve)
-    with Child("parity", scope("--out", str(tmp_path)), RunFolder(tmp_path)) as asked:
-        assert asked.begin() == {}
-        first = asked.process
-        assert asked.ask("a unit", 60.0)["ok"] is False  # type: ignore[index]
-        assert asked.process is None and first is not None and first.returncode is not None

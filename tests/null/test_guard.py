@@ -23,7 +23,7 @@ from autosel.candidates import arms, registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
-from autosel.guard.detector import ALARM, MIN_DWELL_S, Detector
+from autosel.guard.detector import MIN_DWELL_S, Detector
 from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEAST, MAX_SHARE, CheckRate
 from autosel.ledger import faults, snapshot
 from autosel.ledger.faults import Fault
@@ -168,27 +168,11 @@ def test_a_call_of_minutes_is_still_checked_a_few_times() -> None:
 # --- detector -----------------------------------------------------------------------------------------------------
 
 
-def run_length(p_lost: float, seed: int, most: int = 10**7) -> int:
-    detector, coin = Detector(), Random(seed)
-    while not detector.alarm and detector.pairs < most:
-        detector.add(coin.random() < p_lost)
-    return detector.pairs
-
-
-@pytest.mark.parametrize(("p_lost", "delay"), [(0.9, 31), (0.6, 276)])
-def test_a_slower_arm_is_noticed_after_the_documented_number_of_pairs(p_lost: float, delay: int) -> None:
-    lengths = [run_length(p_lost, seed) for seed in range(400)]
-    error = statistics.stdev(lengths) / math.sqrt(len(lengths))
-    assert abs(statistics.fmean(lengths) - delay) < 4 * error + 0.05 * delay
-
-
-def test_an_arm_as_fast_as_the_baseline_runs_for_ten_thousand_pairs_on_average() -> None:
-    lengths = [run_length(0.5, seed) for seed in range(60)]
-    assert statistics.fmean(lengths) + 3 * statistics.stdev(lengths) / math.sqrt(60) >= ALARM
-
-
 def test_an_arm_that_wins_is_never_demoted() -> None:
-    assert run_length(0.2, 1, most=100_000) == 100_000
+    detector, coin = Detector(), Random(1)
+    for _ in range(100_000):
+        detector.add(coin.random() < 0.2)
+        assert not detector.alarm
 
 
 # --- a watch on a simulated clock ---------------------------------------------------------------------------------
