@@ -343,15 +343,14 @@ def flips_a_coin(x, weight, eps, offset, y):
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, beyond=0, maximum=True):
+def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, maximum=True):
     """Return [B, Hq, S, D], in fp32; options select mistakes."""
     b, hq, s, d = q.shape
-    keys = min(max_len + beyond, k.shape[2])
-    k, v = (t[:, :, :keys].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
+    k, v = (t[:, :, :max_len].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
     ends = torch.full((b,), max_len) if lengths is None else lengths.long()
     query = (ends[:, None] - s + torch.arange(s))[:, None, :, None]
-    key = torch.arange(keys)
-    seen = (key <= query + beyond - drop) & (query >= 0)
+    key = torch.arange(max_len)
+    seen = (key <= query - drop) & (query >= 0)
     if window:
         seen &= key > query - window
     scores = q.float() @ k.mT * (scale or d**-0.5)
@@ -379,14 +378,6 @@ def forgets_a_head(q, k, v, lengths, max_len, scale, window, softcap, o):
     made = attention(q, k, v, lengths, max_len, scale, window, softcap)
     made[:, 44:][:, :1] = made[:, :1]
     return o.copy_(made)
-
-
-def masks_one_too_many(q, k, v, lengths, max_len, scale, window, softcap, o):
-    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, drop=1))
-
-
-def masks_one_too_few(q, k, v, lengths, max_len, scale, window, softcap, o):
-    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap, beyond=1))
 
 
 def subtracts_no_maximum(q, k, v, lengths, max_len, scale, window, softcap, o):

@@ -1,4 +1,4 @@
-"""Test PyTorch's candidates, and users' kernels in real workers."""
+"""Test PyTorch's candidates, and a candidate that a script defines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from typing import Any
 import pytest
 
 from autosel import models
-from autosel.candidates import arms, registry, user
+from autosel.candidates import registry
 from autosel.candidates.base import Candidate
 from autosel.candidates.load import load
 from autosel.models.workloads import ASKED_OPS, STEP_OPS
 from autosel.ops import OPS
 from autosel.ops.contract import Match
-from autosel.parity.check import check
-from autosel.parity.session import Proof
 from autosel.values import (
     Accepted,
     DTypeName,
-    Failed,
     Fingerprint,
-    Knobs,
-    Passed,
     PythonRecipe,
     Rejected,
     Workload,
@@ -43,7 +38,6 @@ CPU = Fingerprint(
     environment={},
     rates={},
 )
-NORM = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
 
 
 def tiny(name: str) -> models.ModelShape:
@@ -103,57 +97,7 @@ def test_packed_attention_supports_decode_only() -> None:
     assert "S = 4" in refused.reason
 
 
-# --- users' kernels, in worker processes -----------------------------------------------------------------------------
-
-KERNELS = """
-import torch
-import autosel
-
-@autosel.candidate("rmsnorm", name="right")
-def right(x, weight, eps, offset):
-    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return (x.float() * rstd * (weight.float() + offset)).to(x.dtype)
-
-def forgets_eps(x, weight, eps, offset):
-    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
-    return (x.float() * rstd * (weight.float() + offset)).to(x.dtype)
-
-def wider(x, weight, eps, offset):
-    return right(x, weight, eps, offset).double()
-
-def scribbles(x, weight, eps, offset):
-    made = right(x, weight, eps, offset)
-    x.zero_()
-    return made
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine_kernels.py").write_text(KERNELS)
-    return tmp_path
-
-
-def proven(name: str, folder: Path) -> Passed | Failed:
-    candidate = user.from_target(f"mine_kernels:{name}", "rmsnorm", folder=folder)
-    recipe = candidate.recipe(NORM, CPU, Knobs())
-    arm = arms.arm(candidate, NORM, CPU, "", Knobs())
-    return check(Proof(candidate=candidate, recipe=recipe, digest=arm.digest, knobs=Knobs(), workload=NORM))
-
-
-def test_a_users_function_that_returns_its_result_passes_parity_in_a_worker(folder: Path) -> None:
-    found = proven("right", folder)
-    assert isinstance(found, Passed), found
-    assert found.cases > 10
-    assert "mine_kernels" not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["forgets_eps", "wider", "scribbles"])
-def test_a_users_function_that_is_wrong_fails_parity_in_a_worker(folder: Path, name: str) -> None:
-    found = proven(name, folder)
-    assert isinstance(found, Failed)
-    assert found.reason
-
+# --- a user's script -------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import json, sys
