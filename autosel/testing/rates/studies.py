@@ -207,42 +207,28 @@ def promoted(s: Scenario, random: Random, nominate: str = "") -> bool:
 def identical() -> Iterator[StudyCell]:
     """Race two identical arms, under every noise, at the margins in use."""
     for noise in NOISES:
+        cell = partial(StudyCell, study="identical", noise=noise, must="at most")
         for delta in (DELTA_UNCALIBRATED, DELTA_CALIBRATED):
             for form in (SHORT, LONG):
                 name = f"one session, {delta:.0%}, {form.time_class}"
                 count = partial(sessions, setting(1.0, noise, form, delta))
-                yield StudyCell(
-                    study="identical", what=name, noise=noise, count=count, must="at most", limit=ALPHA_SESSION
-                )
+                yield cell(what=name, count=count, limit=ALPHA_SESSION)
         for form in (SHORT, LONG):
             count = partial(attempts, setting(1.0, noise, form, DELTA_CALIBRATED))
-            name = f"attempt, {DELTA_CALIBRATED:.0%}, {form.time_class}"
-            yield StudyCell(study="identical", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
+            yield cell(what=f"attempt, {DELTA_CALIBRATED:.0%}, {form.time_class}", count=count, limit=NOMINAL)
 
 
 def boundary() -> Iterator[StudyCell]:
     """Race a candidate that is faster by exactly the margin, where errors are most likely; also a margin of zero."""
     for noise in NOISES:
+        cell = partial(StudyCell, study="boundary", noise=noise, must="at most")
         for form, delta in ((SHORT, DELTA_UNCALIBRATED), (LONG, DELTA_UNCALIBRATED), (LONG, 0.0)):
             s = setting(1 + delta, noise, form, delta)
             name = f"one session, {delta:.0%}, {form.time_class}"
-            yield StudyCell(
-                study="boundary",
-                what=name,
-                noise=noise,
-                count=partial(sessions, s),
-                must="at most",
-                limit=ALPHA_SESSION,
-            )
+            yield cell(what=name, count=partial(sessions, s), limit=ALPHA_SESSION)
         s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
-        yield StudyCell(
-            study="boundary",
-            what="attempt, nominated, long",
-            noise=noise,
-            count=partial(attempts, s, nominate="same"),
-            must="at most",
-            limit=NOMINAL,
-        )
+        count = partial(attempts, s, nominate="same")
+        yield cell(what="attempt, nominated, long", count=count, limit=NOMINAL)
 
 
 # (true gain, margin): 5 % at the calibrated margin, and 5 % beyond the uncalibrated one.
@@ -260,14 +246,10 @@ def power() -> Iterator[StudyCell]:
         slot = [(BEYOND_THE_SLOT, DELTA_CALIBRATED)] if noise == "position_effect" else []
         for form in (SHORT, LONG):
             for ratio, delta in (*FASTER, *slot):
-                yield StudyCell(
-                    study="power",
-                    what=f"{ratio - 1:.0%} faster, {delta:.0%}, {form.time_class}",
-                    noise=noise,
-                    count=partial(attempts, setting(ratio, noise, form, delta)),
-                    must="shown" if (noise, ratio) in OUT_OF_REACH else "at least",
-                    limit=POWER,
-                )
+                name = f"{ratio - 1:.0%} faster, {delta:.0%}, {form.time_class}"
+                count = partial(attempts, setting(ratio, noise, form, delta))
+                must: Must = "shown" if (noise, ratio) in OUT_OF_REACH else "at least"
+                yield StudyCell(study="power", what=name, noise=noise, count=count, must=must, limit=POWER)
 
 
 def three_arms() -> Iterator[StudyCell]:
@@ -281,14 +263,8 @@ def three_arms() -> Iterator[StudyCell]:
             margin=margin_of(DELTA_CALIBRATED),
             incumbent="incumbent",
         )
-        yield StudyCell(
-            study="three arms",
-            what=f"challenger {behind:.0%} slower, {form.time_class}",
-            noise=noise,
-            count=partial(attempts, s, nominate="same"),
-            must="at most",
-            limit=NOMINAL,
-        )
+        name, count = f"challenger {behind:.0%} slower, {form.time_class}", partial(attempts, s, nominate="same")
+        yield StudyCell(study="three arms", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
 
 
 def selection() -> Iterator[StudyCell]:
@@ -296,14 +272,8 @@ def selection() -> Iterator[StudyCell]:
     for noise in NOISES:
         s = setting(1 + DELTA_UNCALIBRATED, noise, LONG, DELTA_UNCALIBRATED)
         eight = {"base": s.true_ns["base"]} | {f"candidate {i}": s.true_ns["same"] for i in range(8)}
-        yield StudyCell(
-            study="selection",
-            what="attempt, 5%, long",
-            noise=noise,
-            count=partial(attempts, replace(s, true_ns=eight)),
-            must="at most",
-            limit=NOMINAL,
-        )
+        name, count = "attempt, 5%, long", partial(attempts, replace(s, true_ns=eight))
+        yield StudyCell(study="selection", what=name, noise=noise, count=count, must="at most", limit=NOMINAL)
 
 
 # --- bias that is constant in a process ------------------------------------------------------------------------------
@@ -316,11 +286,11 @@ def session_bias() -> Iterator[StudyCell]:
     steady = [("iid", form, spread) for form in (SHORT, LONG) for spread in SPREADS]
     for noise, form, spread in (*steady, *((noise, SHORT, 0.02) for noise in NOISES if noise != "iid")):
         s = setting(1.0, noise, form, DELTA_CALIBRATED, session_spread=spread)
-        share = partial(StudyCell, study="session bias", noise=noise)
+        cell = partial(StudyCell, study="session bias", noise=noise)
         name = f"{spread:.1%} luck, {form.time_class}"
-        yield share(what=f"{name}: pi", count=partial(aa, s), must="shown", limit=1.0)
-        yield share(what=f"{name}: session", count=partial(sessions, s), must="shown", limit=1.0)
-        yield share(what=f"{name}: attempt", count=partial(biased_attempts, s), must="at most", limit=NOMINAL)
+        yield cell(what=f"{name}: pi", count=partial(aa, s), must="shown", limit=1.0)
+        yield cell(what=f"{name}: session", count=partial(sessions, s), must="shown", limit=1.0)
+        yield cell(what=f"{name}: attempt", count=partial(biased_attempts, s), must="at most", limit=NOMINAL)
 
 
 def aa(s: Scenario, races: int, random: Random) -> Count:
@@ -386,20 +356,12 @@ def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Cou
 
 def lifetime() -> Iterator[StudyCell]:
     """Make up to twenty attempts at one key within its budget; compare with twenty tests at .01."""
+    cell = partial(StudyCell, study="lifetime", noise="iid", limit=LIFETIME_BUDGET)
     for pi in (ALPHA_SESSION, 0.12):
         s = setting(1 + DELTA_UNCALIBRATED, "iid", LONG, DELTA_UNCALIBRATED)
-        yield StudyCell(
-            study="lifetime",
-            what=f"20 attempts, pi {pi:.2f}",
-            noise="iid",
-            count=partial(lives, s, margin_of(DELTA_UNCALIBRATED, pi)),
-            must="at most",
-            limit=LIFETIME_BUDGET,
-            scale=0.25,
-        )
-    yield StudyCell(
-        study="lifetime", what="20 tests at .01", noise="iid", count=naive_lives, must="fail", limit=LIFETIME_BUDGET
-    )
+        count = partial(lives, s, margin_of(DELTA_UNCALIBRATED, pi))
+        yield cell(what=f"20 attempts, pi {pi:.2f}", count=count, must="at most", scale=0.25)
+    yield cell(what="20 tests at .01", count=naive_lives, must="fail")
 
 
 def lives(s: Scenario, margin: Margin, races: int, random: Random) -> Count:
@@ -444,18 +406,12 @@ def tail() -> Iterator[StudyCell]:
         (0.10, "at most", TAIL_ERROR),
         (0.15, "at most", TAIL_ERROR),
     )
+    cell = partial(StudyCell, study="tail", noise="iid", scale=0.5)
     for form in (SHORT, LONG):
-        for share, must, limit in demands:
-            s = setting(1.2, "iid", form, DELTA_CALIBRATED, stutters={"base": 0.03, "same": share})
-            yield StudyCell(
-                study="tail",
-                what=f"{share:.0%} slow, {form.time_class}: promoted",
-                noise="iid",
-                count=partial(attempts, s),
-                must=must,
-                limit=limit,
-                scale=0.5,
-            )
+        for slow, must, limit in demands:
+            s = setting(1.2, "iid", form, DELTA_CALIBRATED, stutters={"base": 0.03, "same": slow})
+            name = f"{slow:.0%} slow, {form.time_class}: promoted"
+            yield cell(what=name, count=partial(attempts, s), must=must, limit=limit)
 
 
 # --- the usual rules, in the same simulator ---------------------------------------------------------------------------
@@ -464,24 +420,11 @@ def tail() -> Iterator[StudyCell]:
 def controls() -> Iterator[StudyCell]:
     """Race identical arms by common rules: in blocks, one arm after the other; in pairs, the candidate always first."""
     for noise in NOISES:
+        cell = partial(StudyCell, study="controls", noise=noise, must="fail", limit=ALPHA_SESSION)
         for rule in RULES.values():
-            yield StudyCell(
-                study="controls",
-                what=rule.name,
-                noise=noise,
-                count=partial(usual, rule.name, noise),
-                must="fail",
-                limit=ALPHA_SESSION,
-            )
+            yield cell(what=rule.name, count=partial(usual, rule.name, noise))
         s = setting(1.0, noise, SHORT, DELTA_CALIBRATED, fixed_order=True)
-        yield StudyCell(
-            study="controls",
-            what="ours, 2 %, without the coin",
-            noise=noise,
-            count=partial(sessions, s),
-            must="fail",
-            limit=ALPHA_SESSION,
-        )
+        yield cell(what="ours, 2 %, without the coin", count=partial(sessions, s))
 
 
 def usual(name: str, noise: str, races: int, random: Random) -> Count:
@@ -507,11 +450,11 @@ SLOWER = 1.05
 def demotion() -> Iterator[StudyCell]:
     """Count demotions of a served kernel as fast as the baseline, and of one that becomes slower."""
     for noise in NOISES:
-        share = partial(StudyCell, study="demotion", noise=noise)
+        cell = partial(StudyCell, study="demotion", noise=noise)
         alarms = partial(demoted, noise, 1.0, SHADOW)
-        yield share(what="as fast: within 1000 pairs", count=alarms, must="at most", limit=SHADOW / ALARM)
+        yield cell(what="as fast: within 1000 pairs", count=alarms, must="at most", limit=SHADOW / ALARM)
         found = partial(demoted, noise, SLOWER, SHADOW // 2)
-        yield share(what="5% slower: within 500 pairs", count=found, must="at least", limit=POWER)
+        yield cell(what="5% slower: within 500 pairs", count=found, must="at least", limit=POWER)
 
 
 def demoted(noise: str, slower: float, pairs: int, races: int, random: Random) -> Count:
