@@ -31,6 +31,7 @@ from autosel.decode.cache import Cache, make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
+from autosel.decode.reference import Reference
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import write_team
@@ -242,7 +243,7 @@ def reference(name: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
         for row in range(int(rows)):
             text = torch.tensor([[*prompt(row), *(fed(row, at) for at in range(STEPS))]])
             wide = torch.float64 if dtype == "fp32" else torch.float32
-            for made, eager in zip(found, (Eager(weights), Eager(weights, wide)), strict=True):
+            for made, eager in zip(found, (Eager(weights), Reference(weights, wide)), strict=True):
                 cache = make_cache(model, dtype, rows=1, room=ROOM)  # type: ignore[arg-type]
                 made.append(eager.logits(text, cache, 0)[0])
     return found

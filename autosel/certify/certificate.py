@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 from autosel.certify.slo import AskedObjective, Judged
 from autosel.certify.statistics import Interval
@@ -133,7 +133,7 @@ class FormTime:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """Every timed step in nanoseconds. Step i of both arms is the same step; `first[i]` is 1 if the optimised one ran
-    first.
+    first. Without a baseline, `baseline_ns` and `first` are empty.
 
     `optimised_host_ns` and `baseline_host_ns` end when the step's tokens are on the host; empty if `timed_by` is the
     host. `kept` counts the tokens of a sequence from each optimised step; empty means one.
@@ -149,7 +149,11 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Comparison of both arms from the same state: tokens that agreed, and the logits' distance from the reference."""
+    """Comparison of both arms from the same state: tokens that agreed, and the logits' distance from the reference.
+
+    `against` names the other arm: the baseline's steps, or without one, untimed passes of PyTorch that convert some
+    rows of a weight at a time.
+    """
 
     tokens_checked: int
     tokens_equal: int
@@ -158,6 +162,18 @@ class Verification:
     # tokens that differ but may, because the bound does not decide which is larger; None in version 3, which did not
     # judge
     tokens_open: int | None = None
+    against: Literal["baseline", "passes"] = field(default="baseline", metadata=LATER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgainstBaseline:
+    """The baseline's step in milliseconds, and the speedup over it with its 95 % interval."""
+
+    med: float
+    p95: float
+    tokens_per_sec: float
+    speedup: float
+    interval: Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,14 +274,16 @@ class Derived:
     iters: int  # timed steps of each arm
     latency_ms: Latency  # of an optimised step
     latency_interval_ms: Interval  # 95 % interval of its median
-    baseline_ms: float  # median step of eager PyTorch with SDPA, interleaved in the same run
-    baseline_p95_ms: float  # the time that 95 % of its steps do not exceed
+    # median step of eager PyTorch with SDPA, interleaved in the same run; None, like all that follows from it: no
+    # baseline ran
+    baseline_ms: float | None
+    baseline_p95_ms: float | None  # the time that 95 % of its steps do not exceed
     host_ms: float | None = None  # median until an optimised step's tokens are on the host; None: equals latency_ms
     baseline_host_ms: float | None = None  # the baseline's
-    speedup: float  # tokens_per_sec / baseline_tokens_per_sec
-    speedup_interval: Interval  # 95 % interval
+    speedup: float | None  # tokens_per_sec / baseline_tokens_per_sec
+    speedup_interval: Interval | None  # 95 % interval
     tokens_per_sec: float  # 1000 * batch * tokens_per_step / latency_ms.med
-    baseline_tokens_per_sec: float = 0.0  # 1000 * batch / baseline_ms
+    baseline_tokens_per_sec: float | None = 0.0  # 1000 * batch / baseline_ms
     peak_tokens_per_sec: float  # of the fastest step
     sustained_tokens_per_sec: float  # all tokens over the sum of all steps
     tokens_per_step: float  # of a sequence; above 1 only with speculation
@@ -303,6 +321,23 @@ class Certificate(Derived, Measured):
         return Certificate(
             **fields, sequence=1, previous="", signer="", field_digests={}, checksum="", signature=None
         )  # fmt: skip
+
+    @property
+    def baseline(self) -> AgainstBaseline | None:
+        """Return the figures of the baseline and over it; None if none ran. `verify` refuses a certificate with only
+        some of them.
+        """
+        if self.baseline_ms is None or self.baseline_p95_ms is None or self.baseline_tokens_per_sec is None:
+            return None
+        if self.speedup is None or self.speedup_interval is None:
+            return None
+        return AgainstBaseline(
+            med=self.baseline_ms,
+            p95=self.baseline_p95_ms,
+            tokens_per_sec=self.baseline_tokens_per_sec,
+            speedup=self.speedup,
+            interval=self.speedup_interval,
+        )
 
 
 def values(made: Measured | Derived) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def of_suite(found: Suite) -> list[Figure]:
     ]
 
 
-FASTER = ("seed", "mode", "cache", "page", "prealloc", "saved_bytes")  # options that do not make another workload
+# Options that do not make another workload.
+FASTER = ("seed", "mode", "cache", "page", "prealloc", "saved_bytes", "baseline")
 
 
 def name(made: Certificate) -> str:

@@ -20,6 +20,7 @@ def of_certificate(made: Certificate) -> Stated:
         "read rate": made.read_median_bytes_per_s,
         "other work": "yes" if made.contended else "no",
         "timed by": made.timed_by,
+        **({} if made.baseline else {"baseline": "none"}),
         "prompt": made.prompt.tokens_sha256[:12] if made.prompt else "none",
         **{name: str(value) for name, value in made.environment.items()},
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autosel.certify import slo
-from autosel.certify.certificate import Certificate, Cost, Derived, Gaps, Latency, Measured
+from autosel.certify.certificate import AgainstBaseline, Certificate, Cost, Derived, Gaps, Latency, Measured
 from autosel.certify.physics import Physics, weigh
 from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval, median, median_interval, quantile, speedup_interval
 from autosel.formats import PLAIN, find_weight_format
@@ -24,23 +24,23 @@ LENIENT = 2  # for a single step: memory may have been twice as fast as the best
 def derive(made: Measured) -> Derived:
     """Compute every figure that follows from the measured ones."""
     s, per_step = made.samples, tokens_per_step(made)
-    optimised, baseline = s.optimised_ns, s.baseline_ns
-    med, base = median(optimised) / NS_PER_MS, median(baseline) / NS_PER_MS
+    optimised, med = s.optimised_ns, median(s.optimised_ns) / NS_PER_MS
+    base = _baseline(made, med)
     tokens = made.shape.batch * per_step
     rate, latency, gaps = 1e3 * tokens / med, _latency(optimised), _gaps(made)
     return Derived(
         iters=len(optimised),
         latency_ms=latency,
         latency_interval_ms=_in_ms(median_interval(optimised)),
-        baseline_ms=base,
-        baseline_p95_ms=quantile(baseline, 0.95) / NS_PER_MS,
+        baseline_ms=base.med if base else None,
+        baseline_p95_ms=base.p95 if base else None,
         host_ms=_median_ms(s.optimised_host_ns),
         baseline_host_ms=_median_ms(s.baseline_host_ns),
-        speedup=base / med * (per_step if counts_tokens(made) else 1),
-        speedup_interval=speedup_interval(baseline, optimised, s.kept),
+        speedup=base.speedup if base else None,
+        speedup_interval=base.interval if base else None,
         tokens_per_step=per_step,
         tokens_per_sec=rate,
-        baseline_tokens_per_sec=1e3 * made.shape.batch / base,
+        baseline_tokens_per_sec=base.tokens_per_sec if base else None,
         peak_tokens_per_sec=1e9 * tokens / min(optimised),
         sustained_tokens_per_sec=1e9 * tokens * len(optimised) / sum(optimised),
         itl_ms=gaps,
@@ -51,6 +51,21 @@ def derive(made: Measured) -> Derived:
         roofline=median(rooflines(made)) if made.read_probes else 0.0,
         decision_ids=tuple(sorted({o.decision_id for o in made.per_op.values() if o.decision_id is not None})),
         verification_ok=verified(made),
+    )
+
+
+def _baseline(made: Measured, optimised_ms: float) -> AgainstBaseline | None:
+    """Return the baseline's figures; None without its steps."""
+    s = made.samples
+    if not s.baseline_ns:
+        return None
+    med = median(s.baseline_ns) / NS_PER_MS
+    return AgainstBaseline(
+        med=med,
+        p95=quantile(s.baseline_ns, 0.95) / NS_PER_MS,
+        tokens_per_sec=1e3 * made.shape.batch / med,
+        speedup=med / optimised_ms * (tokens_per_step(made) if counts_tokens(made) else 1),
+        interval=speedup_interval(s.baseline_ns, s.optimised_ns, s.kept),
     )
 
 
@@ -68,9 +83,18 @@ def tokens_per_step(made: Measured) -> float:
     return made.tokens_per_step
 
 
-def speedup(made: Certificate) -> float:
-    """Return tokens per second over the baseline's, also for versions whose stated speedup counts steps."""
-    return made.speedup if counts_tokens(made) else made.speedup * made.tokens_per_step
+def speedup(made: Certificate) -> float | None:
+    """Return tokens per second over the baseline's, also for versions whose stated speedup counts steps; None without
+    a baseline.
+    """
+    base = made.baseline
+    return None if base is None else base.speedup * (1 if counts_tokens(made) else made.tokens_per_step)
+
+
+def against_baseline(made: Certificate) -> AgainstBaseline:
+    """Return the baseline's figures of a run that has one, as every run of a suite, a sweep and the demo."""
+    assert made.baseline is not None, "the plan has a baseline"
+    return made.baseline
 
 
 def baseline_interval_ms(made: Certificate) -> Interval:
@@ -79,7 +103,9 @@ def baseline_interval_ms(made: Certificate) -> Interval:
 
 
 def claimed_interval(made: Certificate) -> Interval | None:
-    """Return the interval of the speedup; None for fewer than eight pairs of steps, whose range covers nothing."""
+    """Return the interval of the speedup; None for fewer than eight pairs of steps, whose range covers nothing, and
+    without a baseline.
+    """
     return made.speedup_interval if made.iters >= FEWEST_TO_RESAMPLE else None
 
 
@@ -95,13 +121,14 @@ def headline_roofline(made: Certificate) -> float:
 
 def physics(made: Certificate) -> dict[str, Physics]:
     """Return both arms' need of memory rate against the rate measured in the same run."""
-    prompts = {"the prompt": made.ttft_ms, "the baseline's prompt": made.baseline_ttft_ms}
+    prompts, base = {"the prompt": made.ttft_ms, "the baseline's prompt": made.baseline_ttft_ms}, made.baseline
+    plain = {"the baseline's step": _weigh(made, base.med, made.bytes_per_step + saved(made))} if base else {}
     return {
         "the optimised step": _weigh(made, made.latency_ms.med, made.bytes_per_step),
         "the fastest step, in twice its time,": _weigh(
             made, LENIENT * min(made.samples.optimised_ns) / NS_PER_MS, made.bytes_per_step
         ),
-        "the baseline's step": _weigh(made, made.baseline_ms, made.bytes_per_step + saved(made)),
+        **plain,
         # Each weight once, except an embedding that is not the output head.
         **{
             name: _weigh(made, ms, made.weights_bytes - embedding_bytes(made))

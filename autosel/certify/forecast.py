@@ -34,13 +34,14 @@ def forecast(
     shape, rate = plan.shape, read_rate(fp) or UNKNOWN[0]
     middle = plan.seq + plan.iters // 2 if plan.advance else plan.seq
     step_s = bytes_per_step(shape, plan.dtype, plan.batch, middle) / rate
-    pair_s = (OURS + EAGER) * step_s
+    arms = 2 if plan.baseline else 1
+    pair_s = (OURS + (EAGER if plan.baseline else 0.0)) * step_s
     races = (len(HALVES) + 1) * len(FORMS) * (ROUNDS + 1)
     against = min(len(text.tokens), FEWEST_TOKENS) if text is not None and compared else 0
     found = {
         "original": 2 * prompt_s(plan, against, fp) if against else 0.0,
         "weights": shape.weight_bytes(plan.dtype) / LOADED_BYTES_PER_S if loads else 0.0,
-        "prefill": 0.0 if plan.prompt == "synthetic" else 2 * prompt_s(plan, plan.batch * (plan.seq - 1), fp),
+        "prefill": 0.0 if plan.prompt == "synthetic" else arms * prompt_s(plan, plan.batch * (plan.seq - 1), fp),
         "chain": races * OURS * step_s if plan.prealloc and not plan.speculate else 0.0,
         "warmup": plan.warmup * pair_s,
         "decode": plan.iters * (pair_s + BETWEEN_S),

@@ -77,7 +77,7 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         timed_by=run.timed_by,
         samples=_samples(run),
         ttft_ms=_ms(run.ttft_ns),
-        baseline_ttft_ms=_ms(run.baseline_ttft_ns),
+        baseline_ttft_ms=_ms(run.baseline.ttft_ns) if run.baseline else None,
         cost=c.Paid(price_per_hour=request.price_per_hour, energy_joules=run.energy_joules),
         slo=tuple(AskedObjective(objective=o.text) for o in request.objectives),
         bytes_per_step=run.bytes_per_step,
@@ -112,6 +112,7 @@ def _verification(run: DecodeRun) -> c.Verification:
         max_logit_error=run.max_logit_error,
         logit_bound=run.logit_bound,
         tokens_open=run.tokens_open,
+        against="baseline" if run.baseline else "passes",
     )
 
 
@@ -224,16 +225,18 @@ def _options(run: DecodeRun) -> dict[str, Scalar]:
         "repetition_penalty": plan.sampling.repetition_penalty,
     }
     chosen |= {"saved_bytes": run.saved_bytes} if run.saved_bytes else {}
+    chosen |= {} if plan.baseline else {"baseline": False}
     return chosen | ({"page": plan.page} if plan.cache == "paged" else {})
 
 
 def _samples(run: DecodeRun) -> c.Samples:
+    base = run.baseline
     return c.Samples(
         optimised_ns=run.optimised_ns,
-        baseline_ns=run.baseline_ns,
-        first="".join("1" if flag else "0" for flag in run.optimised_first),
+        baseline_ns=base.ns if base else (),
+        first="".join("1" if flag else "0" for flag in base.optimised_first) if base else "",
         optimised_host_ns=run.optimised_host_ns,
-        baseline_host_ns=run.baseline_host_ns,
+        baseline_host_ns=base.host_ns if base else (),
         kept=run.kept if run.plan.speculate else (),
     )
 

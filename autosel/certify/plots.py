@@ -181,12 +181,11 @@ def _ops(made: Certificate, found: Audit) -> Figure:
 
 
 def _latency(made: Certificate, found: Audit) -> Figure:
-    """Plot the share of steps that took at most a given time, for both arms, without smoothing."""
+    """Plot the share of steps that took at most a given time, for each arm, without smoothing."""
     figure, axes = new_axes(2.9)
-    arms = (
-        ("optimised", made.samples.optimised_ns, made.latency_ms.med, ACCENT, "-"),
-        ("baseline", made.samples.baseline_ns, made.baseline_ms, OTHER, "--"),
-    )
+    arms = [("optimised", made.samples.optimised_ns, made.latency_ms.med, ACCENT, "-")]
+    if made.baseline is not None:
+        arms.append(("baseline", made.samples.baseline_ns, made.baseline.med, OTHER, "--"))
     for name, samples, med, colour, dash in arms:
         ordered = sorted(ns / 1e6 for ns in samples)
         shares = [0.0, *(100 * (i + 1) / len(ordered) for i in range(len(ordered)))]

@@ -99,14 +99,10 @@ def _headline(made: Certificate) -> str:
 
 
 def _tiles(made: Certificate) -> str:
-    speedup, step = claimed_interval(made), made.latency_interval_ms
+    step = made.latency_interval_ms
     tiles = [
         (figure(made.tokens_per_sec), "tokens/s", f"sustained {figure(made.sustained_tokens_per_sec)}"),
-        (
-            f"{made.speedup:.2f}×",
-            "over the baseline",
-            f"{speedup.lo:.2f} … {speedup.hi:.2f}" if speedup else "no interval: too few steps",
-        ),
+        *_speedup_tile(made),
         (
             f"{figure(made.latency_ms.med)} ms",
             "a step, median",
@@ -118,11 +114,20 @@ def _tiles(made: Certificate) -> str:
             f"{figure(made.read_bytes_per_s / 1e9, 3)} GB/s at best during the run",
         ),
     ]
-    if made.ttft_ms is not None and made.baseline_ttft_ms is not None:
-        below = f"{made.shape.prompt} tokens; baseline {figure(made.baseline_ttft_ms)} ms"
+    if made.ttft_ms is not None:
+        other = made.baseline_ttft_ms
+        below = f"{made.shape.prompt} tokens" + ("" if other is None else f"; baseline {figure(other)} ms")
         tiles.append((f"{figure(made.ttft_ms)} ms", "to the first token", below))
     marked = (f"<b>{escape(a)}</b><span>{escape(b)}</span><small>{escape(c)}</small>" for a, b, c in tiles)
     return "<ul class=tiles>" + "".join(f"<li>{cell}</li>" for cell in marked) + "</ul>"
+
+
+def _speedup_tile(made: Certificate) -> list[tuple[str, str, str]]:
+    if made.baseline is None:
+        return []
+    found = claimed_interval(made)
+    below = f"{found.lo:.2f} … {found.hi:.2f}" if found else "no interval: too few steps"
+    return [(f"{made.baseline.speedup:.2f}×", "over the baseline", below)]
 
 
 def _verdicts(made: Certificate) -> str:
@@ -174,11 +179,12 @@ def _cells(values: Sequence[str], heads: Sequence[str]) -> str:
 
 def _facts(made: Certificate) -> str:
     gaps, ceiling = made.itl_ms, figure(made.read_bytes_per_s / 1e9)
+    turns = " of each arm, interleaved," if made.baseline else ""
     facts = (
         ("device", f"{made.device}, {made.sm}"),
         ("layers", f"{made.layers.run} of {made.layers.of}"),
         ("prompt", prompted(made)),
-        ("steps", f"{made.iters} of each arm, interleaved, after {made.warmup} to warm up"),
+        ("steps", f"{made.iters}{turns} after {made.warmup} to warm up"),
         ("memory", f"{figure(made.read_median_bytes_per_s / 1e9)} GB/s read between the steps, at best {ceiling}"),
         ("bytes a token", f"{figure(made.bytes_per_token / 1e9)} GB"),
         ("key-value cache", f"{figure(made.kv_cache_bytes / 2**20)} MiB"),

@@ -82,11 +82,16 @@ class Rescored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
-    speedup: Compared
+    speedup: Compared | None  # None: without a baseline
     time: Compared  # against the read rate just before each step
     notes: tuple[str, ...]
     quality: Rescored | None = None  # if the certificate scored a text
     format: Rescored | None = None  # if it scored a format against the original
+
+    @property
+    def figures(self) -> tuple[Compared, ...]:
+        """Return what was compared."""
+        return (self.time,) if self.speedup is None else (self.speedup, self.time)
 
     @property
     def lost(self) -> str:
@@ -95,13 +100,13 @@ class Rerun:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worse outcome of both figures; another quality is worst.
+        """Return the worst outcome of the figures; another quality is worse than all.
 
         An undecided figure makes the rerun undecided unless the other figure is slower.
         """
         if self.lost:
             return "another quality"
-        found = (self.speedup.outcome, self.time.outcome)
+        found = tuple(figure.outcome for figure in self.figures)
         order: tuple[Outcome, ...] = ("slower", "too noisy", "faster", "reproduced")
         return next(outcome for outcome in order if outcome in found)
 
@@ -129,7 +134,6 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     """Compare two runs. Raises UsageError if the plans differ, or if the prompt's file differs."""
     _refuse_other_plan(certified, again)
     refuse_other_prompt(certified, again.prompt)
-    old, new = _speedups(certified), _speedups(again)
     notes, moved = _prompt_notes(certified, again), certified.bytes_per_step
     forms = ["packed" if saved(made) else "unpacked" for made in (certified, again)]
     if forms[0] != forms[1]:  # the certified bytes over time and rate show which was slower
@@ -144,7 +148,7 @@ def compare(certified: Certificate, again: Certificate) -> Rerun:
     if again.contended:
         notes.append("other work ran, or the device was slowed")
     return Rerun(
-        speedup=_compared("speedup", (speedup(again), new), (speedup(certified), old), SPEEDUP_MARGIN),
+        speedup=_of_speedups(certified, again),
         time=_compared("roofline", _resampled(rooflines(again, moved)), _resampled(rooflines(certified)), TIME_MARGIN),
         notes=tuple(notes),
         quality=_rescored(certified.quality, again.quality),
@@ -189,7 +193,7 @@ def refuse_other_text(certified: Certificate, sha256: str, where: str) -> None:
 def judge(found: Rerun) -> None:
     """Raise NotReproduced (exit code 3) or TooNoisy (5) unless the figure was reproduced."""
     why = "\n".join(f"{c.what}: {c.ratio:.3f} of the certified ({c.interval.lo:.3f} .. {c.interval.hi:.3f})"
-                    for c in (found.speedup, found.time))  # fmt: skip
+                    for c in found.figures)  # fmt: skip
     if found.lost:
         raise NotReproduced("the certified quality was not reproduced", why=found.lost)
     if found.outcome == "slower":
@@ -261,6 +265,14 @@ def _scores(old: Mapping[str, Scalar], new: Mapping[str, Scalar], than: Literal[
         measured_divergence=divergence[1],
         why=why,
     )
+
+
+def _of_speedups(certified: Certificate, again: Certificate) -> Compared | None:
+    """Compare the speedups; None without a baseline, which both plans have or lack."""
+    old, new = speedup(certified), speedup(again)
+    if old is None or new is None:
+        return None
+    return _compared("speedup", (new, _speedups(again)), (old, _speedups(certified)), SPEEDUP_MARGIN)
 
 
 def _speedups(made: Certificate) -> Samples:

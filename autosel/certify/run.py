@@ -142,8 +142,9 @@ def of_long_prompt(plan: Plan, seconds: float, ledger: Ledger | None) -> str:
     """Return how to avoid a prompt that takes most of a run's time; "" for any other prompt."""
     if seconds <= LONG_PROMPT_S:
         return ""
+    who = "both arms run" if plan.baseline else "the run includes"
     told = (
-        f"both arms run the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
+        f"{who} the prompt of {plan.seq - 1} tokens, for the time to the first token: about {seconds:.0f} "
         "s; --prompt synthetic fills the cache at random instead, and is recorded"
     )
     if ledger is not None and (left := _undecided_of_prompt(plan, ledger)):

@@ -15,7 +15,7 @@ from typing import Protocol
 from autosel import devices, dispatch, fingerprint, pipeline
 from autosel.certify import issue, run, sweep
 from autosel.certify.certificate import Layers, model_name
-from autosel.certify.derive import baseline_interval_ms, claimed_interval, headline_roofline
+from autosel.certify.derive import against_baseline, baseline_interval_ms, claimed_interval, headline_roofline
 from autosel.certify.run import Stage, Within, foreseen
 from autosel.certify.sweep import MOST_CELLS, CellServing, Crossing, Figures, OpServing, Sweep, SweepCell
 from autosel.decode.measure import measure, refuse
@@ -262,15 +262,15 @@ def _ended(cells: Sequence[SweepCell], failed: int, *, stopped: bool) -> Autosel
 def figures_of(run_: DecodeRun) -> Figures:
     """Return a cell's figures, computed as in a certificate. Raises ImpossibleRun as a certificate does."""
     made, plan = issue.issue(run_, {}, issue.IssueRequest(repro_cmd="")), run_.plan
-    v = made.verification
+    v, base = made.verification, against_baseline(made)
     named = step(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
     buckets = {n.workload.key: n.workload.bucket for n in named}
     return Figures(
         p50_ms=made.latency_ms.med,
         p95_ms=made.latency_ms.p95,
         tokens_per_s=made.tokens_per_sec,
-        baseline_ms=made.baseline_ms,
-        speedup=made.speedup,
+        baseline_ms=base.med,
+        speedup=base.speedup,
         speedup_interval=claimed_interval(made),
         roofline=headline_roofline(made),
         read_bytes_per_s=made.read_bytes_per_s,

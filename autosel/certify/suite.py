@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autosel.certify.certificate import Certificate
+from autosel.certify.derive import against_baseline
 from autosel.certify.statistics import Interval, median, trials_interval
 from autosel.decode.run import GREEDY, Plan, Sampling
 from autosel.errors import BadConfig
@@ -177,10 +178,10 @@ def row(c: Configuration, made: Sequence[Certificate]) -> SuiteRow:
         p50_step_ms=middle(lambda one: one.latency_ms.med),
         p95_step_ms=middle(lambda one: one.latency_ms.p95),
         ttft_ms=middle(lambda one: one.ttft_ms or 0.0),
-        speedup=middle(lambda one: one.speedup),
+        speedup=middle(lambda one: against_baseline(one).speedup),
         cache_bytes=made[0].kv_cache_bytes,
         peak_memory_bytes=max(one.peak_memory_bytes for one in made),
-        speedup_interval=trials_interval([one.speedup for one in made]),
+        speedup_interval=trials_interval([against_baseline(one).speedup for one in made]),
         e2e_trials=tuple(end_to_end(one, c.tokens) for one in made),
     )
 

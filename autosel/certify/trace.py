@@ -24,7 +24,8 @@ ARMS = {OPTIMISED: "optimised steps", BASELINE: "baseline steps"}
 def trace(made: Certificate, timeline: Sequence[Span] = ()) -> dict[str, Any]:
     """Return the trace as a JSON object; timestamps are in microseconds."""
     name = f"{made.model} {arithmetic(made)}, batch {made.shape.batch}, context {made.shape.seq}, {made.device}"
-    events = [*_process(STEPS, f"timed steps: {name}", ARMS), *_steps(made)]
+    arms = ARMS if made.baseline else {OPTIMISED: ARMS[OPTIMISED]}
+    events = [*_process(STEPS, f"timed steps: {name}", arms), *_steps(made)]
     if timeline:
         lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s.lane for s in timeline), 1)}
         told = f"one step, median {made.latency_ms.med:.4g} ms: {name}"
@@ -51,8 +52,9 @@ def _named(kind: str, process: int, thread: int, facts: dict[str, Any]) -> dict[
 
 def _steps(made: Certificate) -> Iterator[dict[str, Any]]:
     s, at_ns = made.samples, 0
-    for i, coin in enumerate(s.first):
-        for arm in (OPTIMISED, BASELINE) if coin == "1" else (BASELINE, OPTIMISED):
+    for i in range(made.iters):
+        arms = (OPTIMISED, BASELINE) if made.baseline is None or s.first[i] == "1" else (BASELINE, OPTIMISED)
+        for arm in arms if made.baseline else arms[:1]:
             took_ns = (s.optimised_ns if arm == OPTIMISED else s.baseline_ns)[i]
             yield _span(f"step {i}", "step", (STEPS, arm), at_ns, at_ns + took_ns, {"ms": took_ns / 1e6})
             at_ns += took_ns

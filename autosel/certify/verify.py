@@ -174,8 +174,12 @@ def _untimely(made: Certificate, now: datetime) -> str:
 
 def _sampleless(made: Certificate) -> str:
     """Check the samples for counts and times that no run gives."""
-    s = made.samples
-    counts = {len(s.optimised_ns), len(s.baseline_ns), len(s.first)}
+    s, alone = made.samples, made.verification.against == "passes"
+    if alone != (made.options.get("baseline") is False) or (alone and made.baseline_ttft_ms is not None):
+        return "verification: against: the options and times do not tell the same of a baseline"
+    counts = {len(s.optimised_ns), *(() if alone else (len(s.baseline_ns), len(s.first)))}
+    if alone and (s.baseline_ns or s.first or s.baseline_host_ns):
+        return "samples: steps of a baseline, which did not run"
     if counts != {made.iters} or not 1 <= made.iters <= MOST_STEPS:
         return f"samples: {len(s.optimised_ns)}, {len(s.baseline_ns)} and {len(s.first)} for {made.iters!r:.40} iters"
     if min(*s.optimised_ns, *s.baseline_ns, 1) < 1 or set(s.first) - {"0", "1"}:
@@ -183,7 +187,7 @@ def _sampleless(made: Certificate) -> str:
     if s.kept and (len(s.kept) != made.iters or min(s.kept) < 1 or not made.options.get("speculate")):
         drafted = made.options.get("speculate")
         return f"samples: {len(s.kept)} counts of kept tokens, with {drafted!r:.20} drafted a step"
-    host = {len(s.optimised_host_ns), len(s.baseline_host_ns)}
+    host = {len(s.optimised_host_ns), *(() if alone else (len(s.baseline_host_ns),))}
     if made.timed_by not in ("host", "CUDA events") or host != {0 if made.timed_by == "host" else made.iters}:
         return f"timed_by, samples: by {made.timed_by!r:.20}, with {sorted(host)} times of the host"
     if made.timed_by == "host":
@@ -331,7 +335,8 @@ def _impossible(made: Certificate) -> str:
         if not found.possible:
             needed, most = found.needed_bytes_per_s / 1e9, found.allowed_bytes_per_s / 1e9
             return f"latency_ms: {name} would read {needed:.3g} GB/s of at most {most:.3g} GB/s: impossible"
-    flops, most = made.flops_per_step / min(made.latency_ms.med, made.baseline_ms) * 1e3, device.ceiling(made).flops
+    steps_ms = [made.latency_ms.med, *([made.baseline.med] if made.baseline else [])]
+    flops, most = made.flops_per_step / min(steps_ms) * 1e3, device.ceiling(made).flops
     if flops > most:
         return f"latency_ms: a step would take {flops:.3g} FLOP/s of at most {most:.3g}: impossible"
     return ""

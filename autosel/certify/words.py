@@ -39,7 +39,8 @@ def percent(share: float) -> str:
 def compared(made: Certificate) -> str:
     """Return `47 of 50 tokens as the baseline's, 3 that the bound leaves open, logits at 0.40 of their bound`."""
     v = made.verification
-    told = [f"{v.tokens_equal} of {v.tokens_checked} tokens as the baseline's"]
+    whose = "the baseline's" if v.against == "baseline" else "in untimed passes of PyTorch"
+    told = [f"{v.tokens_equal} of {v.tokens_checked} tokens as {whose}"]
     if v.tokens_open:
         told.append(f"{v.tokens_open} that the bound leaves open")
     if wrong_tokens(made):
@@ -102,10 +103,10 @@ def suspected(made: Certificate) -> str:
 
 
 def speculated(made: Certificate) -> str:
-    """Describe speculation: how many tokens a step gives for the baseline's one."""
+    """Describe speculation: how many tokens a step gives for the one of a plain step."""
     if not made.options.get("speculate"):
         return ""
     return (
         f"{made.options['speculate']} tokens drafted from the text so far, {made.tokens_per_step:.2f} kept a step, "
-        "each compared with plain greedy decoding; the baseline's steps give one"
+        f"each compared with plain greedy decoding{'; the baseline’s steps give one' if made.baseline else ''}"
     )

@@ -31,7 +31,7 @@ MEASURED = (
     "model", "weights", "weight_format", "prompt", "dtype", "batch", "seq", "iters", "warmup", "layers", "step",
     "persistent", "weights_layout", "small_batch", "no_prealloc", "paged", "advance", "temperature", "top_k", "top_p",
     "repetition_penalty", "speculate", "device", "seed", "score",
-    "original", "accept_quality",
+    "original", "accept_quality", "no_baseline",
 )  # fmt: skip
 
 
@@ -111,6 +111,7 @@ class Asked:
             speculate=drafted(self["speculate"]),
             device=self["device"],
             seed=self["seed"],
+            baseline=not self["no_baseline"],
         )
 
     def _step(self) -> AskedStep:

@@ -180,12 +180,13 @@ def tuned_line(report: Report, workloads: Sequence[Named]) -> str:
 
 
 def speed(arm: ArmName, made: Certificate) -> str:
-    from autosel.certify.derive import claimed_interval
+    from autosel.certify.derive import against_baseline, claimed_interval
     from autosel.certify.words import interval_text
 
+    base = against_baseline(made)
     if arm == "pytorch":
-        return f"{made.baseline_tokens_per_sec:.4g} tok/s"
-    return f"{made.tokens_per_sec:.4g} tok/s   {made.speedup:.2f}x ({interval_text(claimed_interval(made))})"
+        return f"{base.tokens_per_sec:.4g} tok/s"
+    return f"{made.tokens_per_sec:.4g} tok/s   {base.speedup:.2f}x ({interval_text(claimed_interval(made))})"
 
 
 def conclusion(found: Shown, certificates: Path) -> str:

@@ -222,12 +222,13 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
 
     what = {"reproduced": "reproduced", "faster": "reproduced, and faster"}
     lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
-    interval = claimed_interval(certified)
-    told = f"{interval.lo:.3g} .. {interval.hi:.3g}" if interval else interval_text(interval)
-    within = interval and interval.lo <= again.speedup.measured <= interval.hi
-    verdict = f": {'within' if within else 'outside'} its interval" if interval else ""
-    lines.append(f"  speedup   {again.speedup.measured:.3g}x; certified {certified.speedup:.3g}x ({told}){verdict}")
-    lines += [_compared_words(one) for one in (again.speedup, again.time)]
+    if again.speedup is not None:
+        interval, new = claimed_interval(certified), again.speedup.measured
+        told = f"{interval.lo:.3g} .. {interval.hi:.3g}" if interval else interval_text(interval)
+        within = interval and interval.lo <= new <= interval.hi
+        verdict = f": {'within' if within else 'outside'} its interval" if interval else ""
+        lines.append(f"  speedup   {new:.3g}x; certified {certified.speedup:.3g}x ({told}){verdict}")
+    lines += [_compared_words(one) for one in again.figures]
     if again.quality is not None:
         q = again.quality
         lines.append(f"  text      {q.measured:+.4g} nats a token to the reference; certified {q.certified:+.4g}")
@@ -248,7 +249,7 @@ def _compared_words(one: Compared) -> str:
 def _rerun_json(again: Rerun | None) -> dict[str, Any] | None:
     if again is None:
         return None
-    parts = {c.what: {**to_json(c), "outcome": c.outcome} for c in (again.speedup, again.time)}
+    parts = {c.what: {**to_json(c), "outcome": c.outcome} for c in again.figures}
     quality = to_json(again.quality) if again.quality else None
     parts |= {"format": to_json(again.format)} if again.format else {}
     return {"outcome": again.outcome, "notes": list(again.notes), "quality": quality, **parts}

@@ -116,7 +116,9 @@ def tokens(certificates: Sequence[Certificate]) -> dict[str, Any]:
                 "name": name,
                 "x": [c.timestamp for c in found],
                 "y": [c.tokens_per_sec for c in found],
-                "baseline": [c.tokens_per_sec * c.latency_ms.med / c.baseline_ms for c in found],
+                "baseline": [
+                    c.tokens_per_sec * c.latency_ms.med / c.baseline.med if c.baseline else None for c in found
+                ],
                 "sequence": [c.sequence for c in found],
             }
             for name, found in lines.items()

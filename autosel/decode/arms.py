@@ -21,7 +21,12 @@ from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
 
 
-class StepArm(Protocol):
+class Remembers(Protocol):
+    def remember(self, tokens: list[int]) -> None:
+        """Append these tokens, one per row, to the stream."""
+
+
+class StepArm(Remembers, Protocol):
     logits: Tensor  # [B, V] after the token that was fed
 
     def enqueue(self) -> None:
@@ -30,9 +35,6 @@ class StepArm(Protocol):
     def tokens(self) -> list[list[int]]:
         """Wait for the step and return each row's tokens, on the host; several only when speculating."""
 
-    def remember(self, tokens: list[int]) -> None:
-        """Append these tokens to the arm's stream."""
-
 
 def step(arm: StepArm) -> list[list[int]]:
     """Run one step and return its tokens."""
@@ -40,7 +42,7 @@ def step(arm: StepArm) -> list[list[int]]:
     return arm.tokens()
 
 
-class _Choosing:
+class Choosing:
     """Choice of tokens, greedy or sampled; each arm has the same stream of uniforms."""
 
     def __init__(self, scene: Scene, *, plain: bool = False) -> None:
@@ -63,7 +65,7 @@ def _rows(tokens: Tensor) -> list[list[int]]:
     return [[token] for token in tokens.tolist()]
 
 
-class WrittenArm(_Choosing):
+class WrittenArm(Choosing):
     """The optimised step in one form, with preallocated buffers."""
 
     def __init__(self, scene: Scene, chosen: Chosen) -> None:
@@ -83,7 +85,7 @@ class WrittenArm(_Choosing):
         return tokens
 
 
-class AtOnce(_Choosing):
+class AtOnce(Choosing):
     """The optimised step op by op, each op allocating its result (--no-prealloc)."""
 
     def __init__(self, scene: Scene, chain: Chain) -> None:
@@ -128,7 +130,7 @@ class Speculating:
         pass
 
 
-class Baseline(_Choosing):
+class Baseline(Choosing):
     """Hugging Face's decoder in plain PyTorch."""
 
     def __init__(self, scene: Scene) -> None:

@@ -13,12 +13,32 @@ from dataclasses import replace
 from autosel import devices
 from autosel.decode.run import FORMS, HALVES, Chain, Form, Half, Way
 from autosel.decode.scene import Scene
-from autosel.decode.step import Runnable, write_step
+from autosel.decode.step import Call, Runnable, write_step
 from autosel.devices.cpu.idle import wait_until_idle
+from autosel.ops.eager_stored import held_bytes
+from autosel.ops.weight import Weight
+from autosel.values import DTypeName
 
 ROUNDS = 9
 # In nine rounds, the medians of equal steps differ by about one per cent; a smaller gain does not count.
 LEAST_GAIN = 1.01
+
+
+def converts(scene: Scene) -> bool:
+    """Return True if PyTorch serves an op of the step and converts its weight at each call, because the plan keeps no
+    form for it.
+    """
+    if scene.plan.baseline or not scene.plan.listed:
+        return False
+    calls = write_step(scene.decoder, scene.cache, scene.place).calls
+    return any(_converts(call, scene.plan.dtype) for call in calls)
+
+
+def _converts(call: Call, dtype: DTypeName) -> bool:
+    if not getattr(call.function, "candidate", "").startswith("torch:"):
+        return False
+    weights = [call[name] for name in call.weights]
+    return any(isinstance(w, Weight) and held_bytes(w.format, dtype, *w.shape) for w in weights)
 
 
 def choose_chain(scene: Scene) -> tuple[Chain, tuple[Way, ...]]:

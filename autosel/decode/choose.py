@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autosel.decode.chain import LEAST_GAIN, choose_chain, step_medians
+from autosel.decode.chain import LEAST_GAIN, choose_chain, converts, step_medians
 from autosel.decode.decision import decide
 from autosel.decode.hold import holding
 from autosel.decode.packed import pack
@@ -32,6 +32,7 @@ TAKEN: Mapping[StepForm, str] = {
 }
 
 
+CONVERTS = "PyTorch converts the weights of undecided ops at each call: tune first"
 UNCHAINED = (*WHOLE, "torch")  # forms that the race of chains does not affect
 
 
@@ -45,11 +46,14 @@ def choose(scene: Scene, ledger: Ledger | None, *, decides: bool = True, forced:
     """
     question = ask(scene, ledger, forced=forced)
     scene.listener.stage("chain", "whole steps", 0, 1)
-    chained = scene.plan.listed and question.form not in UNCHAINED
+    slow = converts(scene)
+    chained = scene.plan.listed and question.form not in UNCHAINED and not slow
     chain, ways = choose_chain(scene) if chained else (FUSED, ())
     if question.known is not None and question.form not in WHOLE:
         return _obeyed(scene, question, question.known, Proven(), chain, ways)
-    proven = prove(scene, ledger, chain, question)
+    proven = prove(scene, ledger, chain, question, willing=slow)
+    if slow and question.known is None and scene.plan.step != "graph":
+        return _without_conversions(proven)
     if not proven.proofs:
         return Chosen(chain=chain, ways=ways, note=proven.note)
     try:
@@ -76,6 +80,13 @@ def again(scene: Scene, chosen: Chosen) -> Chosen:
     except UsageError as error:
         return replace(chosen, form="whole", decision=None, note=_joined(chosen.note, f"no {error.what}: {error.why}"))
     return chosen
+
+
+def _without_conversions(proven: Proven) -> Chosen:
+    """Return the whole step if it was proven. A race with ops whose weights PyTorch converts would take minutes."""
+    if "whole" in proven.proofs:
+        return Chosen(form="whole", note=_joined(proven.note, "not raced: op by op, PyTorch would convert weights"))
+    return Chosen(note=_joined(proven.note, CONVERTS))
 
 
 def _decision(

@@ -1,7 +1,7 @@
 """The baseline: the decoder as Hugging Face writes it, in plain PyTorch with SDPA, on the same weights and cache.
 
-docs/decode.md compares it with the model classes themselves. With `precision`, the same code gives the
-reference for both arms: every weight, key and value is widened first.
+docs/decode.md compares it with the model classes themselves. In another precision, the same code gives the reference
+for both arms (reference.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,6 @@ from autosel.ops.weight import Matrix, split
 Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
 
-def logits_after(weights: Weights, tokens: Tensor, cache: Cache, held: int, precision: torch.dtype) -> Tensor:
-    """Return logits [B * S, V] after each of the tokens [B, S], which follow `held` others in an unchanged cache."""
-    pass_ = Eager(weights, precision)
-    return pass_.times(pass_.hidden(tokens, cache, held).flatten(0, 1), weights.head, precision)
-
-
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
@@ -42,13 +36,13 @@ ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": 
 class Eager:
     """One decoder. Sequences of a batch have equal length; tokens [B, S] follow `held` others."""
 
-    def __init__(self, weights: Weights, precision: torch.dtype | None = None) -> None:
-        self.weights, self.shape, self.precision = weights, weights.shape, precision
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.shape = weights, weights.shape
         self.layers = weights.layers
         self.inv_freq = frequencies(weights.shape, weights.device)
 
     def logits(self, tokens: Tensor, cache: Cache, held: int) -> Tensor:
-        """Return [B, V] after the last token, and append keys and values (a reference does not append)."""
+        """Return [B, V] after the last token, and append keys and values."""
         return self.times(self.hidden(tokens, cache, held, last=True)[:, -1], self.weights.head)
 
     def prefill(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -77,19 +71,16 @@ class Eager:
         h = self.times(gated * self.times(h, layer.up), layer.down)
         return (x + (h if layer.mlp_post_norm is None else self._norm(h, layer.mlp_post_norm)),)
 
-    def times(self, x: Tensor, w: Matrix, precision: torch.dtype | None = None) -> Tensor:
-        """Return x @ w^T. A weight in a format uses PyTorch's code for it, or exact values in a higher precision."""
-        precision = precision or self.precision
+    def times(self, x: Tensor, w: Matrix) -> Tensor:
+        """Return x @ w^T. A weight in a format uses PyTorch's code for it."""
         if isinstance(w, Tensor):
-            return F.linear(x, w if precision is None else w.to(precision))
-        return (
-            product(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
-            if precision is None
-            else F.linear(x, w.dequantised(precision))
-        )
+            return F.linear(x, w)
+        made: Tensor = product(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+        return made
 
     def _wide(self, t: Tensor) -> Tensor:
-        return t if self.precision is None else t.to(self.precision)
+        """Return a tensor of the model as it enters the arithmetic."""
+        return t
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise. Llama stores the normalised value before it multiplies by the weight; Gemma multiplies first."""
@@ -138,10 +129,6 @@ class Eager:
     def _past(self, cache: Cache, i: int, k: Tensor, v: Tensor, held: int, first: int) -> tuple[Tensor, Tensor]:
         """Return keys and values from `first` on, the new ones last."""
         end = held + k.shape[2]
-        if self.precision is not None:
-            old = (self._wide(c[i][:, :, first:held]) for c in (cache.k, cache.v))
-            wide_k, wide_v = (torch.cat((a, b), 2) for a, b in zip(old, (k, v), strict=True))
-            return wide_k, wide_v
         cache.k[i][:, :, held:end] = k
         cache.v[i][:, :, held:end] = v
         return cache.k[i][:, :, first:end], cache.v[i][:, :, first:end]

@@ -2,14 +2,14 @@
 cache.
 
 Both arms are fed the same tokens in the same state, so that tokens and logits can be compared step by step, and
-disturbances of the machine affect both.
+disturbances of the machine affect both. A plan without a baseline runs the optimised step only.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +27,7 @@ from autosel.decode.account import (
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Baseline, Ours, StepArm, WrittenArm, our_arm, step
+from autosel.decode.arms import Baseline, Ours, Remembers, StepArm, WrittenArm, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
 from autosel.decode.original import Original
@@ -35,10 +35,10 @@ from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import clipped, format_quality, quality
 from autosel.decode.rope import frequencies
-from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
+from autosel.decode.run import EXECUTION, WHOLE, BaselineRun, Chosen, DecodeRun, Listener, Plan, Silent, Text
 from autosel.decode.scene import Clock, Scene, set_scene
 from autosel.decode.timeline import timeline
-from autosel.decode.verdict import TokenVerdict, verdict
+from autosel.decode.verdict import Passes, TokenVerdict, verdict
 from autosel.decode.weights import Weights
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.devices.device import StepTimer, Took
@@ -47,6 +47,7 @@ from autosel.errors import ParityError, UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step, flops_per_step
+from autosel.ops.eager_stored import keeping_forms
 from autosel.values import Accepted, Rejected
 
 
@@ -79,45 +80,45 @@ def measure(
     device = devices.named(plan.device)
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     plain = plan.layout == "plain" or not plan.listed  # it is not known beforehand what other steps read
-    with torch.inference_mode(), device.current(), STORE.paused(plain), dispatch.measuring():
+    kept_forms = keeping_forms(plan.baseline)
+    with torch.inference_mode(), device.current(), STORE.paused(plain), kept_forms, dispatch.measuring():
         make_room(weights, plan)
         scene = set_scene(plan, weights, fp, listener, clock)
         earlier = chosen is not None
+        decides = decides and plan.baseline  # a race without PyTorch's step decides nothing for others
         chosen = choose(scene, ledger, decides=decides, forced=forced) if chosen is None else again(scene, chosen)
         if chosen.form != "packed":
             forget(weights)
-        ours, theirs = our_arm(scene, chosen), Baseline(scene)
+        ours, theirs = our_arm(scene, chosen), Baseline(scene) if plan.baseline else None
         with holding(ledger, fp, getattr(ours, "list", None)):
             _warm_up(scene, ours, theirs)
             uses, power, timer = UsesSince(), device.meter(), device.timer(clock)
-            pairs = list(_pairs(scene, ours, theirs, timer, power))
+            turns = _pairs(scene, ours, theirs, timer, power) if theirs else _alone(scene, ours, timer, power)
+            steps = list(turns)
             refuse_wrong(getattr(ours, "list", None))
             served = uses.served()
-            power.after(lambda: step(ours), len(pairs))
+            power.after(lambda: step(ours), len(steps))
         written = ours.list if isinstance(ours, WrittenArm) else None
-        choices = choices_of(written, plan) if written else uses.choices(plan, len(pairs))
+        choices = choices_of(written, plan) if written else uses.choices(plan, len(steps))
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         spans = timeline(written, plan, clock) if written and traced else ()
         idle_ns = overhead_ns(written, clock) if written else None
         found = quality(scene, text, chosen) if text else None
         against = format_quality(scene, original, chosen) if original else None
-    context = plan.seq + (len(pairs) - 1) // 2 if plan.advance else plan.seq
+    context = plan.seq + (len(steps) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
         fingerprint=fp,
         mode_key=current_mode(EXECUTION[chosen.form]),
         started_at=started_at,
         seconds=time.monotonic() - began,
-        optimised_ns=tuple(p.optimised.ns for p in pairs),
-        baseline_ns=tuple(p.baseline.ns for p in pairs),
-        optimised_first=tuple(p.optimised_first for p in pairs),
-        kept=tuple(p.kept for p in pairs),
+        optimised_ns=tuple(s.optimised.ns for s in steps),
+        baseline=_baseline(steps, scene, timer),
+        kept=tuple(s.kept for s in steps),
         timed_by=timer.by,
-        optimised_host_ns=tuple(p.optimised.host_ns for p in pairs if timer.by != "host"),
-        baseline_host_ns=tuple(p.baseline.host_ns for p in pairs if timer.by != "host"),
+        optimised_host_ns=tuple(s.optimised.host_ns for s in steps if timer.by != "host"),
         ttft_ns=scene.ttft_ns,
-        baseline_ttft_ns=scene.baseline_ttft_ns,
         prompt_tokens=plan.seq - 1,
         prompt=scene.prompt,
         bytes_per_step=bytes_per_step(plan.shape, plan.dtype, plan.batch, context) - saved_bytes(written),
@@ -131,12 +132,12 @@ def measure(
         choices=proven(choices, served),
         per_op=per_op,
         timeline=spans,
-        tokens_checked=sum(p.verdict.checked for p in pairs),
-        tokens_equal=sum(p.verdict.equal for p in pairs),
-        tokens_open=sum(p.verdict.open for p in pairs),
+        tokens_checked=sum(s.verdict.checked for s in steps),
+        tokens_equal=sum(s.verdict.equal for s in steps),
+        tokens_open=sum(s.verdict.open for s in steps),
         max_logit_error=scene.logit_error,
         logit_bound=scene.logit_bound,
-        python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(p.optimised.ns for p in pairs),
+        python_overhead_share=None if idle_ns is None else idle_ns / statistics.median(s.optimised.ns for s in steps),
         chosen=chosen,
         quality=found,
         format_quality=against,
@@ -177,6 +178,10 @@ def refuse_wrong(step: Any) -> None:
         raise ParityError(f"{step.candidate} no longer serves the step", why=watch.fault, todo=todo)
 
 
+ALONE = (
+    "no baseline ran: tokens and logits were compared with untimed passes of PyTorch that convert some rows of a "
+    "weight at a time"
+)
 EARLIER = "the form of the step was chosen by an earlier run of the same suite"
 
 
@@ -194,6 +199,8 @@ def _notes(plan: Plan, chosen: Chosen, text: Text | None = None) -> tuple[str, .
         notes.append(clipped(plan, text))
     if plan.untimed:
         notes.append(plan.untimed)
+    if not plan.baseline:
+        notes.append(ALONE)
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
     return tuple(notes)
@@ -213,53 +220,88 @@ def _weights(step: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
+class _Timed:
+    """One step of the optimised arm, and of the baseline if it runs."""
+
     optimised: Took
-    baseline: Took
-    optimised_first: bool
-    verdict: TokenVerdict  # of its tokens
+    baseline: tuple[Took, bool] | None  # its step, and if the optimised arm ran first
+    verdict: TokenVerdict  # of the tokens
     kept: int  # tokens per row from the optimised step
 
 
-def _warm_up(scene: Scene, ours: StepArm, theirs: StepArm) -> None:
-    """Run both arms until clocks, caches, the guard's first checks and the allocator have settled."""
+def _baseline(steps: Sequence[_Timed], scene: Scene, timer: StepTimer) -> BaselineRun | None:
+    taken = [s.baseline for s in steps if s.baseline is not None]
+    if not scene.plan.baseline:
+        return None
+    return BaselineRun(
+        ns=tuple(took.ns for took, _ in taken),
+        optimised_first=tuple(first for _, first in taken),
+        ttft_ns=scene.baseline_ttft_ns,
+        host_ns=tuple(took.host_ns for took, _ in taken if timer.by != "host"),
+    )
+
+
+def _warm_up(scene: Scene, ours: StepArm, theirs: StepArm | None) -> None:
+    """Run the arms until clocks, caches, the guard's first checks and the allocator have settled."""
     for i in range(scene.plan.warmup):
         scene.listener.stage("warmup", "", i, scene.plan.warmup)
         step(ours)
-        step(theirs)
+        if theirs is not None:
+            step(theirs)
 
 
-def _pairs(scene: Scene, ours: Ours, theirs: StepArm, timer: StepTimer, power: Meter) -> Iterator[_Pair]:
-    plan, listener, done = scene.plan, scene.listener, 0
+def _pairs(scene: Scene, ours: Ours, theirs: StepArm, timer: StepTimer, power: Meter) -> Iterator[_Timed]:
+    plan, done = scene.plan, 0
     while done < plan.iters:
-        listener.stage("decode", "", done, plan.iters)
+        scene.listener.stage("decode", "", done, plan.iters)
         scene.probe()
         first = scene.rng.random() < 0.5
         times, chosen = {}, {}
         for arm in (ours, theirs) if first else (theirs, ours):
-            wait_until_idle()  # the other arm's threads poll for work for some milliseconds and would use these cores
-            if arm is ours:
-                power.begin()
-            timer.begin()
-            arm.enqueue()
-            timer.enqueued()
-            chosen[arm] = arm.tokens()
-            times[arm] = timer.took()
-            if arm is ours:
-                power.end()
+            times[arm], chosen[arm] = _timed(arm, timer, power if arm is ours else None)
         kept = [row[: plan.iters - done] for row in chosen[ours]]
         ends = done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters)
         told = verdict(scene, ours, theirs, kept, chosen[theirs], always=ends)
-        yield _Pair(
-            optimised=times[ours],
-            baseline=times[theirs],
-            optimised_first=first,
-            verdict=told,
-            kept=len(kept[0]),
-        )
+        yield _Timed(optimised=times[ours], baseline=(times[theirs], first), verdict=told, kept=len(kept[0]))
         done += len(kept[0])
-        if plan.advance and done < plan.iters:
-            scene.advance(kept)
-            for arm in (ours, theirs):
-                arm.remember([row[-1] for row in kept])
-    listener.stage("decode", "", plan.iters, plan.iters)
+        _advance(scene, kept, (ours, theirs), done)
+    scene.listener.stage("decode", "", plan.iters, plan.iters)
+
+
+def _alone(scene: Scene, ours: Ours, timer: StepTimer, power: Meter) -> Iterator[_Timed]:
+    """Run the optimised steps only, and judge their tokens by untimed passes."""
+    plan, done, passes = scene.plan, 0, Passes(scene, ours)
+    while done < plan.iters:
+        scene.listener.stage("decode", "", done, plan.iters)
+        scene.probe()
+        took, chosen = _timed(ours, timer, power)
+        kept = [row[: plan.iters - done] for row in chosen]
+        last = plan.advance and done + len(kept[0]) >= plan.iters
+        told = passes.verdict(kept, first=done == 0, last=last)
+        yield _Timed(optimised=took, baseline=None, verdict=told, kept=len(kept[0]))
+        done += len(kept[0])
+        _advance(scene, kept, (ours, passes), done)
+    scene.listener.stage("decode", "", plan.iters, plan.iters)
+
+
+def _timed(arm: StepArm, timer: StepTimer, power: Meter | None) -> tuple[Took, list[list[int]]]:
+    """Run one step. Return its time and tokens; `power` measures its energy."""
+    wait_until_idle()  # the other arm's threads poll for work for some milliseconds and would use these cores
+    if power is not None:
+        power.begin()
+    timer.begin()
+    arm.enqueue()
+    timer.enqueued()
+    tokens = arm.tokens()
+    took = timer.took()
+    if power is not None:
+        power.end()
+    return took, tokens
+
+
+def _advance(scene: Scene, kept: list[list[int]], streams: Sequence[Remembers], done: int) -> None:
+    """Advance the stream and all that remember it, if the plan requires it and more steps follow."""
+    if scene.plan.advance and done < scene.plan.iters:
+        scene.advance(kept)
+        for one in streams:
+            one.remember([row[-1] for row in kept])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autosel import models
 from autosel.decode.cache import make_cache
-from autosel.decode.eager import Eager
+from autosel.decode.reference import Reference
 from autosel.decode.run import FEWEST_TOKENS, Listener, Plan, Silent, Text
 from autosel.decode.weights import load_weights, refuse_unloadable
 from autosel.errors import UsageError
@@ -53,7 +53,7 @@ def original(plan: Plan, text: Text, source: str, listener: Listener | None = No
     nothing = make_cache(weights.shape, weights.dtype, rows=len(rows), room=1, device=weights.device)
     found, each = [], rows_at_once(rows.shape[1])
     with torch.inference_mode():
-        eager = Eager(weights, torch.float32)
+        eager = Reference(weights, torch.float32)
         for first in range(0, len(rows), each):
             listener.stage("original", source, first, len(rows))
             found.append(eager.hidden(rows[first : first + each, :-1], nothing, 0))

@@ -34,11 +34,11 @@ class Proven:
     note: str = ""
 
 
-def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question) -> Proven:
+def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question, *, willing: bool = False) -> Proven:
     """Prove each form that may be tried. A form that faults is put in quarantine.
 
-    Weights are packed unless a decision excludes it. Raises BuildError, DeviceFault, ParityError, UsageError if the
-    form that the plan requires fails.
+    `willing`: also a whole step that promises little. Weights are packed unless a decision excludes it. Raises
+    BuildError, DeviceFault, ParityError, UsageError if the form that the plan requires fails.
     """
     unpacked = question.form == "whole"
     forms = [form for form in question.forms if not (unpacked and form == "packed")]
@@ -48,7 +48,8 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question)
     if not forms:
         return Proven(note="; ".join(notes))
     ops = write_step(scene.decoder, scene.cache, scene.place, chain)
-    if "whole" in forms and question.form not in WHOLE and (why := _reluctance(scene, ledger, ops)):
+    doubted = "whole" in forms and question.form not in WHOLE and not willing
+    if doubted and (why := _reluctance(scene, ledger, ops)):
         forms = [form for form in forms if form not in WHOLE]
         notes.append(f"no {scene.kind.name}: {why}; use --step whole to require it")
     steps: dict[StepForm, AnyStep] = {"ops": ops}

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from autosel.decode.cache import make_cache
-from autosel.decode.eager import Eager
 from autosel.decode.generate import at_once
 from autosel.decode.model import Decoder
 from autosel.decode.original import CHUNK, Original
 from autosel.decode.persistent import write
+from autosel.decode.reference import Reference
 from autosel.decode.run import Chosen, FormatQuality, Plan, Quality, Text
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, Place
@@ -101,7 +101,7 @@ def clipped(plan: Plan, text: Text) -> str:
 
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Return fp32 logits [B, S, V] after each token. float64 would not match a user's results better."""
-    reference = Eager(decoder.weights, torch.float32)
+    reference = Reference(decoder.weights, torch.float32)
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
     hidden = reference.hidden(tokens, nothing, 0)
     head = decoder.weights.head

@@ -88,7 +88,8 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     offer = _offered(scene, chains.get("fused") if ledger is not None else None)
     able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able
-    forms = tuple(form for form in able if form not in offer.refused and not (plain and form == "packed"))
+    out = {*offer.refused, *(("packed",) if plain else ()), *(() if plan.baseline else ("torch",))}
+    forms = tuple(form for form in able if form not in out)
     w, mode = workload_of(plan.shape, plan.dtype, plan.batch, plan.seq), current_mode("team")
     asks = ledger is not None and plan.step == "auto" and plan.listed and not plain
     arms = arms_of(scene.fp.kind, able, chains) | dict(offer.arms) if asks else {}
@@ -97,6 +98,8 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     if ledger is not None and len(arms) > 1 and not forced:
         known = _known(ledger, hw_id, w.bucket, mode, arms) or _known(ledger, hw_id, w.bucket, mode, contested)
         known = known or _fresh_doubt(ledger, hw_id, w.bucket, mode, contested)
+    if known is not None and not plan.baseline and form_of(known.arm.candidate) == "torch":
+        known = None  # PyTorch's step keeps its own forms of weights
     return Question(
         forms=forms,
         refused={} if plain else offer.refused,

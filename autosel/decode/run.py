@@ -106,6 +106,7 @@ class Plan:
     speculate: int = 0  # n-gram speculation: tokens drafted per step; 0: none
     device: str = devices.HOST
     seed: int = 0  # of random weights, random prompt and the coin flips that order the steps
+    baseline: bool = True  # off: only the optimised arm runs, and nothing is kept for another one
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("seq", 2), ("iters", 1), ("warmup", 0), ("page", 1), ("speculate", 0)):
@@ -120,6 +121,12 @@ class Plan:
                 f"--seq {self.seq}: the run reaches {self.longest} tokens",
                 why=f"{self.model.name} supports contexts of at most {self.model.max_context}",
                 todo="use a shorter --seq",
+            )
+        if not self.baseline and self.cache == "paged":
+            raise UsageError(
+                "--no-baseline and --paged are mutually exclusive",
+                why="the passes that check the tokens read a contiguous cache",
+                todo="remove one of them",
             )
 
     @property
@@ -345,11 +352,20 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineRun:
+    """The baseline's part of a run. Step i of both arms is the same step: same tokens, same context."""
+
+    ns: tuple[int, ...]
+    optimised_first: tuple[bool, ...]  # the coin flip of each pair's order
+    ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
+    host_ns: tuple[int, ...] = ()  # until the tokens of each step were on the host; empty if the host times steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
     """Result of one run. It has raw times, so that each reader does the arithmetic.
 
-    Step i of both arms is the same step: same tokens, same context; `optimised_first[i]` is the coin flip of their
-    order. `bytes_per_step` counts each weight and each cached key and value in reach once, and what is written: the
+    `bytes_per_step` counts each weight and each cached key and value in reach once, and what is written: the
     traffic of the memory bus. A read probe of about twenty windows precedes each pair: `read_probes[i]` is the median
     window before pair i, the memory's rate at that time (rates on a shared machine vary by 2-4x); `read_bytes_per_s` is
     the best window, the physical ceiling of this run.
@@ -362,12 +378,10 @@ class DecodeRun:
     started_at: str  # UTC, ISO 8601
     seconds: float  # the whole measurement, without loading
     optimised_ns: tuple[int, ...]
-    baseline_ns: tuple[int, ...]
-    optimised_first: tuple[bool, ...]
+    baseline: BaselineRun | None  # None: only the optimised arm ran
     kept: tuple[int, ...]  # tokens per sequence from each optimised step; above 1 only with speculation
     ttft_ns: int | None  # prompt in, first token out; None for a synthetic prompt
-    baseline_ttft_ns: int | None
-    prompt_tokens: int  # per sequence, for the two times above
+    prompt_tokens: int  # per sequence
     prompt: PromptDigest | None  # None for a synthetic prompt
     bytes_per_step: int
     flops_per_step: int
@@ -378,7 +392,8 @@ class DecodeRun:
     read_probes: tuple[float, ...]
     choices: tuple[Choice, ...]
     per_op: tuple[OpTime, ...]
-    tokens_checked: int  # chosen by both arms from the same state; with speculation, all kept tokens
+    # Chosen from the same state as the baseline's, or as PyTorch's without one; with speculation, all kept tokens.
+    tokens_checked: int
     tokens_equal: int
     # the optimised path's largest error of logits, or the error that the choice of a differing token needs
     max_logit_error: float
@@ -388,9 +403,7 @@ class DecodeRun:
     python_overhead_share: float | None
     tokens_open: int = 0  # judged tokens that differ but may: the bound does not decide their order
     timed_by: Literal["host", "CUDA events"] = "host"  # clock of the step times
-    # Times until the tokens of each step were on the host; empty if the host times steps.
-    optimised_host_ns: tuple[int, ...] = ()
-    baseline_host_ns: tuple[int, ...] = ()
+    optimised_host_ns: tuple[int, ...] = ()  # until the tokens of each step were on the host; empty if the host times
     chosen: Chosen = Chosen()  # the form of its steps
     quality: Quality | None = None  # if a text was given
     format_quality: FormatQuality | None = None  # if an original was given with the text

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from autosel import devices
 from autosel.decode.cache import Cache, make_cache
-from autosel.decode.eager import Eager, logits_after
+from autosel.decode.eager import Eager
 from autosel.decode.generate import prefill
 from autosel.decode.model import Decoder
 from autosel.decode.persistent import Kind, kind_of
 from autosel.decode.prompt import prompts
+from autosel.decode.reference import logits_after
 from autosel.decode.run import Listener, Plan, PromptDigest
 from autosel.decode.step import Place
 from autosel.decode.weights import Weights
@@ -69,14 +70,15 @@ class Scene:
             self.exact = self.after(self.place.tokens[:, None], wider=True)
         return self.exact
 
-    def after(self, tokens: Tensor, *, wider: bool = False) -> Tensor:
-        """Return logits [B * S, V] after each of the tokens [B, S], by the baseline or in higher precision.
+    def after(self, tokens: Tensor, *, wider: bool = False, held: int | None = None) -> Tensor:
+        """Return logits [B * S, V] after each of the tokens [B, S], by PyTorch in the dtype or in higher precision.
 
-        The cache stays unchanged.
+        They follow `held` tokens of the cache, by default all; it stays unchanged.
         """
         own = self.decoder.weights.torch_dtype
         precision = own if not wider else torch.float64 if own == torch.float32 else torch.float32
-        return logits_after(self.decoder.weights, tokens, self.eager_cache, self.place.longest - 1, precision)
+        count = self.place.longest - 1 if held is None else held
+        return logits_after(self.decoder.weights, tokens, self.eager_cache, count, precision)
 
     def advance(self, kept: list[list[int]]) -> None:
         """Advance the stream by these tokens of each row, the same number for all rows."""
@@ -89,8 +91,12 @@ class Scene:
         self.place.advance(len(kept[0]))
 
     def probe(self) -> None:
-        """Measure the current read rate of memory: about twenty windows of a millisecond."""
-        windows = devices.named(self.plan.device).read_windows()
+        """Measure the current read rate of memory: about twenty windows of a millisecond.
+
+        Without a baseline, the weights that a step reads last are read, which saves a buffer.
+        """
+        within = None if self.plan.baseline else self.decoder.weights.memory
+        windows = devices.named(self.plan.device).read_windows(within=within)
         self.probes.append(statistics.median(windows))
         self.ceiling = max(self.ceiling, *windows)
 
@@ -102,10 +108,14 @@ def judged(ours: Tensor, theirs: Tensor, exact: Tensor, dtype: DTypeName) -> tup
     rounding differently). The largest of N normal errors is about sqrt(2 ln 2N) deviations. Storing the largest logit
     may add one rounding.
     """
-    wide = exact.double()
-    rms = (theirs.double() - wide).square().mean(-1).sqrt().max().item()
-    allowed = 2 * rms * math.sqrt(2 * math.log(2 * wide.numel())) + UNIT[dtype] * wide.abs().max().item()
-    return (ours.double() - wide).abs().max().item(), allowed
+    rms = error = largest = torch.zeros((), dtype=torch.float64, device=exact.device)
+    for a, b, e in zip(*(t.reshape(-1, t.shape[-1]) for t in (ours, theirs, exact)), strict=True):  # a state at a time
+        wide = e.double()
+        rms = torch.maximum(rms, (b.double() - wide).square().mean().sqrt())
+        error = torch.maximum(error, (a.double() - wide).abs().max())
+        largest = torch.maximum(largest, wide.abs().max())
+    allowed = 2 * rms.item() * math.sqrt(2 * math.log(2 * exact.numel())) + UNIT[dtype] * largest.item()
+    return error.item(), allowed
 
 
 def set_scene(plan: Plan, weights: Weights, fp: Fingerprint, listener: Listener, clock: Clock) -> Scene:
@@ -174,7 +184,7 @@ def _copy_tokens(scene: Scene, count: int) -> None:
 
 
 def _prefill(scene: Scene) -> None:
-    """Run the prompt once with each arm, cold, as a user would. Both then use the optimised arm's cache."""
+    """Run the prompt once with each arm of the plan, cold, as a user would. Both then use the optimised arm's cache."""
     listener, clock = scene.listener, scene.clock
     filled = torch.tensor(scene.text, device=scene.place.tokens.device)
 
@@ -189,8 +199,9 @@ def _prefill(scene: Scene) -> None:
         scene.place.tokens.tolist()
         scene.ttft_ns = clock() - begin
 
-    listener.stage("prefill", "baseline", 0, 2)
-    theirs()
+    if scene.plan.baseline:
+        listener.stage("prefill", "baseline", 0, 2)
+        theirs()
     listener.stage("prefill", "optimised", 1, 2)
     ours()
     if scene.cache.paged:

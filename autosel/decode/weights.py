@@ -30,7 +30,7 @@ from autosel.models.quantised import Scheme, scheme_of
 from autosel.models.shape import ModelShape
 from autosel.ops.contract import DTYPE
 from autosel.ops.eager_stored import held_bytes
-from autosel.ops.weight import Matrix, Weight, empty, quantise
+from autosel.ops.weight import PART, Matrix, Weight, empty, parts_of, quantise
 from autosel.values import DTYPE_BYTES, DTypeName
 
 # Prefixes of the decoder's tensors: plain checkpoints; Gemma 3 with its vision tower, newer and older spelling; a base
@@ -128,6 +128,12 @@ class Weights:
         return self.shape.weight_bytes(self.dtype)
 
     @property
+    def memory(self) -> Tensor:
+        """Return the bytes of all weights, in the order of `named`."""
+        storage = self["norm"].untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    @property
     def device(self) -> torch.device:
         return self.embedding.device
 
@@ -146,10 +152,15 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     tensors = refuse_unloadable(plan)
     arena = PageArena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
-        fill = _random(plan) if tensors is None else tensors.read
-        codes = None if tensors is None else tensors.codes(shape)
-        made = _Builder(shape, plan.dtype, arena, fill, codes, listener or Silent()).build(plan.weights)
-    return made if tensors is None else replace(made, note=tensors.tensors.note(shape, plan.dtype))
+        if tensors is None:
+            return _built(plan, arena, _Drawn(plan), listener)
+        made = _built(plan, arena, tensors, listener)
+    return replace(made, note=tensors.tensors.note(shape, plan.dtype))
+
+
+def _built(plan: Plan, arena: PageArena, source: _Checkpoint | _Drawn, listener: Listener | None) -> Weights:
+    codes = source.codes(plan.shape)
+    return _Builder(plan.shape, plan.dtype, arena, source.read, codes, listener or Silent()).build(plan.weights)
 
 
 def weights_of(source: TensorSource, shape: ModelShape, dtype: DTypeName) -> Weights:
@@ -234,7 +245,8 @@ def memory_need(plan: Plan) -> int:
     """
     arms = 1 if plan.cache == "contiguous" else 2  # both arms read one contiguous cache
     logits = 4 * plan.batch * plan.shape.V * DTYPE_BYTES["fp32"]
-    held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan) + baseline_bytes(plan)
+    held = arena_bytes(plan.shape, plan.dtype) + arms * cache_bytes(plan)
+    held += baseline_bytes(plan) if plan.baseline else 0
     probe = 0 if devices.named(plan.device).on_host else PROBE_BYTES
     return held + logits + max(activation_bytes(plan), reference_bytes(plan)) + probe + OTHERS_BYTES
 
@@ -247,17 +259,16 @@ def baseline_bytes(plan: Plan) -> int:
 
 
 def reference_bytes(plan: Plan) -> int:
-    """Return the temporary memory of the reference pass, which widens one weight at a time.
+    """Return the temporary memory of the reference pass, which widens a part of a weight at a time.
 
-    It also widens one layer's keys and values, twice: the old ones, and those with the new ones. The output head and a
-    layer are never wide at the same time.
+    It also widens one layer's keys and values, twice: the old ones, and those with the new ones.
 
     On a GPU no kernel of PyTorch's accepts grouped heads this wide: its composition of matrix products copies keys and
     values for every query head, and makes a scaled copy of the keys.
     """
     s, wide = plan.shape, 2 * DTYPE_BYTES["fp32"] if plan.dtype == "fp32" else DTYPE_BYTES["fp32"]
     heads = 4 * s.Hkv if devices.named(plan.device).on_host else max(4 * s.Hkv, 2 * s.Hkv + 3 * s.Hq)
-    return wide * max(s.V * s.d, heads * plan.batch * plan.longest * s.D)
+    return wide * max(PART, heads * plan.batch * plan.longest * s.D)
 
 
 def refuse_without_memory(plan: Plan) -> None:
@@ -350,35 +361,53 @@ class _Builder:
         else:
             drawn = torch.empty(w.shape, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
             self.fill(name, drawn)
-            made = quantise(drawn, w.format)
-            assert isinstance(made, Weight)
-            for part, into in w.parts().items():
-                into.copy_(made.parts()[part])
+            _round(drawn, w)
 
 
-def _random(plan: Plan) -> Fill:
-    """Draw projections with variance 1/fan-in, so that activations stay of order one, and norms near one.
+class _Drawn:
+    """Random weights: projections with variance 1/fan-in, so that activations stay of order one, and norms near one.
 
     One block of normals is drawn and repeated, for each tensor from another start: drawing billions takes minutes.
     """
-    device = torch.device(plan.device)
-    generator = torch.Generator(device=device).manual_seed(plan.seed)
-    offset = plan.model.norm_offset
-    block = torch.randn(min(BLOCK, plan.model.V * plan.model.d), generator=generator, device=device).to(
-        DTYPE[plan.dtype]
-    )
 
-    def fill(name: str, out: Tensor) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self.device, self.dtype, self.offset = torch.device(plan.device), DTYPE[plan.dtype], plan.model.norm_offset
+        self.generator = torch.Generator(device=self.device).manual_seed(plan.seed)
+        size = min(BLOCK, plan.model.V * plan.model.d)
+        self.block = torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
+
+    def read(self, name: str, out: Tensor, first: int = 0) -> None:
+        """Draw a tensor, or some rows of it from `first` on."""
         if out.dim() == 1:
-            out.copy_(torch.randn(out.shape, generator=generator, device=device) * 0.1 + (1.0 - offset))
+            drawn = torch.randn(out.shape, generator=self.generator, device=self.device)
+            out.copy_(drawn * 0.1 + (1.0 - self.offset))
             return
-        start, flat = _start(name, len(block)), out.view(-1)
+        start, flat = (_start(name, len(self.block)) + first * out.shape[1]) % len(self.block), out.view(-1)
         while flat.numel():
-            part = block[start : start + flat.numel()]
+            part = self.block[start : start + flat.numel()]
             torch.mul(part, out.shape[-1] ** -0.5, out=flat[: part.numel()])
             start, flat = 0, flat[part.numel() :]
 
-    return fill
+    def codes(self, shape: ModelShape) -> ReadCodes:
+        return self._codes
+
+    def _codes(self, name: str, out: Weight) -> None:
+        """Draw a matrix and round it to its format, some rows at a time."""
+        first = 0
+        for part in parts_of(out):
+            assert isinstance(part, Weight)
+            drawn = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+            self.read(name, drawn, first)
+            _round(drawn, part)
+            first += len(drawn)
+
+
+def _round(w: Tensor, out: Weight) -> None:
+    """Round a matrix to nearest in the format of `out`."""
+    made = quantise(w, out.format)
+    assert isinstance(made, Weight)
+    for part, into in out.parts().items():
+        into.copy_(made.parts()[part])
 
 
 def _start(name: str, length: int) -> int:

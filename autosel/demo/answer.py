@@ -16,6 +16,7 @@ from autosel.decode.cache import make_cache
 from autosel.decode.eager import Eager
 from autosel.decode.generate import generate
 from autosel.decode.model import Decoder
+from autosel.decode.reference import Reference
 from autosel.decode.run import Chosen
 from autosel.decode.sample import largest
 from autosel.decode.weights import Weights
@@ -119,7 +120,7 @@ def _gap(logits: Tensor, one: int, other: int) -> float:
 
 def reference(weights: Weights, tokens: Sequence[int]) -> Tensor:
     """Return the logits [V] after these tokens with every weight, key and value widened to fp32."""
-    eager, device = Eager(weights, torch.float32), weights.device
+    eager, device = Reference(weights, torch.float32), weights.device
     cache = make_cache(weights.shape, weights.dtype, rows=1, room=1, device=device)
     with torch.inference_mode():
         return eager.logits(torch.tensor([list(tokens)], device=device), cache, 0)[0]

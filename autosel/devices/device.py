@@ -187,7 +187,7 @@ class Device(ABC):
     # --- probes ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def read_windows(self, seconds: float = READ_S) -> list[float]:
+    def read_windows(self, seconds: float = READ_S, *, within: Tensor | None = None) -> list[float]:
         """Return the current read rates of memory in bytes/s. A GPU's takes as long as it needs."""
 
     @abstractmethod

@@ -6,6 +6,8 @@ decisions name them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
 from autosel.ops.stored import changes_of
 
 MOST_PACKED = 64  # rows of x
+PART = 1 << 20  # weights that are converted at a time if no form is kept
 
 if TYPE_CHECKING:
     from autosel.ops.cached import Cached
@@ -31,6 +34,8 @@ def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
 
     fp16 cannot hold that product: 448 times a thousand activations is above its range.
     """
+    if not _FORMS.kept and not _packs(x, w):
+        return _by_parts(x, w, out)
     if w.format.group or w.zeros is not None:
         made = _by_groups(x, w)
         return made if out is None else out.copy_(made)
@@ -93,6 +98,34 @@ def _by_groups(x: Tensor, w: Weight) -> Tensor:
         return F.linear(x, held[0])
     found: Tensor = torch._weight_int4pack_mm_for_cpu(x.contiguous(), held[0], w.format.group, held[1])
     return found
+
+
+def _by_parts(x: Tensor, w: Weight, out: Tensor | None) -> Tensor:
+    """Return x @ w^T with some rows of the weight in the dtype of x at a time."""
+    made = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
+    rows = max(1, PART // w.shape[1])
+    for first in range(0, w.shape[0], rows):
+        part = slice(first, first + rows)
+        made[:, part] = F.linear(x, w.rows(part).dequantised(x.dtype))
+    return made
+
+
+@dataclass(slots=True)
+class _Forms:
+    kept: bool = True
+
+
+_FORMS = _Forms()
+
+
+@contextmanager
+def keeping_forms(on: bool) -> Iterator[None]:
+    """In this context, keep the forms of weights that PyTorch reads, or convert some rows at a time at each call."""
+    before, _FORMS.kept = _FORMS.kept, on
+    try:
+        yield
+    finally:
+        _FORMS.kept = before
 
 
 @dataclass(frozen=True, slots=True)

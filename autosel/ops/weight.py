@@ -27,7 +27,7 @@ with negative ones, each add up before they are squared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -44,6 +44,7 @@ from autosel.ops.scales import SCALES
 from autosel.ops.stored import Stored
 
 BLOCK = 1 << 18  # elements converted at a time: larger temporaries leave the cache and are mapped anew, 5x slower
+PART = 1 << 20  # elements of a part of a matrix that is rounded or converted at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,6 +150,13 @@ def exact(w: Matrix) -> Tensor:
 
 def rows_of(w: Matrix, index: Any) -> Matrix:
     return w[index] if isinstance(w, Tensor) else w.rows(index)
+
+
+def parts_of(w: Matrix) -> Iterator[Matrix]:
+    """Yield consecutive parts of the rows of PART elements, sharing memory."""
+    rows = max(1, PART // w.shape[1])
+    for first in range(0, w.shape[0], rows):
+        yield rows_of(w, slice(first, first + rows))
 
 
 def split(w: Matrix, sizes: Sequence[int]) -> tuple[Matrix, ...]:

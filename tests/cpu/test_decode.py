@@ -339,7 +339,8 @@ def test_a_measured_run_gives_the_baselines_tokens(oracle: Oracle, changes: dict
     run = measure(plan, load_weights(plan))
     assert dispatch.board()._handover._missed == missed, "a daemon would tune what only a run calls"
     assert run.max_logit_error <= run.logit_bound
-    assert len(run.optimised_ns) == len(run.baseline_ns) == len(run.optimised_first) == len(run.read_probes)
+    assert run.baseline is not None and len(run.optimised_ns) == len(run.read_probes)
+    assert len(run.optimised_ns) == len(run.baseline.ns) == len(run.baseline.optimised_first)
     assert run.tokens_per_step * len(run.optimised_ns) == plan.iters
     assert run.tokens_checked == plan.iters * plan.batch  # with speculation, all tokens that were kept
     if plan.dtype == "fp32":

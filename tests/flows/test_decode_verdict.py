@@ -22,6 +22,7 @@ from autosel.decode.arms import AtOnce, WrittenArm
 from autosel.decode.measure import measure
 from autosel.decode.run import DecodeRun, Plan, Sampling, Text
 from autosel.decode.weights import Weights, load_weights
+from autosel.errors import UsageError
 from autosel.testing.serving import serve
 from autosel.values import canonical_json, to_json
 from tests.llama import write_config
@@ -166,6 +167,63 @@ def test_a_draft_that_is_kept_and_wrong_leaves_the_run_unverified(
     run = ran(folder, iters=12, speculate=3)
     assert run.tokens_checked == 12 > run.tokens_equal and run.max_logit_error > run.logit_bound
     assert not certified(run).verification_ok and foreseen
+
+
+ALONE: dict[str, Any] = {"baseline": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 2},
+        {"advance": False},
+        {"iters": 40, "batch": 2},
+        {"prealloc": False, "sampling": SAMPLED, "warmup": 3},
+        {"advance": False, "sampling": SAMPLED, "warmup": 3},
+    ],
+    ids=["advancing", "fixed", "several passes", "sampled", "sampled at a fixed context"],
+)
+def test_without_a_baseline_every_token_is_compared_with_passes_of_pytorch(
+    folder: Path, changes: dict[str, Any]
+) -> None:
+    run = ran(folder, **ALONE, **changes)
+    assert run.baseline is None and run.tokens_checked == run.tokens_equal == run.plan.iters * run.plan.batch
+    assert run.logit_bound > 0 and run.max_logit_error <= run.logit_bound
+    made = issue(run, {}, IssueRequest(repro_cmd="autosel run"))
+    assert wrong(made) == "" and made.verification_ok and made.verification.against == "passes"
+    assert made.baseline is None and made.speedup is None and made.baseline_ttft_ms is None
+
+
+def test_without_a_baseline_kept_drafts_are_compared_with_plain_greedy_decoding(
+    folder: Path, foreseen: list[int]
+) -> None:
+    run = ran(folder, iters=12, speculate=3, **ALONE)
+    assert run.tokens_per_step == 4 and run.tokens_checked == run.tokens_equal == len(foreseen)
+
+
+@pytest.mark.parametrize("advance", [True, False])
+@pytest.mark.parametrize("step", [0, 3, 17])
+def test_without_a_baseline_a_wrong_token_leaves_the_run_unverified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: int, advance: bool
+) -> None:
+    says(monkeypatch, WrittenArm, step, far)
+    run = ran(folder, batch=2, iters=20, advance=advance, **ALONE)
+    assert (run.tokens_checked, run.tokens_equal, run.tokens_open) == (40, 39, 0)
+    assert not issue(run, {}, IssueRequest(repro_cmd="autosel run")).verification_ok
+
+
+def test_without_a_baseline_a_token_that_the_bound_leaves_open_may_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, WrittenArm, 3, twin)
+    run = ran(folder, twins, **ALONE)
+    assert run.tokens_equal == 5 and run.tokens_open == 1
+    assert issue(run, {}, IssueRequest(repro_cmd="autosel run")).verification_ok
+
+
+def test_a_run_without_a_baseline_excludes_pages(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--no-baseline and --paged are mutually exclusive"):
+        ran(folder, cache="paged", **ALONE)
 
 
 def test_a_certificate_of_version_3_is_read_and_its_tokens_are_not_judged() -> None:

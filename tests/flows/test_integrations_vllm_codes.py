@@ -16,7 +16,7 @@ import torch
 from autosel import fingerprint, models, ops, settings
 from autosel.decode.cache import make_cache
 from autosel.decode.checkpoint import write_checkpoint
-from autosel.decode.eager import logits_after
+from autosel.decode.reference import logits_after
 from autosel.decode.run import Plan
 from autosel.decode.weights import load_weights
 from autosel.dispatch.board import this_device

@@ -10,7 +10,7 @@ from autosel import models, ops
 from autosel.certify.certificate import ArmProof, Certificate, RunnerUp
 from autosel.certify.evidence import Grounds
 from autosel.certify.issue import IssueRequest, issue
-from autosel.decode.run import Choice, DecodeRun, OpTime, Plan, PromptDigest
+from autosel.decode.run import BaselineRun, Choice, DecodeRun, OpTime, Plan, PromptDigest
 from autosel.models import cost
 from autosel.values import Fingerprint, Rate
 
@@ -58,11 +58,15 @@ def decode_run(
         "started_at": "2026-11-20T12:00:00+00:00",
         "seconds": 12.0,
         "optimised_ns": steps(step_ms),
-        "baseline_ns": steps(step_ms * speedup),
-        "optimised_first": tuple(rng.random() < 0.5 for _ in kept),
+        "baseline": BaselineRun(
+            ns=steps(step_ms * speedup),
+            optimised_first=tuple(rng.random() < 0.5 for _ in kept),
+            ttft_ns=1_000_000_000,
+        )
+        if plan.baseline
+        else None,
         "kept": kept,
         "ttft_ns": 900_000_000,
-        "baseline_ttft_ns": 1_000_000_000,
         "prompt_tokens": plan.seq - 1,
         "prompt": changes.pop("prompt_digest", None) or prompt_digest(plan),
         "bytes_per_step": cost.bytes_per_step(plan.shape, plan.dtype, plan.batch, context),

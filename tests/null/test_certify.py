@@ -133,7 +133,7 @@ def test_its_figures_follow_from_the_steps() -> None:
     med = median(run.optimised_ns) / 1e6
     assert made.latency_ms.med == med
     assert made.tokens_per_sec == pytest.approx(1000 * 4 / med)
-    assert made.speedup == pytest.approx(median(run.baseline_ns) / median(run.optimised_ns))
+    assert made.speedup == pytest.approx(median(run.baseline.ns) / median(run.optimised_ns))
     assert made.speedup_interval.lo < made.speedup < made.speedup_interval.hi
     assert made.bytes_per_token == run.bytes_per_step / 4
     assert made.roofline == pytest.approx(run.bytes_per_step / READ / med * 1e3)
@@ -159,9 +159,10 @@ def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
 
 def test_the_hosts_time_is_stated_with_a_gpus_time() -> None:
     run = decode_run(iters=40)
+    assert run.baseline is not None
     host = {"optimised_host_ns": tuple(2 * ns for ns in run.optimised_ns)}
-    host |= {"baseline_host_ns": tuple(ns + 10**6 for ns in run.baseline_ns)}
-    made = certificate(dataclasses.replace(run, timed_by="CUDA events", **host))
+    theirs = dataclasses.replace(run.baseline, host_ns=tuple(ns + 10**6 for ns in run.baseline.ns))
+    made = certificate(dataclasses.replace(run, timed_by="CUDA events", baseline=theirs, **host))
     assert wrong(made) == "" and made.timed_by == "CUDA events"
     assert made.host_ms == pytest.approx(2 * made.latency_ms.med)
     assert made.baseline_host_ms == pytest.approx(made.baseline_ms + 1)
@@ -183,6 +184,63 @@ def test_the_hosts_time_is_stated_with_a_gpus_time() -> None:
         ({"host_ms": 1.0}, "host_ms: it does not follow"),
     ):
         assert wrong(decode(resealed({**stated, **lie}))).startswith(why)
+
+
+ALONE = decode_run(iters=40, baseline=False)
+
+
+def test_a_run_without_a_baseline_states_no_speedup() -> None:
+    made = certificate(ALONE)
+    assert wrong(made) == "" and made.verification_ok and decode(encode(made)) == made
+    stated = document(made)
+    without = ["baseline_ms", "baseline_p95_ms", "baseline_tokens_per_sec", "speedup", "speedup_interval"]
+    assert all(stated[name] is None for name in (*without, "baseline_ttft_ms", "baseline_host_ms"))
+    assert stated["samples"]["baseline_ns"] == [] and stated["samples"]["first"] == ""
+    assert stated["options"]["baseline"] is False and stated["verification"]["against"] == "passes"
+    assert made.baseline is None and claimed_interval(made) is None and not any("baseline" in p for p in physics(made))
+    told = document(SMALL)
+    assert "baseline" not in told["options"] and "against" not in told["verification"], "other certificates change"
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ({"speedup": 2.0}, "speedup: it does not follow"),
+        ({"baseline_ms": 9.0}, "baseline_ms: it does not follow"),
+        ({"options": {}}, "verification: against"),
+        ({"baseline_ttft_ms": 3.0}, "verification: against"),
+        ({"samples": {"baseline_ns": [10**8] * 40}}, "samples: steps of a baseline"),
+        ({"samples": {"first": "1" * 40}}, "samples: steps of a baseline"),
+        ({"verification": {"against": "baseline"}}, "verification: against"),
+    ],
+)
+def test_a_part_of_a_baseline_is_refused(lie: dict[str, Any], why: str) -> None:
+    stated = document(certificate(ALONE))
+    changed = {
+        name: {**{k: v for k, v in stated[name].items() if k != "baseline" or name != "options"}, **value}
+        if isinstance(value, dict)
+        else value
+        for name, value in lie.items()
+    }
+    assert wrong(decode(resealed({**stated, **changed}))).startswith(why)
+
+
+def test_a_baseline_without_its_steps_is_refused() -> None:
+    stated = document(SMALL)
+    for samples in ({"baseline_ns": []}, {"baseline_ns": [], "first": ""}):
+        assert wrong(decode(resealed({**stated, "samples": {**stated["samples"], **samples}}))).startswith("samples")
+
+
+def test_runs_without_a_baseline_are_compared_by_their_steps() -> None:
+    first, again = (certificate(decode_run(seed=s, iters=40, baseline=False)) for s in (1, 2))
+    found = rerun.compare(first, again)
+    assert found.speedup is None and found.outcome == "reproduced" and found.figures == (found.time,)
+    rerun.judge(found)
+    with pytest.raises(UsageError, match="options differs"):
+        rerun.compare(first, certificate(decode_run(iters=40)))
+    (change,) = compare.compare(compare.of_certificates([first]), compare.of_certificates([certificate()]))
+    assert change.interval is not None and change.outcome == "no claim"
+    assert "baseline" in compare.document([change])[0]["differ"]
 
 
 def test_several_tokens_of_one_stream_share_the_time_of_a_step() -> None:
@@ -764,7 +822,7 @@ def test_an_invalid_objective_is_reported(text: str, error: type[AutoselError], 
 
 def test_an_objective_that_the_run_has_no_figure_of_is_refused() -> None:
     with pytest.raises(UsageError, match="no ttft"):
-        certificate(decode_run(ttft_ns=None, baseline_ttft_ns=None), objectives=slo.parse("ttft<1s"))
+        certificate(decode_run(ttft_ns=None), objectives=slo.parse("ttft<1s"))
 
 
 # --- audit and trace ----------------------------------------------------------------------------------------------
@@ -822,6 +880,14 @@ def test_the_trace_is_a_timeline_of_each_thread_in_the_format_that_viewers_read(
     assert all((a["tid"] == 1) == (coin == "1") for a, coin in zip(steps[::2], made.samples.first, strict=True))
     assert [e["name"] for e in spans if e["cat"] == "op"] == ["qkv", "attn", "o"] * 2
     assert {e["pid"] for e in trace.trace(made)["traceEvents"]} == {trace.STEPS}, "a step of unknown parts has no lane"
+
+
+def test_the_trace_of_a_run_without_a_baseline_has_the_optimised_steps_only() -> None:
+    events = trace.trace(certificate(ALONE))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["optimised steps"]
+    steps = [e for e in events if e["ph"] == "X"]
+    assert [round(1000 * e["dur"]) for e in steps] == list(ALONE.optimised_ns)
+    assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(steps))
 
 
 # --- again, and against an earlier one -----------------------------------------------------------------------------
@@ -1092,6 +1158,17 @@ def test_no_picture_is_empty_and_no_two_names_of_a_picture_overlap() -> None:
         texts = [t for t in figure.axes[0].texts if t.get_text()]
         boxes = [t.get_window_extent() for t in texts] + [figure.axes[0].get_legend().get_window_extent()]
         assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)), name
+
+
+def test_the_report_of_a_run_without_a_baseline_shows_no_speedup(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="reports need the extra `plots`")
+    from autosel.certify import report
+
+    report.write(tmp_path, certificate(ALONE))
+    text = (tmp_path / "index.html").read_text()
+    shown = text[: text.index("<h2>Check it")]
+    assert "over the baseline" not in shown and "to the first token" in shown and "baseline, median" not in shown
+    assert "40 after 10 to warm up" in shown and "in untimed passes of PyTorch" in shown
 
 
 def test_a_report_can_be_compared_with_and_holds_the_certificate_itself(page: Path) -> None:

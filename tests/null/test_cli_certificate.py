@@ -326,6 +326,15 @@ def test_the_summary_fits_80_columns_and_shows_a_part_a_miss_and_a_failure() -> 
     assert "verify --rerun f.jsonl:1" in where_line(made, Path("f.jsonl"))
 
 
+def test_the_summary_of_a_run_without_a_baseline_has_no_speedup() -> None:
+    made = certificate(decode_run(baseline=False))
+    text = summary(made, audit(made))
+    assert "speedup" not in text and "baseline  none" in text and "50 of 50 tokens as in untimed passes" in text
+    assert max(map(len, text.splitlines())) <= 80
+    again = rerun_words(made, rerun.compare(made, made))
+    assert ": reproduced" in again and "speedup" not in again and "roofline" in again
+
+
 @pytest.mark.parametrize(("prompt", "batch"), [("random", 1), ("folder/a text of one word.txt", 4), ("x" * 30, 64)])
 def test_the_summary_names_the_prompt(prompt: str, batch: int) -> None:
     made = certificate(decode_run(prompt=prompt, batch=batch, step_ms=65.0 * batch))

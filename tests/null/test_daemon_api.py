@@ -16,14 +16,18 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from autosel import ledger as ledgers
+from autosel.certify.certificate import encode
+from autosel.certify.issue import chained
 from autosel.daemon import pages
 from autosel.daemon.api import ENDPOINTS
 from autosel.daemon.bodies import MOST_BYTES
 from autosel.daemon.hub import this_device
 from autosel.ledger import commands, faults
+from autosel.ledger.describe import ratio
 from autosel.ledger.faults import Fault
 from autosel.values import to_json
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, MODE, PASSED, race, record, verdict
+from tests.null.certificates import certificate, decode_run
 from tests.null.daemon_app import BEARER, App, over_socket, over_tcp
 from tests.quiet import here
 
@@ -468,3 +472,17 @@ def test_any_invalid_request_is_a_client_error_and_never_a_bug(local: TestClient
     answer = local.post(path, content=content, headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500
     problem(answer)
+
+
+def test_a_certificate_without_a_baseline_is_shown_without_a_speedup(local: TestClient, home: Path) -> None:
+    file = home / "certificates.jsonl"
+    alone, usual = certificate(decode_run(baseline=False)), chained(certificate(), 2, "")
+    file.write_bytes(b"".join(encode(made) + b"\n" for made in (alone, usual)))
+    try:
+        page = local.get("/certificates").text
+        listed = local.get("/v1/certificates").json()
+    finally:
+        file.unlink()
+    assert page.count("no baseline") == 1 and ratio(usual.speedup) in page
+    shown = json.dumps(listed)
+    assert '"speedup": null' in shown and '"baseline_ms": null' in shown

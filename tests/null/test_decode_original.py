@@ -16,9 +16,9 @@ from autosel import models
 from autosel.certify.run import RunRequest
 from autosel.decode.cache import make_cache
 from autosel.decode.checkpoint import write_checkpoint
-from autosel.decode.eager import Eager
 from autosel.decode.measure import measure
 from autosel.decode.original import WINDOW, original, plan_of, scored, text_windows
+from autosel.decode.reference import Reference
 from autosel.decode.run import FEWEST_TOKENS, Plan, Text
 from autosel.decode.weights import load_weights
 from autosel.errors import UsageError
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_plain_weights_in_fp32(folder: Path) -> None:
     asked, said = plan(folder), text(200)
     known = original(asked, said, str(folder / "m"))
     weights = load_weights(Plan(model=models.load(folder / "m"), weights=str(folder / "m"), dtype="fp32"))
-    eager = Eager(weights, torch.float32)
+    eager = Reference(weights, torch.float32)
     nothing = make_cache(weights.shape, "fp32", rows=len(known.windows), room=1)
     with torch.inference_mode():
         exact = eager.times(eager.hidden(known.windows[:, :-1], nothing, 0), weights.head)

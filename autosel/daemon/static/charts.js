@@ -115,7 +115,7 @@ function tokens(data, height) {
     { x: s.x, y: s.y, name: s.name, mode: "lines+markers", line: { color: palette()[i % 6] }, customdata: s.sequence, hovertemplate: "certificate %{customdata}: %{y:.4g} tok/s<extra></extra>" },
     { x: s.x, y: s.baseline, name: "its baseline", mode: "lines+markers", marker: { size: 4 }, line: { color: palette()[i % 6], dash: "dot", width: 1 }, showlegend: i === 0, hovertemplate: "baseline %{y:.4g} tok/s<extra></extra>" },
   ]);
-  const rates = data.series.flatMap((s) => [...s.y, ...s.baseline]);
+  const rates = data.series.flatMap((s) => [...s.y, ...s.baseline.filter((y) => y !== null)]);
   const far = Math.max(...rates) > 20 * Math.min(...rates);
   const scale = far ? { type: "log", ...ticks(rates) } : { rangemode: "tozero" };
   const title = { text: `tokens per second${far ? ", logarithmic" : ""}` };

@@ -37,12 +37,17 @@ class Cpu(Device):
     def take(self, *, refresh: bool = False) -> Fingerprint:
         return identity.take(refresh=refresh)
 
-    def read_windows(self, seconds: float = READ_S) -> list[float]:
-        """Return the rates of windows of a millisecond, at least three."""
+    def read_windows(self, seconds: float = READ_S, *, within: Tensor | None = None) -> list[float]:
+        """Return the rates of windows of a millisecond, at least three.
+
+        The end of `within` is read if it is large enough that the rest is not in a cache afterwards, else a buffer of
+        the process.
+        """
         import torch
 
         try:
-            return probe.load().read(torch.get_num_threads(), seconds)
+            place = None if within is None else (within.data_ptr(), within.nbytes)
+            return probe.load().read(torch.get_num_threads(), seconds, place)
         except BuildError:  # without a compiler: numpy's rate, a lower bound
             return [probe.read_rate(torch.get_num_threads(), seconds)]
 

@@ -62,8 +62,11 @@ class Probes:
         function = getattr(self.library, f"autosel_probe_{name}")
         return out[: function(*passed, ctypes.c_double(seconds), out, ctypes.c_int64(MOST_WINDOWS))]
 
-    def read(self, threads: int, seconds: float) -> list[float]:
-        return self.windows("read", self.buffer(0), self.buffer_bytes, self.window_bytes, threads, seconds=seconds)
+    def read(self, threads: int, seconds: float, place: tuple[int, int] | None = None) -> list[float]:
+        """Read a buffer, or the end of the memory at `place` (address, bytes) if that is twice as large as a buffer."""
+        size, (address, held) = self.buffer_bytes, place or (0, 0)
+        at = self.buffer(0) if held < 2 * size else ctypes.c_void_p(address + (held - size) // 64 * 64)
+        return self.windows("read", at, size, self.window_bytes, threads, seconds=seconds)
 
 
 def buffer_bytes(identity: Mapping[str, Any]) -> int:

@@ -105,7 +105,7 @@ class Cuda(Device):
     def unit(self) -> str:
         return nvml.read(self.ordinal).uuid
 
-    def read_windows(self, seconds: float = READ_S) -> list[float]:
+    def read_windows(self, seconds: float = READ_S, *, within: Tensor | None = None) -> list[float]:
         """Return the best of five windows."""
         return [reader(self.ordinal)()]
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from autosel import devices, dispatch, fingerprint
 from autosel.decode.cache import Cache, make_cache
-from autosel.decode.eager import logits_after
 from autosel.decode.model import Decoder
 from autosel.decode.persistent import AnyStep, serve, write
 from autosel.decode.question import OPS, TORCH, arms_of, chains_of, form_of, workload_of
+from autosel.decode.reference import logits_after
 from autosel.decode.rope import frequencies
 from autosel.decode.run import WHOLE, StepForm
 from autosel.decode.scene import judged
