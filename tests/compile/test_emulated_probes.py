@@ -92,7 +92,7 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(gpu_bench.ctypes, "CDLL", lambda name: load(str(probes)))
         # A launch here has ended when it returns, so a wait for the gate never succeeds.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
-        less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4}
+        less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4, "CHUNKED_BYTES": 1 << 22}
         for name, value in less.items():
             monkeypatch.setattr(gpu_bench, name, value)
         monkeypatch.setattr(gpu_probe, "LOOK_WINDOW_S", 1e-4)
