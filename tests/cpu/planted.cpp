@@ -290,31 +290,4 @@ void native_scratch_a_thread(const Call* c) {
   by_scratch(c, scratch);
 }
 
-// From the last element to the first, in blocks of 48.
-void native_backwards(const Call* c) {
-  for (int64_t r = c->m - 1; r >= 0; --r) {
-    const bf16* x = c->x + r * c->x_stride;
-    float total = 0;
-    for (int64_t end = c->d; end > 0; end -= 48) {
-      float block = 0;
-      for (int64_t i = end - 1; i >= std::max<int64_t>(0, end - 48); --i) block += wide(x[i]) * wide(x[i]);
-      total += block;
-    }
-    float rstd = 1.0f / std::sqrt(total / float(c->d) + c->eps);
-    for (int64_t i = c->d - 1; i >= 0; --i) c->y[r * c->y_stride + i] = narrow(scaled(*c, x, i, rstd));
-  }
-}
-// Subnormal inputs counted as zero, as vdpbf16ps counts them.
-void native_flushes(const Call* c) {
-  auto flushed = [](bf16 v) { return (v & 0x7f80) ? v : bf16(v & 0x8000); };
-  std::vector<bf16> x(size_t(c->d)), weight(size_t(c->d));
-  for (int64_t i = 0; i < c->d; ++i) weight[size_t(i)] = flushed(c->weight[i]);
-  Call k = *c;
-  k.weight = weight.data();
-  for (int64_t r = 0; r < c->m; ++r) {
-    for (int64_t i = 0; i < c->d; ++i) x[size_t(i)] = flushed(c->x[r * c->x_stride + i]);
-    row(k, x.data(), c->y + r * c->y_stride, 0, c->d);
-  }
-}
-
 }  // extern "C"

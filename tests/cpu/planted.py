@@ -47,7 +47,7 @@ NATIVE = (
     "right", "zeros", "nothing", "without_last_tile", "past_the_end", "masked_by_product", "without_strides", "aligned",
     "aligned_trap", "int32_index", "normalises_in_place", "sums_in_bf16", "truncates", "swallows_nan",
     "without_barrier", "two_threads", "works_later", "leaves_residue", "wrong_at_an_edge", "nan_now_and_then", "flaky",
-    "backwards", "flushes", "static_scratch", "set_up_on_one_thread", "sums_into_new_memory", "scratch_a_thread",
+    "static_scratch", "set_up_on_one_thread", "sums_into_new_memory", "scratch_a_thread",
 )  # fmt: skip
 
 
@@ -361,10 +361,6 @@ def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, maxi
     live = seen.any(-1, keepdim=True)
     made = p @ v / torch.where(live, p.sum(-1, keepdim=True), 1.0)
     return made.masked_fill(~live, 0.0).to(q.dtype)
-
-
-def attends_rightly(q, k, v, lengths, max_len, scale, window, softcap, o):
-    return o.copy_(attention(q, k, v, lengths, max_len, scale, window, softcap))
 
 
 def forgets_the_last_key(q, k, v, lengths, max_len, scale, window, softcap, o):
@@ -706,16 +702,6 @@ def allocates(x, weight, eps, offset):
 
 def returns_a_list(x, weight, eps, offset, y):
     return [right(x, weight, eps, offset, y)]
-
-
-def computes_in_double(x, weight, eps, offset, y):
-    return y.copy_(norm(x.double(), weight.double(), eps, offset))
-
-
-def rounds_twice(x, weight, eps, offset, y):
-    """Round the normalised value to the dtype, then multiply by the weight, as transformers does."""
-    unit = norm(x, torch.ones_like(weight), eps, 0.0)
-    return y.copy_(unit * (weight.float() + offset).to(x.dtype)) if offset == 0 else right(x, weight, eps, offset, y)
 
 
 def writes_in_two_halves(x, weight, eps, offset, y):

@@ -255,18 +255,13 @@ RIGHT = (
     proof("right", RMSNORM_FP32),
     functional("allocates"),
     proof("returns_a_list"),
-    proof("computes_in_double"),
-    proof("rounds_twice"),
     proof("writes_in_two_halves"),
     proof("keeps_a_workspace_a_thread"),
     proof("spreads_a_little", deterministic=False),
     proof("native_right"),
-    proof("native_backwards"),
-    proof("native_flushes"),
     proof("native_two_threads"),
     proof("native_scratch_a_thread"),
     proof("calls_the_baseline"),
-    proof("attends_rightly", ATTN),
 )
 KERNELS = [kernel for plant in PLANTS.values() for kernel in plant.kernels] + list(MORE)
 EACH_DAY = {"wrong_at_one_width", "sets_threads", "seeds_the_generator", "slows_the_clock", "crashes_on_nan"}

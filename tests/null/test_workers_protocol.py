@@ -63,19 +63,6 @@ def test_descriptors_travel_with_their_message(line):
     os.close(writer), os.close(received)
 
 
-@given(st.binary(min_size=1, max_size=200))
-def test_arbitrary_bytes_are_a_message_or_an_error_never_more(noise):
-    near, far = socket.socketpair()
-    with near, far:
-        near.sendall(noise)
-        near.shutdown(socket.SHUT_WR)
-        try:
-            message, _ = protocol.receive(far, until=within())
-        except (protocol.ProtocolError, protocol.ClosedError):
-            return
-        assert isinstance(message, dict)
-
-
 @pytest.mark.parametrize(
     "body",
     [
