@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from autosel import devices, resources
@@ -172,8 +173,10 @@ def peak_flops(fp: Fingerprint, dtype: str) -> float:
     return next((rates[n].value for n in names if n in rates), 0.0)
 
 
+@cache
 def git_sha() -> str:
-    """Return the commit of this checkout, with `-dirty` if it was edited; "" for an installed wheel."""
+    """Return the commit of this checkout, with `-dirty` if it was edited; "" for an installed wheel. A process asks
+    once, because it runs what it has loaded."""
     root, git = resources.root(), shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
