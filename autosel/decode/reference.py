@@ -33,7 +33,11 @@ class Reference(Eager):
         """Return x @ w^T with the weight in the precision."""
         if isinstance(w, Tensor) and w.dtype == self.precision:
             return F.linear(x, w)
-        return torch.cat([F.linear(x, self._converted(part)) for part in parts_of(w)], -1)
+        made, first = x.new_empty(*x.shape[:-1], w.shape[0]), 0  # results kept between parts would fragment the heap
+        for part in parts_of(w):
+            made[..., first : first + part.shape[0]] = F.linear(x, self._converted(part))
+            first += part.shape[0]
+        return made
 
     def _converted(self, w: Matrix) -> Tensor:
         return w.to(self.precision) if isinstance(w, Tensor) else w.dequantised(self.precision)
