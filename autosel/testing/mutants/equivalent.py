@@ -33,9 +33,9 @@ SOURCE_REASONS: Mapping[str, str] = {
     "cpu/coded.h: if (together < rows) rows = 1; | relation: < to <=": (
         "rows of weights are processed one by one: slower, the same sums"
     ),
-    "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; "
-    "| branch left out: n + taken < to to false": "other lines are prefetched: slower, the same sums",
-    "cpu/coded.h: else if (n + taken < to) next = at + taken * w->stride; | relation: < to <=": (
+    "cpu/coded.h: else if (n + ahead < to) next = w->row(n + ahead); "
+    "| branch left out: n + ahead < to to false": "other lines are prefetched: slower, the same sums",
+    "cpu/coded.h: else if (n + ahead < to) next = w->row(n + ahead); | relation: < to <=": (
         "other lines are prefetched: slower, the same sums"
     ),
     # In a build with two groups for seven and eight rows (AVX2, codes in blocks) it would be wrong.
