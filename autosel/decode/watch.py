@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Check = Callable[[int], float]  # seed -> largest |got - expected| / tolerance
 SUSPECT = 2.0  # a check's tolerance is a first-order estimate
 REPLAYS = 3
-# Cost of a stop: a second wake-up of the team, and weights that are not prefetched.
+# Cost of a stop: a second wake-up of the team, and weights that are not prefetched (bench_guard_faults.py).
 STOP_NS = 20_000
 SHARE = 0.0027  # share of the time for checks of steps: no other guard runs with them
 
