@@ -176,6 +176,8 @@ def _change(now: Figure, before: Figure) -> Change:
         other.append("with other software")
     if another_prompt(now.prompt, before.prompt):
         other.append("on another prompt")
+    if ("baseline" in before.stated) != ("baseline" in now.stated):  # only a run without one states it
+        other.append("without a baseline" if "baseline" in before.stated else "with a baseline")
     note = f"then {', '.join(other)}" if other else ""
     return Change(
         what=now.what,

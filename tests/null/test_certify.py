@@ -239,7 +239,7 @@ def test_runs_without_a_baseline_are_compared_by_their_steps() -> None:
     with pytest.raises(UsageError, match="options differs"):
         rerun.compare(first, certificate(decode_run(iters=40)))
     (change,) = compare.compare(compare.of_certificates([first]), compare.of_certificates([certificate()]))
-    assert change.interval is not None and change.outcome == "no claim"
+    assert change.interval is not None and change.outcome == "no claim" and change.note == "then with a baseline"
     assert "baseline" in compare.document([change])[0]["differ"]
 
 
