@@ -36,7 +36,10 @@
 //   without the bf16 dot M=4 1.32, 6 1.17, 8 1.41. M=4 in detail: x shared and nothing else 0.89 (0.91), because the
 //   prefetches come in a cluster; all three lines 24 ahead 0.99 (1.10), 36 to 48 ahead 1.07-1.09 (1.18), 64 and 96 1.00
 //   (1.14); not shared, three lines 48 ahead 1.06 (1.19). M=6 in one group, shared: 0.70-0.98, sums are spilled.
-//   M=1 and 2: the same within 2 % with all of these.
+//   M=1 and 2: the same within 2 % with all of these. Since then, from M=3 on, two lines in one half of a unit, one in the
+//   other, 96 lines ahead, against three in one half 40 ahead, at 30 to 35 GB/s: M=3 1.03, M=4 1.07-1.09 (1.05-1.06),
+//   M=8 1.14; M=2 0.94. 40 ahead and spread 1.00, 64 1.04, 128 1.05, 192 1.04; more of the next run asked for 1.04;
+//   units with such weights, of four rows one in 26, 40 ahead as before: 1.01, their successors are missed.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
 // Source of the idea that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
@@ -53,7 +56,9 @@ constexpr int64_t kUnitBytes = 192;
 constexpr int64_t kRowsTogether = 4;
 constexpr int64_t kPackedVersion = 3;  // of the layout; also LOSSLESS_12 in candidates/cpp/linear.py
 constexpr int64_t kAheadOfPacked = (kLanes == 16 ? 24 : 36) * 64;  // bytes from the unit in use to the prefetched line
-constexpr int64_t kAheadOfSeveral = 40 * 64;  // the same, for several rows of x and 32 registers
+// The same, for several rows of x and 32 registers; further if the prefetches of a unit do not come together.
+template <int M> constexpr bool kSpread = kPaired<bf16> && M > 2;
+template <int M> constexpr int64_t kAheadOfSeveral = (kSpread<M> ? 96 : 40) * 64;
 constexpr int kMostPacked = kLanes == 16 ? 4 : kMostTogether;  // rows of x in one kernel
 constexpr int64_t kAheadIntoL1 = 24 * 64;  // the same, for the second prefetch
 
@@ -140,7 +145,7 @@ static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
 
 // For one row of x, the hardware's own streams fetch the lines in between.
 template <int M> static inline void ask_ahead(const uint8_t* unit, int) {
-  const uint8_t* ahead = unit + (M > 1 ? kAheadOfSeveral : kAheadOfPacked);
+  const uint8_t* ahead = unit + (M > 1 ? kAheadOfSeveral<M> : kAheadOfPacked);
   prefetch_l2(ahead), prefetch_l2(ahead + 128);
   if (M > 1) prefetch_l2(ahead + 64);
 }
@@ -199,8 +204,15 @@ static inline __attribute__((always_inline)) void multiply_unit(const uint8_t* p
       asm("" : "+r"(x));  // otherwise GCC keeps the first pair's x for the second one, and spills sums for it
       Bytes v[2][2];
       for (int i = 0; i < 2; ++i) {
-        if (!half) ask_ahead<M>(p + (r + i) * kUnitBytes, 0);
-        unpack_half(p + (r + i) * kUnitBytes, half, table, v[i]);
+        const uint8_t* unit = p + (r + i) * kUnitBytes;
+        if constexpr (kSpread<M>) {
+          const uint8_t* ahead = unit + kAheadOfSeveral<M>;
+          if (!half) prefetch_l2(ahead), prefetch_l2(ahead + 128);
+          else prefetch_l2(ahead + 64);
+        } else if (!half) {
+          ask_ahead<M>(unit, 0);
+        }
+        unpack_half(unit, half, table, v[i]);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < 2 * M; ++i) {
