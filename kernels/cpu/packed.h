@@ -36,10 +36,11 @@
 //   without the bf16 dot M=4 1.32, 6 1.17, 8 1.41. M=4 in detail: x shared and nothing else 0.89 (0.91), because the
 //   prefetches come in a cluster; all three lines 24 ahead 0.99 (1.10), 36 to 48 ahead 1.07-1.09 (1.18), 64 and 96 1.00
 //   (1.14); not shared, three lines 48 ahead 1.06 (1.19). M=6 in one group, shared: 0.70-0.98, sums are spilled.
-//   M=1 and 2: the same within 2 % with all of these. Since then, from M=3 on, two lines in one half of a unit, one in the
-//   other, 96 lines ahead, against three in one half 40 ahead, at 30 to 35 GB/s: M=3 1.03, M=4 1.07-1.09 (1.05-1.06),
-//   M=8 1.14; M=2 0.94. 40 ahead and spread 1.00, 64 1.04, 128 1.05, 192 1.04; more of the next run asked for 1.04;
-//   units with such weights, of four rows one in 26, 40 ahead as before: 1.01, their successors are missed.
+//   M=1 and 2: the same within 2 % with all of these.
+//   Since then, from M=3 on, two lines are asked for in one half of a unit and one in the other, 96 lines ahead, against
+//   three in one half 40 ahead, at 29 to 35 GB/s: M=3 1.02-1.04, M=4 1.05-1.08 (1.05), M=8 1.14-1.17; M=2 0.94. Spread
+//   and 40 ahead 1.00, 64 1.04, 128 1.05, 192 1.04. If units with weights without a code, one in 26 of four rows, asked
+//   40 ahead: 1.01, because those behind them were not asked for.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
 // Source of the idea that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
