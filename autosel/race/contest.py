@@ -101,6 +101,8 @@ class SharedOperands:
         self._kept: dict[str, list[tuple[Ref, ...]]] = {}
         self._judge: tuple[int, Rows, Expected] | None = None  # of the current pair: by its seed, for all its arms
         self.streamed_bytes = self._bytes_of("streamed")
+        # Of a cache with unequal lengths, or behind a window, a call reads only a part.
+        self.read_bytes = min(self.streamed_bytes, self.op.bytes_moved(w))
         rotated = self.streamed_bytes + self._bytes_of("inout")
         # More than three last-level caches of other data pass before the same copy is used again.
         passed = int(rotated * least_share)

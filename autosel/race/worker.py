@@ -398,7 +398,7 @@ class WorkerSeat:
             return 0
         entrant = self.contest.entrants.get(self.arms[0] if arm == CLONE else arm)
         layout = entrant.recipe.layout if entrant is not None else None
-        return self.operands.streamed_bytes - (self.operands.least_saved(layout) if layout else 0)
+        return self.operands.read_bytes - (self.operands.least_saved(layout) if layout else 0)
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
         """Return the arms that gave a wrong result, or the challengers that end a worker alone."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from autosel.candidates.cpp.linear import lossless_12
 from autosel.ops import OPS
+from autosel.ops.attn import ragged_lengths
 from autosel.race.contest import Contest, Entrant, SharedOperands
 from autosel.race.judge import CLONE
 from autosel.race.worker import RaceProcess, Workers, WorkerSeat
@@ -49,6 +51,25 @@ def test_the_ceiling_of_an_arm_with_a_layout_is_the_smallest_lossless_one(claime
     seat = WorkerSeat(RaceProcess(workers), c, ["base", "arm0", "arm1", CLONE], None)
     seat.operands = workers.operands(c)
     assert [seat.moved_bytes(arm) for arm in seat.arms] == [BYTES, BYTES, BYTES * 3 // 4, BYTES]
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("batch", "traits", "read"),
+    [(4, {"ragged": True}, float(ragged_lengths(4, 1024).sum()) / 4096), (1, {"window": 128}, 0.125), (1, {}, 1.0)],
+    ids=["unequal lengths", "window", "all"],
+)
+def test_a_kernel_is_not_blamed_for_parts_of_a_cache_that_no_call_reads(
+    batch: int, traits: dict[str, Any], read: float
+) -> None:
+    """At the rate of memory, it takes the time of the slots in reach, not that of the whole cache."""
+    w = OPS["attn"].workload("bf16", {"B": batch, "Hq": 9, "Hkv": 3, "S": 1, "D": 64, "L": 1024}, **traits)
+    base = replace(entrant("base"), op="attn")
+    c = Contest(workload=w, baseline=base, incumbent=base, challengers=(), margins={}, llc_bytes=1 << 20)
+    workers = Workers(threads=1, rng=Random(1))
+    seat = WorkerSeat(RaceProcess(workers), c, ["base"], None)
+    seat.operands = workers.operands(c)
+    assert seat.moved_bytes("base") == pytest.approx(read * seat.operands.streamed_bytes, rel=0.05)
     workers.close()
 
 
