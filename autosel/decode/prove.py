@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -66,17 +67,18 @@ def prove(scene: Scene, ledger: Ledger | None, chain: Chain, question: Question,
 
 def _reluctance(scene: Scene, ledger: Ledger | None, ops: Step) -> str:
     """Return why an undecided whole step promises too little to be compiled without a request, or ""."""
-
-    def raced(decision: Decision | None) -> frozenset[str]:
-        if ledger is None or decision is None or decision.state != "kept":
-            return frozenset()
-        found = ledger.evidence(decision.id).parities
-        return frozenset(arm.candidate for arm, parity in found if isinstance(parity, Passed))
-
     if scene.plan.step == "whole":
         return ""
     fused = write_step(scene.decoder, scene.cache, scene.place)
-    return scene.kind.reluctant(ops, fused, scene.plan, scene.fp, raced)
+    return scene.kind.reluctant(ops, fused, scene.plan, scene.fp, partial(proven_beside, ledger))
+
+
+def proven_beside(ledger: Ledger | None, decision: Decision | None) -> frozenset[str]:
+    """Return the candidates that passed the checks of a decision, whichever won its race; none if it was withdrawn."""
+    if ledger is None or decision is None or decision.state not in ("kept", "promoted"):
+        return frozenset()
+    found = ledger.evidence(decision.id).parities
+    return frozenset(arm.candidate for arm, parity in found if isinstance(parity, Passed))
 
 
 def _refusal(scene: Scene, form: StepForm, why: str) -> str:

@@ -19,12 +19,16 @@ from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.measure import measure
 from autosel.decode.model import Decoder
+from autosel.decode.prove import proven_beside
 from autosel.decode.run import Plan
 from autosel.decode.step import Place, write_step
 from autosel.decode.team import TASK_WORDS, TeamStep, ThreadTeam, write_team
 from autosel.decode.weights import load_weights
+from autosel.ledger import open_ledger
+from autosel.ledger.commands import Demote
 from autosel.values import Fingerprint
 from tests.cpu.test_decode import COUNT, PROMPTS, WINDOW, Oracle, assert_same, compiled, one_thread, oracle
+from tests.cpu.test_ledger import record
 
 __all__ = ["compiled", "one_thread", "oracle"]  # fixtures
 
@@ -232,3 +236,16 @@ def test_a_certificate_of_a_team_names_it_and_verifies(oracle: Oracle, tmp_path:
     assert [(a["op"], a["taken"], a["other"]) for a in found["attribution"]] == [("step", "team", "ops")]
     assert {"attn", "lm_head", "gate_up"} <= {r["label"] for r in found["rows"] if r["time_us"] > 0}
     assert run(["verify", str(tmp_path / "c.jsonl")]) == 0
+
+
+@pytest.mark.parametrize("state", ["kept", "promoted"])
+def test_kernels_count_as_proven_whichever_of_them_won(state: str, tmp_path: Path) -> None:
+    """With eight rows `gemm` wins some projections alone; the whole step on `gemv` may still win."""
+    with open_ledger(home=tmp_path) as ledger:
+        assert proven_beside(ledger, record(ledger, state=state)) == {"cpp:attn"}
+
+
+def test_a_withdrawn_decision_proves_no_kernel(tmp_path: Path) -> None:
+    with open_ledger(home=tmp_path) as ledger:
+        withdrawn = ledger.write(Demote(decision_id=record(ledger).id, reason="wrong once"))
+        assert proven_beside(ledger, withdrawn) == set()
