@@ -94,7 +94,7 @@ class ShownOp:
     off: int  # demoted or quarantined
     last: Decision
     contended: int = 0  # timed beside other work
-    unseen: int = 0  # timed while nobody observed other work
+    unseen: int = 0  # timed without watching for other work
     read: tuple[float, float] | None = None  # lowest and highest read rate of memory during these races
     measured: tuple[str, str] | None = None  # first and last time of these races
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from autosel.decode.cache import Cache
 from autosel.decode.eager import Eager
 from autosel.decode.weights import Weights
-from autosel.ops.weight import Matrix, parts_of
+from autosel.ops.eager_stored import by_parts
+from autosel.ops.weight import Matrix
 
 
 def logits_after(weights: Weights, tokens: Tensor, cache: Cache, held: int, precision: torch.dtype) -> Tensor:
@@ -31,16 +32,7 @@ class Reference(Eager):
 
     def times(self, x: Tensor, w: Matrix) -> Tensor:
         """Return x @ w^T with the weight in the precision."""
-        if isinstance(w, Tensor) and w.dtype == self.precision:
-            return F.linear(x, w)
-        made, first = x.new_empty(*x.shape[:-1], w.shape[0]), 0  # results kept between parts would fragment the heap
-        for part in parts_of(w):
-            made[..., first : first + part.shape[0]] = F.linear(x, self._converted(part))
-            first += part.shape[0]
-        return made
-
-    def _converted(self, w: Matrix) -> Tensor:
-        return w.to(self.precision) if isinstance(w, Tensor) else w.dequantised(self.precision)
+        return F.linear(x, w) if isinstance(w, Tensor) and w.dtype == x.dtype else by_parts(x, w)
 
     def _wide(self, t: Tensor) -> Tensor:
         return t.to(self.precision)

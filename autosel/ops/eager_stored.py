@@ -20,13 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autosel.formats import DTYPE_BYTES, WeightFormat
 from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
 from autosel.ops.stored import changes_of
+from autosel.ops.weight import Matrix, Weight, parts_of
 
 MOST_PACKED = 64  # rows of x
-PART = 1 << 20  # weights that are converted at a time if no form is kept
 
 if TYPE_CHECKING:
     from autosel.ops.cached import Cached
-    from autosel.ops.weight import Weight
 
 
 def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
@@ -35,7 +34,7 @@ def product(x: Tensor, w: Weight, out: Tensor | None = None) -> Tensor:
     fp16 cannot hold that product: 448 times a thousand activations is above its range.
     """
     if not _FORMS.kept and not _packs(x, w):
-        return _by_parts(x, w, out)
+        return by_parts(x, w, out)
     if w.format.group or w.zeros is not None:
         made = _by_groups(x, w)
         return made if out is None else out.copy_(made)
@@ -100,13 +99,14 @@ def _by_groups(x: Tensor, w: Weight) -> Tensor:
     return found
 
 
-def _by_parts(x: Tensor, w: Weight, out: Tensor | None) -> Tensor:
-    """Return x @ w^T with some rows of the weight in the dtype of x at a time."""
-    made = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
-    rows = max(1, PART // w.shape[1])
-    for first in range(0, w.shape[0], rows):
-        part = slice(first, first + rows)
-        made[:, part] = F.linear(x, w.rows(part).dequantised(x.dtype))
+def by_parts(x: Tensor, w: Matrix, out: Tensor | None = None) -> Tensor:
+    """Return x @ w^T in the dtype of x, to which some rows of the weight are converted at a time."""
+    # Results kept between parts would fragment the heap.
+    made, first = x.new_empty(*x.shape[:-1], w.shape[0]) if out is None else out, 0
+    for part in parts_of(w):
+        converted = part.to(x.dtype) if isinstance(part, Tensor) else part.dequantised(x.dtype)
+        made[..., first : first + part.shape[0]] = F.linear(x, converted)
+        first += part.shape[0]
     return made
 
 

@@ -118,8 +118,7 @@ def test_a_run_without_a_baseline_makes_no_form_of_a_weight_for_it(
         made.extend(["a whole matrix"] if self.shape[0] > 80 else [])  # more rows than the prompt has tokens
         return widened(self, dtype)
 
-    for module in (weight, eager_stored):
-        monkeypatch.setattr(module, "PART", 4096)
+    monkeypatch.setattr(weight, "PART", 4096)
     monkeypatch.setattr(Weight, "dequantised", dequantised)
     plan = Plan(model=model(name), seq=80, iters=3, warmup=1, step=step, baseline=False)
     run = measure(plan, load_weights(plan))
