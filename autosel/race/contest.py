@@ -22,6 +22,7 @@ from autosel.workers.arena import Arena, Ref
 
 CHECKED_ROWS = 16
 MAX_COPIES = 256
+COLD_OVER_LLC = 3  # last-level caches of other data that pass before a copy is used again
 KEPT_BYTES, MOST_ARMS = 32 << 20, 16  # of timed calls' results for each arm, and most arms
 SLACK_BYTES = 1 << 20
 
@@ -104,9 +105,11 @@ class SharedOperands:
         # Of a cache with unequal lengths, or behind a window, a call reads only a part.
         self.read_bytes = min(self.streamed_bytes, self.op.bytes_moved(w))
         rotated = self.streamed_bytes + self._bytes_of("inout")
-        # More than three last-level caches of other data pass before the same copy is used again.
-        passed = int(rotated * least_share)
-        self.copies = min(MAX_COPIES, 1 + 3 * llc_bytes // passed) if passed else 1
+        passed, cold = int(rotated * least_share), COLD_OVER_LLC * llc_bytes
+        self.copies = min(MAX_COPIES, 1 + cold // passed) if passed else 1
+        # With too few copies, or where calls read only a part of them, the last-level cache may hold what is read.
+        read = int((rotated - self.streamed_bytes + self.read_bytes) * least_share)
+        self.is_cold = bool(self.streamed_bytes) and self.copies * read >= cold
 
     def _tensor(self, ref: Mapping[str, Any]) -> Tensor:
         return self.arena.tensor(from_json(Ref, ref))

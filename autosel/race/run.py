@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from autosel.devices.cpu import neighbours
 from autosel.devices.cpu.neighbours import Reading
 from autosel.ops.contract import Mismatch
-from autosel.race.contest import Contest
+from autosel.race.contest import COLD_OVER_LLC, Contest
 from autosel.race.evidence import median
 from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, TrialPlan
@@ -70,7 +70,7 @@ class Seat(Instrument, Protocol):
         """Time single calls of these arms in the situations of a program; empty if that would be meaningless."""
 
     def moved_bytes(self, arm: str) -> int:
-        """Return the bytes that one call must read from memory; 0 if they may be in a cache."""
+        """Return the bytes that one call must read; they come from memory if `probe` gives a rate."""
 
     def blame(self, error: Exception) -> Mapping[str, Mismatch]:
         """Return the arms that ended the session with this error, if any.
@@ -397,7 +397,8 @@ def _slowed(sessions: Sequence[RaceSession], arm: str) -> float | None:
 def _below_ceiling(attempt: _Attempt, seat: Seat, session: RaceSession) -> _EndedSession:
     """Void a session in which an arm streamed faster than the probe: one of the two figures is wrong.
 
-    An arm is blamed only if it is also faster than this device has ever read: a disturbed probe is not the arm's fault.
+    An arm is blamed only if it is also faster than this device has ever read, even with a whole last-level cache of its
+    operands still held: a disturbed probe, or a cache that keeps old data, is not the arm's fault.
     """
     probed = session.read_bytes_per_s
     if not probed or session.voided or not session.pairs:
@@ -408,7 +409,8 @@ def _below_ceiling(attempt: _Attempt, seat: Seat, session: RaceSession) -> _Ende
         if rate <= CEILING_SLACK * probed:
             continue
         why = f"{arm} took its operands at {rate / 1e9:.1f} GB/s; a probe read memory at {probed / 1e9:.1f} GB/s"
-        impossible = rate > CEILING_SLACK * max(probed, attempt.contest.read_bytes_per_s)
+        certain = (1 - 1 / COLD_OVER_LLC) * rate
+        impossible = certain > CEILING_SLACK * max(probed, attempt.contest.read_bytes_per_s)
         found = Mismatch(check="faster than memory", reason=why, evidence={})
         return _EndedSession(session=replace(session, voided=why), too_fast={arm: found} if impossible else {})
     return _EndedSession(session=session)

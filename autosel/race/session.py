@@ -30,7 +30,7 @@ class Instrument(Protocol):
         """Visit the arms in this order; return (nanoseconds per call by arm, why the pair must be dropped or "")."""
 
     def probe(self) -> float:
-        """Return the memory read rate right now, bytes/s; 0 if the workload streams nothing."""
+        """Return the memory read rate right now, bytes/s; 0 if its operands may be in a cache."""
 
 
 def _unwatched(session: RaceSession) -> None:

@@ -388,7 +388,7 @@ class WorkerSeat:
         return tuple(Deployed(situation=s, turns_ns=tuple(of)) for s, of in found.items() if of)
 
     def probe(self) -> float:
-        if self.operands is None or not self.operands.streamed_bytes:
+        if self.operands is None or not self.operands.is_cold:
             return 0.0
         return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
 

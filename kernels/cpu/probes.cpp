@@ -152,11 +152,12 @@ extern "C" {
 // A buffer that lives as long as the process, or null. Mapping and first touch cost about 0.2 s a GB.
 void* autosel_probe_map(int64_t bytes, int64_t threads) { return map(bytes, threads).at; }
 
-// Return bytes/s. Windows of `window` bytes move around the buffer: the bytes read were last touched one whole buffer
-// ago. They are read as one stream per thread and by rows, in turn; the result is the faster of the two.
-int64_t autosel_probe_read(const char* p, int64_t bytes, int64_t window, int64_t threads, double seconds, double* out,
-                           int64_t most) {
-  int64_t at = 0;
+// Return bytes/s. Windows of `window` bytes move around the buffer, from the one at `first` on: the bytes read were last
+// touched one whole buffer ago. They are read as one stream per thread and by rows, in turn; the result is the faster of
+// the two.
+int64_t autosel_probe_read(const char* p, int64_t bytes, int64_t window, int64_t first, int64_t threads, double seconds,
+                           double* out, int64_t most) {
+  int64_t at = first;
   bool rows = false;
   return windows(seconds, out, most, [&] {
     double taken = read_window(p + at, window, threads, rows);

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +60,9 @@ def test_rates_have_the_order_that_holds_on_every_machine(rates: dict[str, Rate]
     if "llc_bytes_per_s@1" in value:
         assert value["llc_bytes_per_s@1"] > value["read_bytes_per_s@1"]
     if "bf16_dot_flops@1" in value:
-        assert value["bf16_dot_flops@1"] > value["fma_flops@1"]
+        # AMD starts one or two in a cycle. Intel's cores with AMX start one in two cycles: half the multiply-adds' rate
+        # (Granite Rapids: 1.90 and 7.58 billion instructions a second).
+        assert value["bf16_dot_flops@1"] > 0.4 * value["fma_flops@1"]
 
 
 @needs_compiler
@@ -97,6 +101,23 @@ def test_the_read_probe_maps_its_buffer_once() -> None:
     before = list(probe.load().buffers)
     probe.read_rate(1, 0.001)
     assert probe.load().buffers == before
+
+
+@needs_compiler
+def test_the_read_probe_reads_on_where_the_last_call_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the windows of short probes stay in a last-level cache of 480 MB, which they are to exceed."""
+    began: list[int] = []
+
+    def windows(of: probe.Probes, name: str, *arguments: Any, seconds: float) -> list[float]:
+        began.append(arguments[3] // of.window_bytes)
+        return [1e9] * 3
+
+    monkeypatch.setattr(probe.Probes, "windows", windows)
+    probes = replace(probe.load(), read_windows=0)
+    count = probes.buffer_bytes // probes.window_bytes
+    for _ in range(count):
+        probes.read(1, 0.0)
+    assert began == [3 * i % count for i in range(count)]
 
 
 def test_numpy_measures_without_a_compiler() -> None:

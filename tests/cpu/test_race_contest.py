@@ -73,6 +73,26 @@ def test_a_kernel_is_not_blamed_for_parts_of_a_cache_that_no_call_reads(
     workers.close()
 
 
+@pytest.mark.parametrize(
+    ("op", "dims", "window", "llc_mb", "cold"),
+    [
+        ("linear", {"M": 1, "N": 2048, "K": 2048}, 0, 32, True),
+        ("linear", {"M": 1, "N": 192, "K": 576}, 0, 16, True),
+        ("linear", {"M": 1, "N": 192, "K": 576}, 0, 32, False),  # 256 copies are 57 MB
+        ("attn", {"B": 1, "Hq": 9, "Hkv": 3, "S": 1, "D": 64, "L": 4096}, 0, 32, True),
+        ("attn", {"B": 1, "Hq": 9, "Hkv": 3, "S": 1, "D": 64, "L": 4096}, 128, 32, False),
+        ("rope", {"M": 1, "Hq": 9, "Hkv": 3, "D": 64, "R": 64}, 0, 32, False),
+    ],
+)
+def test_memory_limits_only_calls_that_three_caches_of_other_data_separate(
+    op: str, dims: dict[str, int], window: int, llc_mb: int, cold: bool
+) -> None:
+    w = OPS[op].workload("bf16", dims, **({"window": window} if window else {}))
+    operands = SharedOperands(w, 1, llc_mb << 20)
+    assert operands.is_cold is cold
+    operands.close()
+
+
 def test_prepared_weights_count_as_memory_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("autosel.tuning.contend._refuse", lambda need, *_: asked.append(need))

@@ -36,6 +36,7 @@ class Probes:
     library: ctypes.CDLL
     identity: Mapping[str, Any]
     buffers: list[int] = field(default_factory=list)
+    read_windows: int = 0  # of the first buffer, by all calls
 
     @property
     def buffer_bytes(self) -> int:
@@ -63,10 +64,19 @@ class Probes:
         return out[: function(*passed, ctypes.c_double(seconds), out, ctypes.c_int64(MOST_WINDOWS))]
 
     def read(self, threads: int, seconds: float, place: tuple[int, int] | None = None) -> list[float]:
-        """Read a buffer, or the end of the memory at `place` (address, bytes) if that is twice as large as a buffer."""
-        size, (address, held) = self.buffer_bytes, place or (0, 0)
-        at = self.buffer(0) if held < 2 * size else ctypes.c_void_p(address + (held - size) // 64 * 64)
-        return self.windows("read", at, size, self.window_bytes, threads, seconds=seconds)
+        """Read a buffer, or the end of the memory at `place` (address, bytes) if that is twice as large as a buffer.
+
+        The buffer is read on from where the last call ended. Short probes that all began at the same place would find
+        it in a cache, if no other data passes between them.
+        """
+        size, window, (address, held) = self.buffer_bytes, self.window_bytes, place or (0, 0)
+        if held >= 2 * size:
+            at = ctypes.c_void_p(address + (held - size) // 64 * 64)
+            return self.windows("read", at, size, window, 0, threads, seconds=seconds)
+        first = self.read_windows % (size // window) * window
+        found = self.windows("read", self.buffer(0), size, window, first, threads, seconds=seconds)
+        self.read_windows += len(found)
+        return found
 
 
 def buffer_bytes(identity: Mapping[str, Any]) -> int:
