@@ -27,6 +27,8 @@ BUFFER_OVER_LLC = 4  # data is read again only after four last-level caches of o
 BUFFER_MIN = 128 << 20
 MOST_WINDOWS = 4096
 ROUNDS = 4
+# Addresses by (index, bytes): mapped once in a process, whichever builds of the probes it loads.
+_BUFFERS: dict[tuple[int, int], int] = {}
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Probes:
 
     library: ctypes.CDLL
     identity: Mapping[str, Any]
-    buffers: list[int] = field(default_factory=list)
+    buffers: dict[tuple[int, int], int] = field(default_factory=lambda: _BUFFERS)
     read_windows: int = 0  # of the first buffer, by all calls
 
     @property
@@ -48,13 +50,14 @@ class Probes:
         return min(self.buffer_bytes // 4, 32 << 20)
 
     def buffer(self, index: int) -> ctypes.c_void_p:
-        while len(self.buffers) <= index:
+        key = index, self.buffer_bytes
+        if key not in self.buffers:
             cpus = ctypes.c_int64(self.identity["cpus"])
             at = self.library.autosel_probe_map(ctypes.c_int64(self.buffer_bytes), cpus)
             if not at:
                 raise MemoryError(f"no {self.buffer_bytes >> 20} MiB for the bandwidth probe")
-            self.buffers.append(at)
-        return ctypes.c_void_p(self.buffers[index])
+            self.buffers[key] = at
+        return ctypes.c_void_p(self.buffers[key])
 
     def windows(self, name: str, *arguments: ctypes.c_void_p | int, seconds: float) -> list[float]:
         """Return one figure per window, in the probe's unit; empty if this CPU lacks the instruction."""
