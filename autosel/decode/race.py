@@ -30,7 +30,7 @@ from autosel.ledger.store import Ledger
 from autosel.models.cost import bytes_per_step
 from autosel.ops.contract import Mismatch
 from autosel.race.bench import Disturbance
-from autosel.race.contest import Contest, Entrant
+from autosel.race.contest import COLD_OVER_LLC, Contest, Entrant
 from autosel.race.plan import Margin, TrialPlan, plan
 from autosel.race.run import Disqualified, RaceTerms, Tick, run
 from autosel.race.session import BUSY
@@ -45,7 +45,6 @@ MARGIN = Margin(delta=0.01, alpha_session=0.05, pi=0.1, calibrated=True)
 # The longest time that a race of steps may continue for its tail only: for a step of 50 ms, 200 samples of each arm.
 TAIL_S = 20.0
 BASELINE_SAMPLES = 3  # samples from which the plan is made
-CACHES = 3  # a step that moves less than this many last-level caches may find its weights in them
 
 
 def race_of(steps: Steps, question: Question, challengers: Sequence[Arm]) -> Race:
@@ -133,7 +132,8 @@ class StepSeat:
         self.steps, self.arms, self.plan = steps, list(arms), plan
         device = devices.named(steps.scene.plan.device)
         self.timer = device.timer(steps.scene.clock)
-        self.streams = bytes_of(steps.scene) > CACHES * last_level_bytes(steps.scene.fp)
+        # A step that moves less may find its weights in the last-level cache.
+        self.streams = bytes_of(steps.scene) > COLD_OVER_LLC * last_level_bytes(steps.scene.fp)
         self.written: dict[str, AnyStep] = {}
         self.runs = OPS  # the current arm
         self.watch: WaitWatch | None = watch() if device.on_host else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from autosel.race.run import FAR_ABOVE_FLOOR, near_floor
+import pytest
+
+from autosel.race.run import FAR_ABOVE_FLOOR, _below_ceiling, near_floor
 from autosel.values import PairedSamples, RaceSession
 
 
@@ -48,3 +52,17 @@ def test_sessions_that_are_void_and_arms_that_were_not_timed_do_not_count() -> N
     void = session(voided="throttled", base=[1.0], fast=[5.0])
     other = session(base=[10.0, 10.0], slow=[90.0, 95.0])
     assert near_floor([void, other], QUIET) is QUIET
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "void", "blamed"), [(10.9, False, False), (16.4, True, False), (16.6, True, True)]
+)
+def test_a_kernel_is_blamed_only_if_two_thirds_of_its_rate_are_impossible(
+    gb_per_s: float, void: bool, blamed: bool
+) -> None:
+    """Memory reads 10 GB/s. Of three last-level caches of copies, one may have kept its share."""
+    taken = replace(session(fast=[1000 / gb_per_s] * 3), read_bytes_per_s=10e9)
+    seat: Any = SimpleNamespace(moved_bytes=lambda _: 1000)
+    attempt: Any = SimpleNamespace(contest=SimpleNamespace(read_bytes_per_s=9e9))
+    found = _below_ceiling(attempt, seat, taken)
+    assert (bool(found.session.voided), set(found.too_fast) == {"fast"}) == (void, blamed)
