@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -28,6 +28,7 @@ from autosel.parity.stage import far_strides
 from autosel.values import Workload
 from tests import drawn
 from tests.cpu import unusual
+from tests.onednn import products_leak
 
 Outputs = tuple[Tensor, ...]
 Way = Callable[[dict[str, Any]], Outputs]
@@ -213,19 +214,8 @@ def flushed(inputs: dict[str, Any]) -> dict[str, Any]:
     return {n: flush(x) for n, x in inputs.items()}
 
 
-@cache
-def products_leak() -> bool:
-    """Return True if PyTorch's bf16 product gives NaN in the row before one with an infinity, as with AMX.
-
-    oneDNN multiplies tiles of 32 elements of K, and the zeros behind a shorter K by the next row (torch 2.13.0, Granite
-    Rapids; not with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16). The judge is right then, and the way is wrong.
-    """
-    x = torch.zeros(34, 33, dtype=torch.bfloat16)
-    x[17, 0] = math.inf
-    return bool(F.linear(x, torch.ones(563, 33, dtype=torch.bfloat16))[16].isnan().any())
-
-
 def is_leak(found: Match | Mismatch, inputs: dict[str, Any]) -> bool:
+    """Return True if a way that uses PyTorch's product is wrong here, and the judge right."""
     if not isinstance(found, Mismatch) or found.check != "nan_pattern" or not products_leak():
         return False
     return any(t.dtype == torch.bfloat16 and not t.isfinite().all() for t in leaves(inputs).values())

