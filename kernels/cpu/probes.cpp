@@ -149,8 +149,10 @@ using namespace autosel;
 
 extern "C" {
 
-// A buffer that lives as long as the process, or null. Mapping and first touch cost about 0.2 s a GB.
+// A buffer, or null. Mapping and first touch cost about 0.2 s a GB.
 void* autosel_probe_map(int64_t bytes, int64_t threads) { return map(bytes, threads).at; }
+
+int64_t autosel_probe_unmap(void* at, int64_t bytes) { return munmap(at, size_t(bytes)); }
 
 // Return bytes/s. Windows of `window` bytes move around the buffer, from the one at `first` on: the bytes read were last
 // touched one whole buffer ago. They are read as one stream per thread and by rows, in turn; the result is the faster of

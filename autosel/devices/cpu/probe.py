@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from threading import Lock
 from typing import Any
 
 from autosel.devices.cpu import machine
@@ -29,11 +30,13 @@ MOST_WINDOWS = 4096
 ROUNDS = 4
 # Addresses by (index, bytes): mapped once in a process, whichever builds of the probes it loads.
 _BUFFERS: dict[tuple[int, int], int] = {}
+_COPIED = 1  # index of the buffer that only measure() uses
+_MEASURES = Lock()  # it releases that buffer
 
 
 @dataclass(slots=True)
 class Probes:
-    """Hold the loaded probes, and the two buffers that they share for the life of the process."""
+    """Hold the loaded probes, and the buffers that all probes of the process share."""
 
     library: ctypes.CDLL
     identity: Mapping[str, Any]
@@ -58,6 +61,10 @@ class Probes:
                 raise MemoryError(f"no {self.buffer_bytes >> 20} MiB for the bandwidth probe")
             self.buffers[key] = at
         return ctypes.c_void_p(self.buffers[key])
+
+    def release(self, index: int) -> None:
+        if at := self.buffers.pop((index, self.buffer_bytes), None):
+            self.library.autosel_probe_unmap(ctypes.c_void_p(at), ctypes.c_int64(self.buffer_bytes))
 
     def windows(self, name: str, *arguments: ctypes.c_void_p | int, seconds: float) -> list[float]:
         """Return one figure per window, in the probe's unit; empty if this CPU lacks the instruction."""
@@ -143,7 +150,11 @@ def measure(*, budget_s: float = 1.6) -> dict[str, Rate]:
     It measures in rounds: a neighbour's burst, or two threads on one CPU, spoils a part of each rate and none
     completely.
     """
-    probes = load()
+    with _MEASURES:
+        return _measured(load(), budget_s)
+
+
+def _measured(probes: Probes, budget_s: float) -> dict[str, Rate]:
     cpus = int(probes.identity["cpus"])
     probes.read(cpus, 0.03)  # wake clocks and helpers
     figures: dict[str, list[float]] = {}
@@ -152,6 +163,7 @@ def measure(*, budget_s: float = 1.6) -> dict[str, Rate]:
             figures.setdefault(name, []).extend(found)
         if last:
             figures["dram_latency_s"] = _latency(probes, 0.08 * budget_s)
+    probes.release(_COPIED)
     source = f"p{{}} of {{}} windows, {SOURCE} {best_isa(probes.identity['isa'])}"
     return {name: summary(found, unit_of(name), source) for name, found in figures.items() if found}
 
@@ -188,7 +200,7 @@ def summary(figures: Sequence[float], unit: str, source: str) -> Rate:
 
 
 def _copy(probes: Probes, threads: int, seconds: float) -> list[float]:
-    to, start = probes.buffer(1), probes.buffer(0)
+    to, start = probes.buffer(_COPIED), probes.buffer(0)
     return probes.windows("copy", to, start, probes.buffer_bytes, probes.window_bytes, threads, seconds=seconds)
 
 
