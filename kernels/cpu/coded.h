@@ -781,6 +781,7 @@ template <class T, class F> struct CodedColumns {
     }
   }
   const void* at(int64_t n) const { return w->row(n); }
+  Amx hold(int64_t m) const { return {false, m, w->rows}; }
   int64_t run() const {
     if (w->stride >= kShortRow) return rows;
     int64_t fit = kRunBytes / (w->stride + 1);

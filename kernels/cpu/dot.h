@@ -45,25 +45,15 @@
 // twice the kernels). The multiplies alone would allow 1.6 times the speed at M=8: x still comes from L2.
 // from L2.
 #pragma once
-#include <type_traits>
-
-#include "project.h"
+#include "amx.h"
 
 namespace autosel {
-
-// kPaired: a 32-bit lane holds two neighbours along K, multiplied by one bf16 dot instruction.
-template <class T> constexpr bool kPaired = false;
-#if defined(AUTOSEL_BF16_DOT)
-template <> inline constexpr bool kPaired<bf16> = true;
-#endif
-
-// The type of x between its rounding and the dot: bf16 if the instruction takes it, otherwise fp32.
-template <class T> using Wide = std::conditional_t<kPaired<T>, bf16, float>;
 
 constexpr int kAccumulators = kLanes == 16 ? 24 : 12;  // of 32 or 16 registers; the rest holds operands
 constexpr int kMaxRows = 8;                            // of x in one pass over the weights
 constexpr int kMostTogether = kLanes == 16 ? 8 : 6;    // of x in one kernel
 constexpr int kMostBlock = 8;                          // most rows of weights read together
+constexpr int kMostColumns = 16;                       // of y that one call computes
 constexpr int64_t kShortRow = 4096;                    // bytes: shorter rows of weights are a stream only together
 constexpr int64_t kAheadOfShort = 16 << 10;            // bytes from the line in use to the prefetched one
 constexpr int64_t kRunBytes = 256 << 10;               // of one matrix before the next is read
@@ -130,6 +120,11 @@ template <class T> static inline int64_t dot_panel_elements(int64_t m, int64_t k
   return (k + Step<T>::kWidth - 1) / Step<T>::kWidth * Step<T>::kWidth * m;
 }
 
+// The same, or of amx.h's layout.
+template <class T> static inline int64_t panel_elements(int64_t m, int64_t k) {
+  return by_amx<T>(m) ? amx_panel_elements(m, k) : dot_panel_elements<T>(m, k);
+}
+
 // Rows of T, or rows already widened: nothing is rounded here.
 template <class T, class S> static void pack_group(const Matrix<const S>& x, Wide<T>* out) {
   constexpr int W = Step<T>::kWidth;
@@ -148,6 +143,8 @@ template <class T, class S> static void pack_group(const Matrix<const S>& x, Wid
 }
 
 template <class T, class S> static void pack_for_dot(const Matrix<const S>& x, Wide<T>* out) {
+  if constexpr (kPaired<T>)
+    if (by_amx<T>(x.rows)) return pack_for_amx(x, out);
   Groups groups(x.rows);
   for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
     pack_group<T>(x(i, groups.of(g)), out + dot_panel_elements<T>(i, x.columns));
@@ -282,15 +279,20 @@ template <class T> struct PlainColumns {
   const Matrix<const T>* w;
   const Wide<T>* panel;
   DotBlocks<T> blocks;
+  int64_t amx;  // rows of x, or 0: blocks
 
   PlainColumns() = default;
   PlainColumns(const Matrix<const T>* w, const Wide<T>* panel, int64_t m, int64_t together)
-      : w(w), panel(panel), blocks(m, w->columns, together) {}
+      : w(w), panel(panel), blocks(m, w->columns, together), amx(by_amx<T>(m) ? m : 0) {}
   const void* at(int64_t n) const { return w->row(n); }
+  Amx hold(int64_t m) const { return {by_amx<T>(m), m, w->rows}; }
   // Consecutive columns of a matrix, in whole blocks, before the next matrix is read.
-  int64_t run() const { return run_columns<T>(w->columns, blocks.rows); }
+  int64_t run() const { return amx ? kAmxColumns : run_columns<T>(w->columns, blocks.rows); }
   // out[i * taken + c] = x[i] . w[n + c] for c < taken, which it returns; n < to. `then` is read once `to` is reached.
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
+#if defined(AUTOSEL_AMX)
+    if constexpr (kPaired<T>) if (amx) return amx_dots(n, to, then, out);
+#endif
     bool whole = n + blocks.rows <= to;
     int64_t taken = whole ? blocks.rows : 1;
     const T *at = w->row(n), *next = n + taken < to ? at + taken * w->stride : static_cast<const T*>(then);
@@ -300,6 +302,17 @@ template <class T> struct PlainColumns {
                           out + i * taken);
     return taken;
   }
+
+ private:
+#if defined(AUTOSEL_AMX)
+  int64_t amx_dots(int64_t n, int64_t to, const void* then, float* out) const {
+    AmxColumns columns(n, to);
+    const T *at = w->row(n - columns.skipped), *next = n + columns.taken < to ? w->row(n + columns.taken) : nullptr;
+    (columns.few ? amx_plain<true> : amx_plain<false>)(at, w->stride, w->rows, panel, amx, w->columns,
+                                                       next ? next : then, columns, out);
+    return columns.taken;
+  }
+#endif
 };
 
 // Columns [begin, end) of y, for m <= kMaxRows rows of x; `after` points to the weights that this thread multiplies
@@ -307,7 +320,8 @@ template <class T> struct PlainColumns {
 template <int Parts, class Columns, class Done>
 static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end, const void* after, const Done& done) {
   int64_t run = w->run();
-  float out[kMaxRows * kMostBlock], kept[Parts][kMaxRows][kMostRun + kLanes];
+  [[maybe_unused]] const auto& held = w->hold(m);
+  float out[kMaxRows * kMostColumns], kept[Parts][kMaxRows][kMostRun + kLanes];
   for (int64_t from = begin, to; from < end; from = to) {
     to = from + run < end ? from + run : end;
     for (int p = 0; p < Parts; ++p) {
@@ -340,7 +354,7 @@ template <class T, int Parts, class S, class Done>
 static void stream_share(const Matrix<const S>& x, const Matrix<const T>* w, int64_t begin, int64_t end, int64_t rows,
                          const Done& done) {
   static thread_local Scratch scratch;
-  Wide<T>* panel = scratch.get<Wide<T>>(dot_panel_elements<T>(x.rows, x.columns));
+  Wide<T>* panel = scratch.get<Wide<T>>(panel_elements<T>(x.rows, x.columns));
   pack_for_dot<T>(x, panel);
   stream_columns<T, Parts>(panel, x.rows, w, begin, end, rows, w->row(end), done);
 }

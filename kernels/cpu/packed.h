@@ -324,9 +324,19 @@ static PackedBlock packed_block_for(int64_t m, int64_t k, int64_t together, int6
 }
 
 // Rows of x as pack_for_dot lays them out, with zeros to the end of the last unit.
-static inline int64_t packed_panel_elements(int64_t m, int64_t k) { return units_in(k) * kUnit * m; }
+static inline int64_t packed_panel_elements(int64_t m, int64_t k) {
+  return by_amx<bf16>(m) ? amx_panel_elements(m, units_in(k) * kUnit) : units_in(k) * kUnit * m;
+}
 
 template <class S> static void pack_for_units(const Matrix<const S>& x, Wide<bf16>* out) {
+#if defined(AUTOSEL_AMX)
+  if (by_amx<bf16>(x.rows)) {
+    int64_t given = x.rows * amx_lanes(x.columns), all = x.rows * amx_lanes(units_in(x.columns) * kUnit);
+    pack_for_amx(x, out);
+    memset(static_cast<void*>(out + 2 * given), 0, size_t(2 * (all - given)) * sizeof *out);
+    return;
+  }
+#endif
   Groups groups(x.rows, kMostPacked);
   for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++)) {
     int64_t m = groups.of(g), taken = dot_panel_elements<bf16>(m, x.columns);
@@ -336,6 +346,50 @@ template <class S> static void pack_for_units(const Matrix<const S>& x, Wide<bf1
   }
 }
 
+#if defined(AUTOSEL_AMX)
+// amx_plain for packed rows from `row` on: each unit of all rows is unpacked into L1, while the tiles multiply the one
+// before it.
+template <bool Few>
+AUTOSEL_WITH_AMX static void amx_packed(const PackedMatrix& w, int64_t row, const bf16* x, int64_t m, const void* next,
+                                        const AmxColumns& columns, float* out) {
+  constexpr int64_t kTall = Few ? kAmxFew : kAmxColumns;
+  const int64_t rows = w.head->rows - row < kTall ? w.head->rows - row : kTall, units = units_in(w.head->columns);
+  const Bytes table = packed_table(w);
+  const char* ahead = static_cast<const char*>(next);
+  const uint8_t* at[kTall];
+  Others others[kTall];
+  for (int64_t r = 0; r < kTall; ++r) at[r] = w.row(r < rows ? row + r : row);
+  for (int64_t r = 0; r < rows; ++r) others[r] = Others(w, row + r);
+  alignas(64) bf16 unpacked[2][kTall][kUnit];
+  int64_t stop = -1;  // the next unit with a weight without a code
+  auto unpack_rows = [&](int64_t u) AUTOSEL_WITH_AMX {
+    auto& to = unpacked[u % 2];
+    for (int64_t r = 0; r < kTall; ++r, ahead += kUnitBytes) {
+      prefetch_l2(ahead), prefetch_l2(ahead + 64), prefetch_l2(ahead + 128);
+      Bytes v[4];
+      unpack(at[r] + u * kRowsTogether * kUnitBytes, 0, table, v);
+      for (int i = 0; i < 4; ++i) _mm512_store_si512(to[r] + 32 * i, v[i]);
+    }
+    if (u < stop) return;
+    stop = INT64_MAX;
+    for (int64_t r = 0; r < rows; ++r) {
+      others[r].put(u, to[r]);
+      stop = others[r].unit() < stop ? others[r].unit() : stop;
+    }
+  };
+  amx_clear<Few>();
+  unpack_rows(0);
+  for (int64_t u = 0; u < units; ++u) {
+    if (u + 1 < units) unpack_rows(u + 1);
+    amx_fence();
+    for (int64_t j = 0; j < kUnit; j += kAmxWidth, x += kAmxWidth * m)
+      amx_multiply<Few>(unpacked[u % 2][0] + j, kUnit * int64_t(sizeof(bf16)), x, m);
+    amx_fence();
+  }
+  amx_sums<Few>(m, columns.skipped, columns.taken, out);
+}
+#endif
+
 // The columns that stream_runs computes.
 struct PackedColumns {
   PackedMatrix w;
@@ -343,20 +397,31 @@ struct PackedColumns {
   Groups groups;
   PackedBlock block[2];  // for the larger groups and the smaller ones
   int64_t rows = 0;
+  int64_t amx;  // rows of x, or 0: blocks
 
   PackedColumns() = default;
   PackedColumns(const void* packed, const Wide<bf16>* panel, int64_t m, int64_t together)
-      : w(packed), panel(panel), groups(m, kMostPacked) {
+      : w(packed), panel(panel), groups(m, kMostPacked), amx(by_amx<bf16>(m) ? m : 0) {
     for (int64_t smaller = 0; smaller < (groups.larger < groups.count ? 2 : 1); ++smaller)
       block[smaller] = packed_block_for(groups.rows - smaller, w.head->columns, together, rows);
   }
   const void* at(int64_t n) const { return w.row(n); }
+  Amx hold(int64_t m) const { return {by_amx<bf16>(m), m, w.head->rows}; }
   // Consecutive columns of a matrix, before the next matrix is read.
   int64_t run() const {
+    if (amx) return kAmxColumns;
     int64_t fit = kRunBytes / (units_in(w.head->columns) * kUnitBytes) / 8 * 8;
     return fit < 8 ? 8 : fit < kMostRun ? fit : kMostRun;
   }
   int64_t dots(int64_t n, int64_t to, const void* then, float* out) const {
+#if defined(AUTOSEL_AMX)
+    if (amx) {
+      AmxColumns columns(n, to);
+      const uint8_t* next = n + columns.taken < to ? w.row(n + columns.taken) : static_cast<const uint8_t*>(then);
+      (columns.few ? amx_packed<true> : amx_packed<false>)(w, n - columns.skipped, panel, amx, next, columns, out);
+      return columns.taken;
+    }
+#endif
     if (n + rows >= to)  // otherwise the stream continues by itself
       for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))

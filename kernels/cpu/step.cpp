@@ -319,7 +319,7 @@ template <class T> class Walker {
     Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     PlainColumns<T> w[2];
     for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
-    share_columns<Parts>(p, w, Parts > 1 && p.rows == 1 ? w->run() / 8 : 1, done);
+    share_columns<Parts>(p, w, Parts > 1 && (p.rows == 1 || w->amx) ? w->run() / 8 : 1, done);
   }
 
   // Takes at least `least` units at a time, as long as many are left.
@@ -363,7 +363,7 @@ template <class T> class Walker {
       if (rank_ == 0) memcpy(p.joined, joined, size_t(elements) * sizeof(T));
       x.at = joined;
     }
-    int64_t room = dot_panel_elements<T>(p.rows, p.k);
+    int64_t room = panel_elements<T>(p.rows, p.k);
     if (p.scales)
       with_format(p.format, [&](auto format) { room = coded_panel_elements<T, decltype(format)>(p.rows, p.k); });
 #if defined(AUTOSEL_UNPACKS)

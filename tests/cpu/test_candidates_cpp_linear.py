@@ -7,6 +7,7 @@ the traits. --every-target runs all.
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import itertools
 import shutil
@@ -28,7 +29,7 @@ from autosel.formats import CODED, WITH_ZEROS, find_weight_format
 from autosel.knobs.cpu import linear as knobs
 from autosel.knobs.cpu.facts import facts
 from autosel.native.compile import compile_source, find_compiler
-from autosel.native.isa import ISA_NEEDS, Isa
+from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa
 from autosel.native.load import load_entry
 from autosel.ops import OPS
 from autosel.ops.codes import CODES
@@ -224,18 +225,19 @@ def test_every_number_of_rows_is_right_with_the_closed_forms_knobs(name: str, dt
             check_linear(entry(name), tuple(int(given[a]) for a in kernel.knob_args), m, n, k, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("k", [70, 1029, 2100])
 @pytest.mark.parametrize("isa", ISAS)
-def test_how_columns_are_shared_and_blocked_changes_no_bit_of_few_rows(isa: Isa, k: int) -> None:
+def test_how_columns_are_shared_and_blocked_changes_no_bit_of_few_rows(isa: Isa, k: int, dtype: DTypeName) -> None:
     """Share the columns in different ways. Blocks of three rows of weights leave different remainders in different
     shares, a step distributes blocks dynamically, and a packed weight has separate blocks. The number of chains of sums
-    for one row of x depends on its blocks."""
+    for one row of x depends on its blocks. In fp32 no rounding hides a difference; bf16 may have other kernels."""
     op, f = OPS["linear"], facts(device(ISA_NEEDS[isa]))
     for m in range(1, 9):
-        w = linear(m, 107, k, "fp32")  # rounding would hide it
+        w = linear(m, 107, k, dtype)
         arguments = op.arguments(op.inputs(w, m))
         blocks = (1, 2, 3, 4, 8) if m > 1 else (int(knobs.gemv(w, f)["rows"]),)
-        whole, *others = (torch.empty(m, 107) for _ in range(1 + 3 * len(blocks)))
+        whole, *others = (torch.empty(m, 107, dtype=DTYPE[dtype]) for _ in range(1 + 3 * len(blocks)))
         entry("gemv", isa)(*arguments, whole, 1, blocks[0])
         for (threads, rows), y in zip(itertools.product((2, 3, 4), blocks), others, strict=True):
             entry("gemv", isa)(*arguments, y, threads, rows)
@@ -262,6 +264,25 @@ def test_residual_may_be_the_output() -> None:
     y = inputs["residual"]
     entry("gemv")(inputs["x"], inputs["w"], None, y, y, 2, 4)
     assert torch.equal(y, expected)
+
+
+def test_tiles_are_given_back_as_they_were_found() -> None:
+    """Configure this thread's tiles as another library would, with three rows of 12 bytes."""
+    made = compile_source(str(Path(__file__).with_name("tiles.cpp")), ("-Wl,--as-needed", *ISA_FLAGS[NATIVE]))
+    tiles = ctypes.CDLL(str(made.path))
+    tiles.permitted.restype = ctypes.c_bool
+    if not tiles.permitted():
+        pytest.skip("this CPU has no AMX, or Linux refuses it")
+    op = OPS["linear"]
+    arguments = op.arguments(op.inputs(linear(8, 61, 70, "bf16"), 1))
+    mine = bytes([1] + 15 * [0] + [12, 0] + 30 * [0] + [3] + 15 * [0])
+    for before, set_up in ((mine, lambda: tiles.configure(mine)), (bytes(64), tiles.release)):
+        set_up()
+        entry("gemv")(*arguments, torch.empty(8, 61, dtype=torch.bfloat16), 1, 8)
+        after = ctypes.create_string_buffer(64)
+        tiles.configuration(after)
+        assert after.raw == before
+    tiles.release()
 
 
 @pytest.mark.parametrize("name", TODAY)
@@ -507,13 +528,13 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "the sign left out": ("char(0x80)), 0xf8)", "char(0x00)), 0xf8)", ("fp8_e4m3-row", "int8-row")),
     "zero point ignored": ("if constexpr (S::kZeros)\n", "if constexpr (S::kZeros && R > 9)\n", UINTS),
     "zero point one more": (
-        "scaled[i].offset, part[i][m]);",
-        "scaled[i].offset + splat(1), part[i][m]);",
+        "scaled[i].offset, part);",
+        "scaled[i].offset + splat(1), part);",
         UINTS,
     ),
     "the neighbour row's zero point": (
-        "scaled[i].offset, part[i][m]);",
-        "scaled[i ? i - 1 : R - 1].offset, part[i][m]);",
+        "scaled[i].offset, part);",
+        "scaled[i ? i - 1 : R - 1].offset, part);",
         UINTS,
     ),
     "the neighbour group's zero point": (
@@ -535,7 +556,7 @@ WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "zero points of even groups": ("even, _mm512_set1_epi32(1)", "even, _mm512_set1_epi32(3)", ("uint4-g32",)),
     "zero point subtracted after rounding": (
         "if constexpr (S::kZeros)\n",
-        "if constexpr (S::kZeros) part[i][m] = vreg(vu(part[i][m]) & 0xffff0000u);\nif constexpr (S::kZeros)\n",
+        "if constexpr (S::kZeros) part = vreg(vu(part) & 0xffff0000u);\nif constexpr (S::kZeros)\n",
         UINTS,
     ),
 }
@@ -583,6 +604,13 @@ WRONG_BUILDS = [
 ]
 
 
+@pytest.mark.parametrize(("header", "faults"), [("coded.h", WRONG), ("coded_block.h", WRONG_BLOCKS)])
+def test_every_fault_is_a_change_of_todays_source(header: str, faults: dict[str, tuple[str, str, Any]]) -> None:
+    """The test below builds a tenth of them a day."""
+    text = (resources.kernels() / "cpu" / header).read_text()
+    assert [name for name, (right, _, _) in faults.items() if right not in text] == []
+
+
 @pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
 @pytest.mark.parametrize(("source", "header", "name", "format_"), drawn.share(WRONG_BUILDS, days=10))
 def test_the_battery_refuses_a_kernel_with_one_fault(
@@ -594,7 +622,6 @@ def test_the_battery_refuses_a_kernel_with_one_fault(
         shutil.copy(file, tmp_path)
     faulty = tmp_path / "cpu" / header
     text = faulty.read_text()
-    assert text.count(right) >= 1
     space = "namespace autosel {\n"
     faulty.write_text(text.replace(right, wrong).replace(space, space + ROUNDED, 1))
     kernel, op = variant(source, NATIVE), OPS["linear"]

@@ -86,7 +86,7 @@ SOURCE_REASONS: Mapping[str, str] = {
     "| assignment: += to -=": "AVX-512 processes up to eight rows of x as one group: the increment is never used",
     "cpu/dot.h: template <int M> constexpr int chains(int r) { return M > 1 || r >= 7 ? 1 : (8 + r - 1) / r; } "
     "| constant: 8 to (8 - 1)": "the number of parallel sums affects only the speed",
-    "cpu/block.h: if (rows - group >= 8) | relation: >= to >": (
+    "cpu/turn.h: if (rows - group >= 8) | relation: >= to >": (
         "a group of eight rows is processed like a smaller one: slower, the same elements"
     ),
 }
