@@ -302,7 +302,7 @@ template <class T> class Walker {
       if (p.packed) {
         PackedColumns w[2] = {{p.packed, panel, p.rows, p.together}};
         if (Parts > 1) w[1] = {p.packed_up, panel, p.rows, p.together};
-        return share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
+        return share_columns<Parts>(p, w, Parts > 1 || w->amx ? w->run() / 8 : 1, done);
       }
     }
 #endif
@@ -313,13 +313,13 @@ template <class T> class Walker {
       return with_format(p.format, [&](auto format) {
         CodedColumns<T, decltype(format)> w[2];
         for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
-        share_columns<Parts>(p, w, Parts > 1 ? w->run() / 8 : 1, done);
+        share_columns<Parts>(p, w, Parts > 1 || w->amx ? w->run() / 8 : 1, done);
       });
     }
     Matrix<const T> at[2] = {{p.w, p.n, p.k, p.w_stride}, {p.up, p.n, p.k, p.up_stride}};
     PlainColumns<T> w[2];
     for (int part = 0; part < Parts; ++part) w[part] = {at + part, panel, p.rows, p.together};
-    share_columns<Parts>(p, w, Parts > 1 && (p.rows == 1 || w->amx) ? w->run() / 8 : 1, done);
+    share_columns<Parts>(p, w, (Parts > 1 && p.rows == 1) || w->amx ? w->run() / 8 : 1, done);
   }
 
   // Takes at least `least` units at a time, as long as many are left.

@@ -496,7 +496,7 @@ def test_a_row_of_x_has_the_same_product_with_codes_whatever_shares_its_blocks()
 
 PIECE = "S::template piece<C>(scales + i * w.scale_stride,"
 UINTS, UINT_ROWS = ("uint4-g32", "uint4-g64", "uint4-g128", "uint8-g128"), ("uint4-row", "uint8-row")
-# One fault each in kernels/cpu/coded.h: the line, the wrong line, and the formats that it breaks.
+# One fault each in kernels/cpu/codes.h or coded.h: the line, the wrong line, and the formats that it breaks.
 WRONG: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "the neighbour's group": ("spread<kMany<C>>(at + p *", "spread<kMany<C>>(at + (p ? p - 1 : 0) *", ("q4_1", "q4_0")),
     "offset and scale swapped": (
@@ -591,6 +591,20 @@ WRONG_BLOCKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("int8-row",),
     ),
 }
+# The same in kernels/cpu/coded_amx.h.
+WRONG_AMX: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "even and odd codes swapped": (
+        "weight(pairs & 0xffff0000u), weight(pairs << 16)",
+        "weight(pairs << 16), weight(pairs & 0xffff0000u)",
+        ("int4-g128", "q4_k"),
+    ),
+    "codes in the order of rounded weights": ("kAsCodes<F> ? e :", "0 ? e :", ("int8-row",)),
+    "the neighbour column's scale": ("skipped + c));", "skipped + (c ^ 1)));", ("int8-row", "uint4-row")),
+    "the last piece twice": ("make(p + 1);", "make(p ? p : 1);", ("int4-g128", "q8_0", "q6_k")),
+    "weights behind K": ("if (!whole) found", "if (whole) found", ("int4-g32",)),
+    "offsets left out": ("fma(number, s.scale, s.offset)", "number * s.scale", ("q4_1", "q4_k")),
+    "the neighbour row's codes": ("codes_of[i] = w.row(n + i)", "codes_of[i] = w.row(n + (i ? i - 1 : i))", ("q4_0",)),
+}
 ROUNDED = """
 static inline vreg rounded(vreg v) {
   bf16 half[kLanes];
@@ -599,24 +613,30 @@ static inline vreg rounded(vreg v) {
 }
 """
 WRONG_BUILDS = [
-    *(("gemv_coded", "coded.h", name, f) for name, (_, _, formats) in WRONG.items() for f in formats),
-    *(("gemm_coded", "coded_block.h", name, f) for name, (_, _, formats) in WRONG_BLOCKS.items() for f in formats),
+    *(("gemv_coded", name, f) for name, (_, _, formats) in WRONG.items() for f in formats),
+    *(("gemm_coded", name, f) for name, (_, _, formats) in WRONG_BLOCKS.items() for f in formats),
+    *(("gemv_coded", name, f) for name, (_, _, formats) in WRONG_AMX.items() for f in formats if "amx_bf16" in HAVE),
 ]
 
 
-@pytest.mark.parametrize(("header", "faults"), [("coded.h", WRONG), ("coded_block.h", WRONG_BLOCKS)])
-def test_every_fault_is_a_change_of_todays_source(header: str, faults: dict[str, tuple[str, str, Any]]) -> None:
+def header_with(source: str, name: str) -> tuple[str, str, str]:
+    """Return the header that holds a fault's line, the line, and the wrong one."""
+    right, wrong, _ = (WRONG | WRONG_AMX if source == "gemv_coded" else WRONG_BLOCKS)[name]
+    headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("coded_block.h",)
+    found = [h for h in headers if right in (resources.kernels() / "cpu" / h).read_text()]
+    assert found, f"no line of {', '.join(headers)} has {right!r}"
+    return found[0], right, wrong
+
+
+def test_every_fault_is_a_change_of_todays_source() -> None:
     """The test below builds a tenth of them a day."""
-    text = (resources.kernels() / "cpu" / header).read_text()
-    assert [name for name, (right, _, _) in faults.items() if right not in text] == []
+    assert all(header_with(source, name) for source, name, _ in WRONG_BUILDS)
 
 
 @pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
-@pytest.mark.parametrize(("source", "header", "name", "format_"), drawn.share(WRONG_BUILDS, days=10))
-def test_the_battery_refuses_a_kernel_with_one_fault(
-    source: str, header: str, name: str, format_: str, tmp_path: Path
-) -> None:
-    right, wrong, _ = (WRONG if header == "coded.h" else WRONG_BLOCKS)[name]
+@pytest.mark.parametrize(("source", "name", "format_"), drawn.share(WRONG_BUILDS, days=10))
+def test_the_battery_refuses_a_kernel_with_one_fault(source: str, name: str, format_: str, tmp_path: Path) -> None:
+    header, right, wrong = header_with(source, name)
     shutil.copytree(resources.kernels() / "cpu", tmp_path / "cpu")
     for file in resources.kernels().glob("*.h"):
         shutil.copy(file, tmp_path)

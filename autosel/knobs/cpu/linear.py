@@ -30,7 +30,7 @@ MAX_ROWS = 8  # rows of x in one walk of dot.h
 WIDE_L1 = 48 << 10
 X_SHARES_WIDE, X_SHARES = (0.0, 0.4375), (0.5, 0.8)
 PAGE = 4096
-CODES_IN_BLOCK = 256  # kBlockCodes of kernels/cpu/coded.h: the pieces of every format of codes divide it
+CODES_IN_BLOCK = 256  # kBlockCodes of kernels/cpu/codes.h: the pieces of every format of codes divide it
 
 # (rows of x, rows of all weights, their length) by op.
 _SHAPE = {
