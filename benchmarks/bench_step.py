@@ -1,6 +1,6 @@
 """Time whole decode steps in turn: one native call a step, one call an op, and the eager baseline.
 
-    python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--rounds 17] [--json]
+    python benchmarks/bench_step.py [--model llama-1b ...] [--layers 4] [--seq 128 --seq 2048] [--batch 1] [--rounds 17]
 
 All of autosel's arms use the same C++ kernels with the knobs of the closed forms, regardless of decisions. So the
 difference is the gain of a thread team: no Python and no fork-join between ops, and work sharing between threads. The
@@ -57,7 +57,9 @@ def main() -> int:
         for seq in options.seq or [128, 2048, 8192]:
             print(f"{name} {seq}", file=sys.stderr, flush=True)
             layers = min(options.layers, model.layers)
-            plan = Plan(model=model, layers=layers, seq=seq, dtype=options.dtype, prompt="synthetic")
+            plan = Plan(
+                model=model, layers=layers, seq=seq, batch=options.batch, dtype=options.dtype, prompt="synthetic"
+            )
             weights = weights or load_weights(plan)
             with torch.inference_mode(), dispatch.measuring():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
@@ -120,6 +122,7 @@ def compared(plan: Plan, weights: Any, fp: Fingerprint, options: argparse.Namesp
     gain, speedup = speedup_interval(times["ops"], times["team"]), median(times["eager"]) / median(times["team"])
     return {
         "seq": plan.seq,
+        "batch": plan.batch,
         "rounds": options.rounds,
         "read_median_bytes_per_s": statistics.median(scene.probes),
         "bytes_per_step": bytes_read,
@@ -175,6 +178,7 @@ def _parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(128, 2048, 8192), rounds=17, models=True)
     command_line.dtype(parser)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
     return parser.parse_args()
 
 
