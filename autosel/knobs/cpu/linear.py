@@ -6,7 +6,8 @@ kernels/cpu/{dot,block}.h.
 
 The crossover: per row of x both need the same multiplies, provided that registers hold sums for two rows of weights per
 load of x (8 rows of x on 32 registers; 6 on 16, and two groups share a walk: rows_together). gemm additionally pays for
-turning; dot.h additionally needs a second walk over the weights from the ninth row of x on.
+turning; dot.h additionally needs a second walk over the weights from the ninth row of x on. Where the CPU has AMX, four
+to eight rows of bf16 x are multiplied by its tiles (amx.h), which need no knob: `rows` then matters up to three.
 """
 
 from __future__ import annotations
