@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +28,7 @@ from autosel.decode.account import (
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Baseline, Ours, Remembers, StepArm, WrittenArm, our_arm, step
+from autosel.decode.arms import Baseline, Choosing, Ours, Remembers, StepArm, WrittenArm, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
 from autosel.decode.original import Original
@@ -254,8 +255,10 @@ def _warm_up(scene: Scene, ours: StepArm, theirs: StepArm | None) -> None:
         step(ours)
         if theirs is not None:
             step(theirs)
-    while asked and _checked_share(scene, ours) > MOST_CHECKED:
-        scene.listener.stage("warmup", "the guard's first checks", asked, asked)
+    # How many steps the checks take is a matter of time, so they leave the stream of sampled tokens as it was.
+    with ours.sampler.rewound() if isinstance(ours, Choosing) else nullcontext():
+        while asked and _checked_share(scene, ours) > MOST_CHECKED:
+            scene.listener.stage("warmup", "the guard's first checks", asked, asked)
 
 
 def _checked_share(scene: Scene, ours: StepArm) -> float:

@@ -7,7 +7,8 @@ baseline's full sampling would do unneeded work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -91,6 +92,13 @@ class Sampler:
         """Draw the next step's uniforms."""
         if self.random:
             torch.rand(self.uniform.shape, generator=self.generator, out=self.uniform)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Draw the same uniforms afterwards, whatever was drawn meanwhile."""
+        held = self.generator.get_state()
+        yield
+        self.generator.set_state(held)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """Append one more token to each row's history."""
