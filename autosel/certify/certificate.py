@@ -234,7 +234,7 @@ class Measured:
     options: Mapping[str, Scalar]  # options of the run
     prompt: Prompt | None = None  # digests of its tokens and file; None: no prompt ran, or before version 5
     # how it was timed
-    warmup: int  # untimed steps before the timed ones
+    warmup: int  # untimed steps before the timed ones, without those for the guard's first checks
     timed_by: str = "host"  # or `CUDA events`: from before a step's first kernel until its tokens are chosen
     samples: Samples  # every timed step: all times below follow from them
     ttft_ms: float | None  # prompt to first token; None: the cache was filled without a prompt
