@@ -4,9 +4,9 @@
 // The weights are the first operand of the product, with the stride of their rows, so no weight is repacked: a tile is
 // 16 lines of memory, one of each row. x is the second operand; each thread lays it out once: for each 32 elements of
 // K, 16 pairs of neighbours, each of all rows of x. The result is 16 columns of y for each row of x.
-// A tile of weights (1 KB) takes 16 cycles, or 52 if it waits for the sum before it; the dots of dot.h take 32 M cycles
-// on Intel, which starts one in two cycles. Memory gives a core of Granite Rapids a tile in 64 ns (16 GB/s), so M = 8 was
-// limited by the dots.
+// A tile of weights (1 KB) takes 16 cycles, or 52 if it waits for the sum before it (Intel's optimisation manual); the
+// dots of dot.h take 32 M cycles on Intel, which starts one in two cycles. Memory gives a core of Granite Rapids a tile
+// in 64 ns (16 GB/s), so M = 8 was limited by the dots.
 //
 // A thread's columns are taken 16 at a time, the last ones 8 at a time; fewer than 8 are computed together with some
 // before them, whose results are dropped. Each output is one chain of sums in the order of K, whatever tile it falls
@@ -23,7 +23,7 @@
 #pragma once
 #include "turn.h"
 
-#if defined(AUTOSEL_BF16_DOT) && defined(__x86_64__) && defined(__linux__) && !defined(AUTOSEL_NO_AMX)
+#if defined(AUTOSEL_BF16_DOT) && defined(__x86_64__) && defined(__linux__)
 #define AUTOSEL_AMX 1
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -65,12 +65,12 @@ struct AmxShapes {
 };
 static_assert(sizeof(AmxShapes) == 64);
 
-// The tiles of this thread, for m rows of x and `columns` columns of y, while it lives:
+// The tiles of this thread, for m rows of x (0: not used) and `columns` columns of y, while it lives:
 //   0 sums, 1 weights, of kAmxColumns columns      2 sums, 3 weights, of at most kAmxFew      4 x
 class Amx {
  public:
-  AUTOSEL_WITH_AMX Amx(bool used, int64_t m, int64_t columns) : used_(used) {
-    if (!used) return;
+  AUTOSEL_WITH_AMX Amx(int64_t m, int64_t columns) : used_(m > 0 && columns > 0) {
+    if (!used_) return;
     AmxShapes shapes;
     auto set = [&](int tile, int64_t rows, int64_t bytes) {
       shapes.rows[tile] = uint8_t(rows), shapes.bytes[tile] = uint16_t(bytes);
@@ -125,7 +125,7 @@ template <bool Few> AUTOSEL_WITH_AMX static inline void amx_sums(int64_t m, int6
 
 #else
 template <class T> static inline bool by_amx(int64_t) { return false; }
-struct Amx { Amx(bool, int64_t, int64_t) {} };
+struct Amx { Amx(int64_t, int64_t) {} };
 #endif
 
 // Columns of y of one call: `taken` of them from n on, after `skipped` ones that are computed again.

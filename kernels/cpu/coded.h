@@ -34,7 +34,7 @@ constexpr int64_t kAheadOfCodes = 8 << 10;  // bytes at least from the row in us
 template <class T, class F>
 constexpr int64_t kRegistersOfX = F::template Codes<T>::kRegisters + (F::Scales::kOffsets ? 1 : 0);
 template <class T, class F> static inline int64_t coded_panel_elements(int64_t m, int64_t k) {
-  if (codes_by_amx<T>(m)) return amx_panel_elements(m, whole_pieces<T, F>(k) * F::template Codes<T>::kCodes);
+  if (by_amx<T>(m)) return amx_panel_elements(m, whole_pieces<T, F>(k) * F::template Codes<T>::kCodes);
   constexpr int64_t kCodes = F::template Codes<T>::kCodes;
   return (k + kCodes - 1) / kCodes * kRegistersOfX<T, F> * kWidthOfX<T> * m;
 }
@@ -182,7 +182,7 @@ template <class T, class C, bool negative> static inline void add_up(Wide<T>* x,
 // Rows of x [piece][register][rows][W], group after group (dot.h), zeros behind K.
 template <class T, class F, class X> static void pack_for_codes(const Matrix<const X>& x, Wide<T>* out) {
 #if defined(AUTOSEL_AMX)
-  if constexpr (kPaired<T>) if (codes_by_amx<T>(x.rows)) return pack_for_amx_codes<F>(x, out);
+  if constexpr (kPaired<T>) if (by_amx<T>(x.rows)) return pack_for_amx_codes<F>(x, out);
 #endif
   using C = typename F::template Codes<T>;
   constexpr int64_t W = kWidthOfX<T>, kCodes = C::kCodes;
@@ -214,7 +214,7 @@ template <class T, class F> struct CodedColumns {
 
   CodedColumns() = default;
   CodedColumns(const Coded* w, const Wide<T>* panel, int64_t m, int64_t together)
-      : w(w), panel(panel), groups(m, kMostCoded<T, F>), amx(codes_by_amx<T>(m) ? m : 0) {
+      : w(w), panel(panel), groups(m, kMostCoded<T, F>), amx(by_amx<T>(m) ? m : 0) {
 #if defined(AUTOSEL_AMX)
     if (amx) valid = AmxValid<F>(w->columns);
 #endif
@@ -227,7 +227,7 @@ template <class T, class F> struct CodedColumns {
     }
   }
   const void* at(int64_t n) const { return w->row(n); }
-  Amx hold(int64_t m) const { return {codes_by_amx<T>(m), m, w->rows}; }
+  Amx hold() const { return {amx, w->rows}; }
   int64_t run() const {
     if (amx) return kAmxColumns;
     if (w->stride >= kShortRow) return rows;

@@ -14,9 +14,6 @@
 
 namespace autosel {
 
-constexpr int64_t kFewestCodesForAmx = 4;  // rows of x
-
-template <class T> static inline bool codes_by_amx(int64_t m) { return m >= kFewestCodesForAmx && by_amx<T>(m); }
 template <class T, class F> static inline int64_t whole_pieces(int64_t k) {
   constexpr int64_t kCodes = F::template Codes<T>::kCodes;
   return (k + kCodes - 1) / kCodes;
@@ -54,11 +51,7 @@ template <class F, int r> static inline __m512i amx_weights(const vu* words, con
   const vu pairs = F::template Codes<bf16>::template numbers<r>(words);
   if constexpr (kAsCodes<F>) return reinterpret_cast<__m512i>(pairs);
   auto weight = [&](vu half) __attribute__((always_inline)) {
-    const vreg number = reinterpret_cast<vreg>(half);
-    if constexpr (F::Scales::kOfRow) return reinterpret_cast<__m512>(number - s.offset);
-    else if constexpr (F::Scales::kZeros) return reinterpret_cast<__m512>((number - s.offset) * s.scale);
-    else if constexpr (F::Scales::kOffsets) return reinterpret_cast<__m512>(fma(number, s.scale, s.offset));
-    else return reinterpret_cast<__m512>(number * s.scale);
+    return reinterpret_cast<__m512>(weight_of<typename F::Scales>(reinterpret_cast<vreg>(half), s));
   };
   return (__m512i)_mm512_cvtne2ps_pbh(weight(pairs & 0xffff0000u), weight(pairs << 16));
 }
@@ -110,7 +103,7 @@ AUTOSEL_WITH_AMX static void amx_codes(const Coded& w, int64_t n, const bf16* x,
     }
   };
   amx_clear<Few>();
-  make(0);
+  if (pieces > 0) make(0);
   for (int64_t p = 0; p < pieces; ++p) {
     if (p + 1 < pieces) make(p + 1);
     amx_fence();

@@ -18,23 +18,18 @@ namespace autosel {
 // Registers of fp32 weights of several rows, or of pairs of neighbours in bf16: number q of a piece.
 template <class T, class F, int q> static inline vreg weights_at(const vu* words, const Scaled& s) {
   using C = typename F::template Codes<float>;
-  auto weight = [&](vreg number) __attribute__((always_inline)) {
-    if constexpr (F::Scales::kOfRow) return F::Scales::kZeros ? number - s.offset : number;
-    else if constexpr (F::Scales::kZeros) return (number - s.offset) * s.scale;
-    else if constexpr (F::Scales::kOffsets) return fma(number, s.scale, s.offset);
-    else return number * s.scale;
-  };
+  using S = typename F::Scales;
 #if defined(AUTOSEL_BF16_DOT)
   if constexpr (kPaired<T>) {
-    __m512 even = reinterpret_cast<__m512>(weight(C::template numbers<2 * q>(words)));
-    __m512 odd = reinterpret_cast<__m512>(weight(C::template numbers<2 * q + 1>(words)));
+    __m512 even = reinterpret_cast<__m512>(weight_of<S>(C::template numbers<2 * q>(words), s));
+    __m512 odd = reinterpret_cast<__m512>(weight_of<S>(C::template numbers<2 * q + 1>(words), s));
     alignas(64) static constexpr uint16_t turns[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return reinterpret_cast<vreg>(
         _mm512_permutexvar_epi16(_mm512_load_si512(turns), (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
   } else
 #endif
-    return weight(C::template numbers<q>(words));
+    return weight_of<S>(C::template numbers<q>(words), s);
 }
 
 // Piece p of eight rows from n on, `rows` of them real: each row's weights go to one column of `to`. The same piece of

@@ -470,6 +470,14 @@ template <bool minimums> struct SixScales {
   }
 };
 
+// A number as a weight; if a row has one scale, that multiplies the sum.
+template <class S> static inline __attribute__((always_inline)) vreg weight_of(vreg number, const Scaled& s) {
+  if constexpr (S::kOfRow) return S::kZeros ? number - s.offset : number;
+  else if constexpr (S::kZeros) return (number - s.offset) * s.scale;
+  else if constexpr (S::kOffsets) return fma(number, s.scale, s.offset);
+  else return number * s.scale;
+}
+
 // --- formats ---------------------------------------------------------------------------------------------------------
 
 template <int bits, int64_t group, class S> struct Symmetric {

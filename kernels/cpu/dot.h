@@ -285,7 +285,7 @@ template <class T> struct PlainColumns {
   PlainColumns(const Matrix<const T>* w, const Wide<T>* panel, int64_t m, int64_t together)
       : w(w), panel(panel), blocks(m, w->columns, together), amx(by_amx<T>(m) ? m : 0) {}
   const void* at(int64_t n) const { return w->row(n); }
-  Amx hold(int64_t m) const { return {by_amx<T>(m), m, w->rows}; }
+  Amx hold() const { return {amx, w->rows}; }
   // Consecutive columns of a matrix, in whole blocks, before the next matrix is read.
   int64_t run() const { return amx ? kAmxColumns : run_columns<T>(w->columns, blocks.rows); }
   // out[i * taken + c] = x[i] . w[n + c] for c < taken, which it returns; n < to. `then` is read once `to` is reached.
@@ -320,7 +320,7 @@ template <class T> struct PlainColumns {
 template <int Parts, class Columns, class Done>
 static void stream_runs(const Columns* w, int64_t m, int64_t begin, int64_t end, const void* after, const Done& done) {
   int64_t run = w->run();
-  [[maybe_unused]] const auto& held = w->hold(m);
+  [[maybe_unused]] const auto& held = w->hold();
   float out[kMaxRows * kMostColumns], kept[Parts][kMaxRows][kMostRun + kLanes];
   for (int64_t from = begin, to; from < end; from = to) {
     to = from + run < end ? from + run : end;

@@ -406,7 +406,7 @@ struct PackedColumns {
       block[smaller] = packed_block_for(groups.rows - smaller, w.head->columns, together, rows);
   }
   const void* at(int64_t n) const { return w.row(n); }
-  Amx hold(int64_t m) const { return {by_amx<bf16>(m), m, w.head->rows}; }
+  Amx hold() const { return {amx, w.head->rows}; }
   // Consecutive columns of a matrix, before the next matrix is read.
   int64_t run() const {
     if (amx) return kAmxColumns;

@@ -622,7 +622,7 @@ WRONG_BUILDS = [
 def header_with(source: str, name: str) -> tuple[str, str, str]:
     """Return the header that holds a fault's line, the line, and the wrong one."""
     right, wrong, _ = (WRONG | WRONG_AMX if source == "gemv_coded" else WRONG_BLOCKS)[name]
-    headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("coded_block.h",)
+    headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("codes.h", "coded_block.h")
     found = [h for h in headers if right in (resources.kernels() / "cpu" / h).read_text()]
     assert found, f"no line of {', '.join(headers)} has {right!r}"
     return found[0], right, wrong
