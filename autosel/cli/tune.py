@@ -312,6 +312,8 @@ def show_remarks(found: Report) -> None:
 
     for candidate, reason in {r.candidate: r.reason for r in found.rejected if r.stage == "build"}.items():
         click.echo(paragraph(f"{candidate} could not be built: {reason}", hang="  "))
+    for line in _baselines_at_fault(found):
+        click.echo(paragraph(line, hang="  "))
     failed = {r.candidate for r in found.rejected if r.stage in ("parity", "race")}
     refused = {r.candidate for r in found.rejected if r.stage == "eligible"} - failed
     told = [f"{len(failed)} candidate{'s' if len(failed) > 1 else ''} failed"] if failed else []
@@ -334,6 +336,18 @@ def show_remarks(found: Report) -> None:
         click.echo(line)
     if found.measured == 0 and found.decisions:
         click.echo(f"nothing measured: all {len(found.decisions)} decisions are still valid ({found.seconds:.1f} s)")
+
+
+def _baselines_at_fault(found: Report) -> list[str]:
+    """Return a line for each baseline that fails its proof, with the number of workloads and the first reason."""
+    at = [r for r in found.rejected if r.stage == "baseline"]
+    lines = []
+    for candidate in dict.fromkeys(r.candidate for r in at):
+        reasons = [r.reason for r in at if r.candidate == candidate]
+        where = f"{len(reasons)} workloads" if len(reasons) > 1 else "one workload"
+        why = f"PyTorch's own {candidate} fails its proof at {where}: {reasons[0]}"
+        lines.append(f"{why}. It is what runs without autosel, so it stays the baseline.")
+    return lines
 
 
 def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:

@@ -249,6 +249,7 @@ class Prover:
             try:
                 step.run(battery, own)
             except RefusedError as refused:
+                refused.evidence = {**refused.evidence, "shape": step.workload.shape_text}
                 self.known[key] = refused
                 raise
             self.known[key] = own

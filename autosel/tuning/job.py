@@ -38,7 +38,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A candidate that may not race or has failed. `stage`: eligible, quarantine, build, parity or race.
+    """A candidate that may not race or has failed. `stage`: eligible, quarantine, build, parity or race; baseline, if
+    PyTorch's own op fails its proof, and stays the baseline.
 
     `quarantine`: number of its quarantine, or 0.
     """

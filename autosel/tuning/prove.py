@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 
@@ -18,8 +17,6 @@ from autosel.tuning.job import Buildable, Job, Tuning
 from autosel.tuning.pool import pool
 from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
 
-log = logging.getLogger(__name__)
-
 FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
 AT_ONCE = 2  # proofs at once; they may share cores, because they are not timed
 
@@ -30,8 +27,9 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     """Prove all ways, with all proofs of a build in one task; store each proof on completion, and reuse stored ones.
 
     A way that does not compile, or fails, is dropped from its job with the reason. A baseline that fails is reported
-    and stays the baseline. After the deadline no more proofs start, and a job with an unproven way is late. Raises
-    EnvironmentFault, and records no failure, if the compiler, the workers or the control of a failure do not work.
+    and stays the baseline, because it is what runs without autosel. After the deadline no more proofs start, and a job
+    with an unproven way is late. Raises EnvironmentFault, and records no failure, if the compiler, the workers or the
+    control of a failure do not work.
     """
     groups = _groups(jobs)
     if groups:
@@ -153,9 +151,9 @@ def _take(tuning: Tuning, job: Job, way: Buildable, parity: Parity) -> None:
     job.parities.append((way.arm, parity))
     if isinstance(parity, Passed):
         return
-    reason = f"{parity.check} ({parity.case}): {parity.reason}"
-    tuning.tally.rejected(job.workload, way.candidate.name, "parity", reason)
-    if way is job.baseline:
-        log.warning("the baseline fails parity at %s: %s", job.workload.key, parity.reason)
-    else:
+    stage = "baseline" if way is job.baseline else "parity"
+    where = " at ".join(filter(None, (parity.case, parity.evidence.get("shape"))))
+    reason = f"{parity.check} ({where}): {parity.reason}"
+    tuning.tally.rejected(job.workload, way.candidate.name, stage, reason)
+    if way is not job.baseline:
         job.drop(way)

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def test_tune_names_quarantined_candidates_and_how_to_release_them(
         ("cpp:one", "quarantine", 1),
         ("cpp:three", "race", 3),
     ]
+
+
+def test_tune_says_once_that_pytorchs_own_op_fails_its_proof(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    one, other = (OPS["rmsnorm"].workload("bf16", {"M": 1, "d": d}) for d in (512, 1024))
+    why = "outside_reads (ragged): the result depends on memory outside its inputs"
+    failed = [Rejection(workload=w, candidate="torch:rmsnorm", stage="baseline", reason=why) for w in (one, other)]
+    show_remarks(replace(report(), rejected=tuple(failed)))
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"PyTorch's own torch:rmsnorm fails its proof at 2 workloads: {why}. It is what runs without" in text
+    assert text.count("outside_reads") == 1 and "candidates failed" not in text
 
 
 def test_explain_names_quarantined_candidates_of_the_op(held: list[int], said: Said) -> None:
