@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from autosel import devices
+from autosel.candidates.layouts import STORE
 from autosel.candidates.load import load, reader_of
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.devices.device import Device, Timed
@@ -131,13 +132,12 @@ class Bench:
         passed = outputs if arm.writes_out else tuple((None,) * len(one) for one in outputs)
         calls = [op.arguments(operands) for operands in private.copies]
         reader = reader_of(arm.call)
-        took = [reader.prepare(call) for call in calls] if reader is not None else []
         return ArmSeat(
             arm=arm,
             timed=self.device.timed(arm.call, calls, passed),
             outputs=outputs,
             resident=private.resident,
-            prepared=took[0] if took else None,
+            prepared=reader.prepare_copies(calls) if reader is not None else None,
         )
 
     @property
@@ -146,8 +146,10 @@ class Bench:
         return {name: seat.prepared for name, seat in self.seats.items() if seat.prepared is not None}
 
     def release(self) -> None:
+        """Drop the seats, and all that was copied and prepared for them."""
         self.seats.clear()
         gc.collect()
+        STORE.sweep()
 
     # --- measuring --------------------------------------------------------------------------------------------------
 

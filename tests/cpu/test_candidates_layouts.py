@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -280,6 +281,25 @@ def test_prepare_returns_bytes_seconds_and_version(reader: Reader) -> None:
     assert took is not None and took.layout == "lossless-12" and took.version == reader.layout.version
     assert took.plain_bytes == w.nbytes and 0.75 * w.nbytes < took.bytes < 0.8 * w.nbytes and took.seconds > 0
     assert reader.saved_bytes({"w": w}) == took.saved_bytes == w.nbytes - took.bytes
+
+
+@pytest.mark.parametrize("rows", [64, 4096], ids=["small", "on large pages"])
+def test_copies_of_a_weight_are_prepared_by_copying_and_give_its_bits(reader: Reader, store: Store, rows: int) -> None:
+    first, *others = (weight(n=rows) for _ in range(3))
+    x, made = vector(), []
+    prepare = reader.prepare_one
+    counted = Mock(wraps=prepare.make)
+    with patch.object(prepare, "make", counted):
+        took = reader.prepare_copies([(x, w, None, None) for w in (first, *others)])
+        calls_for_one = counted.call_count
+        reader.prepare((x, weight(n=rows), None, None))
+    assert counted.call_count == 2 * calls_for_one, "the copies called it too"
+    for w in (first, *others):
+        packed = store.peek(prepare, w)
+        assert packed is not None and took is not None and packed.bytes == took.bytes
+        made.append(packed.operand)
+    assert all(torch.equal(operand, made[0]) for operand in made[1:])
+    assert len({operand.data_ptr() for operand in made}) == 3 and all(o.data_ptr() % 64 == 0 for o in made)
 
 
 def test_forgotten_weights_are_prepared_again_only_when_they_are_called(
