@@ -80,7 +80,7 @@ def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
 
 
 @pytest.mark.in_turns(
-    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=4
+    {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=8
 )
 def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName, int]) -> None:
     kernel, dtype, shape = choice
@@ -95,7 +95,7 @@ def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName
 
 
 @pytest.mark.in_turns(CONTIGUOUS, label=named)
-@pytest.mark.parametrize("width", drawn.share([1, 7, 8, 40, 72, 112, 192, 320, 512], days=3))
+@pytest.mark.parametrize("width", drawn.share([1, 7, 8, 40, 72, 112, 192, 320, 512], days=5))
 def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> None:
     kernel, dtype = choice
     if kernel.endswith("_mma") and width > 256:

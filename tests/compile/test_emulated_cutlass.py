@@ -17,6 +17,7 @@ from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Mismatch
 from autosel.ops.linear import projection_cases
 from autosel.values import DTypeName, Workload
+from tests import drawn
 from tests.compile.cutlass_asked import builds
 from tests.compile.cutlass_builds import emulated, overlapped
 
@@ -72,12 +73,13 @@ def failure(entry: Any, made: Case, plan: tuple[int, int]) -> Mismatch | None:
 
 @in_turns
 def test_the_product_meets_its_contract_in_every_case(choice: tuple[DTypeName, Tile]) -> None:
+    """Run a third of the cases a day."""
     (dtype, build), wrong, turn = choice, [], 0
     entry = product(dtype, build)
     for dims, traits in SHAPES:
         w = OP.workload(dtype, dims, **traits)
         whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
-        for made in (*whole, *(OP.cases(w) if dims["M"] == 5 else ())):
+        for made in drawn.share([*whole, *(OP.cases(w) if dims["M"] == 5 else ())], days=3):
             plan, turn = PLANS[turn % len(PLANS)], turn + 1
             found = failure(entry, made, plan)
             if found is not None:

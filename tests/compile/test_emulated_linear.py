@@ -53,7 +53,7 @@ def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -
 
 
 @pytest.mark.in_turns(lambda: BUILDS, label="{0[0]} rows, {0[1]} loads".format)
-@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(WORKLOADS, DTYPES)), days=6))
+@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(WORKLOADS, DTYPES)), days=12))
 def test_a_projection_meets_its_contract_in_every_case(name: str, dtype: DTypeName, choice: tuple[int, int]) -> None:
     (op, formats), wrong, turn = contract(name), [], 0
     for dims, traits in WORKLOADS[name]:

@@ -52,7 +52,7 @@ def failure(op: Op, made: Case, knobs: tuple[int, ...]) -> Mismatch | None:
     return found if isinstance(found, Mismatch) else None
 
 
-@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(SHAPES, DTYPES)), days=4))
+@pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(SHAPES, DTYPES)), days=8))
 def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
     op, (dims, traits, knobs) = OPS[name], SHAPES[name]
     wrong, turn = [], 0

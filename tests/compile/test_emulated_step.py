@@ -202,7 +202,7 @@ def in_every_dtype(name: str) -> list[tuple[str, DTypeName]]:
     return [(name, dtype) for dtype in DTYPES]
 
 
-@pytest.mark.in_turns({name: partial(in_every_dtype, name) for name in MODELS}, label=" ".join, days=2)
+@pytest.mark.in_turns({name: partial(in_every_dtype, name) for name in MODELS}, label=" ".join, days=4)
 def test_a_step_gives_the_bits_of_its_ops_one_by_one(choice: tuple[str, DTypeName]) -> None:
     """Run all dtypes with --every-target, else the dtype of the day."""
     name, dtype = choice

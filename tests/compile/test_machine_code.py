@@ -176,7 +176,7 @@ def builds_of(group: tuple[str, ...]) -> list[Build]:
     return [build for source in group for build in builds(source)]
 
 
-@pytest.mark.in_turns({name: partial(builds_of, group) for name, group in GROUPS.items()}, days=3)
+@pytest.mark.in_turns({name: partial(builds_of, group) for name, group in GROUPS.items()}, days=6)
 def test_a_kernel_keeps_its_budget_on_its_targets(choice: Build) -> None:
     found = functions(choice.source, choice.cc, f"AUTOSEL_{choice.dtype}", *choice.macros)
     wrong = [f"{f.name}: {why}" for f in found for why in _faults(f, BUDGETS[choice.source], choice.cc)]

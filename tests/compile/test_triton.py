@@ -33,9 +33,9 @@ SHARE = 47  # share of the hostile cases per day; not a multiple of the dtypes, 
 SHORT_PLANS = [plan for plan in PLANS if "attn" not in plan.kernel]  # attention's whole proof takes minutes
 
 
-@pytest.mark.parametrize("name", drawn.share(list(KERNELS), days=4))
+@pytest.mark.parametrize("name", drawn.share(list(KERNELS), days=8))
 def test_a_triton_kernel_compiles_for_the_targets_at_their_own_knobs(name: str) -> None:
-    """Compile a quarter of the kernels per day, for two targets and two shapes."""
+    """Compile an eighth of the kernels per day, for two targets and two shapes."""
     kernel, number = KERNELS[name], list(KERNELS).index(name)
     shapes, devices = SHAPES[kind_of(kernel)], list(TARGETS.values())
     found = problems(kernel, todays(devices, number), shapes[:1], ("bf16",), spills=False)

@@ -87,10 +87,11 @@ def failures(op: Op, made: Case, cuts: Mapping[Isa, tuple[int, ...]]) -> list[st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
+    """Run half of the cases a day."""
     op, cuts, wrong, number = OPS[name], CUTS[name], [], 0
     for dims, traits in SHAPES[name]:
         most = (dims, traits) == SHAPES[name][-1]  # instruction sets beyond this CPU's choice, largest first
-        for made in op.cases(op.workload(dtype, dims, **traits)):
+        for made in drawn.share(op.cases(op.workload(dtype, dims, **traits)), days=2):
             asked = [isa for isa in TODAY if most or isa == NATIVE]
             wrong += failures(op, made, {isa: cuts[(number + at) % len(cuts)] for at, isa in enumerate(asked)})
             number += 1

@@ -35,6 +35,7 @@ from autosel.models.workloads import step as listed_step
 from autosel.ops import eager_stored, weight
 from autosel.ops.weight import Weight
 from autosel.values import Workload
+from tests import drawn
 from tests.null.test_decode_gguf import MIXES, mixed
 from tests.verbs import verb
 
@@ -81,8 +82,7 @@ def test_weights_that_are_rounded_when_loaded_take_little_more_memory_than_their
 
 
 @pytest.mark.parametrize("form", ["ops", "whole"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("scale", [1.0, 3.5])
+@pytest.mark.parametrize(("rows", "scale"), drawn.share([(1, 1.0), (3, 3.5), (3, 1.0), (1, 3.5)], days=2))
 def test_logits_are_within_the_bound_of_the_exact_weights(form: str, rows: int, scale: float) -> None:
     check_logits(form, rows, weights("int8-row", embedding_scale=scale))
 
@@ -106,7 +106,7 @@ def check_logits(form: str, rows: int, found: Weights) -> None:
 
 
 @pytest.mark.parametrize("step", ["ops", "whole"])
-@pytest.mark.parametrize("name", ["int4-g128", "q4_1", "int8-row", "uint4-row"])
+@pytest.mark.parametrize("name", drawn.share(["int4-g128", "q4_1", "int8-row", "uint4-row"], days=2))
 def test_a_run_without_a_baseline_makes_no_form_of_a_weight_for_it(
     name: str, step: AskedStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,8 +152,7 @@ MIX = (
 )  # the others are q4_k: the tests of the mix share one build of the team
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.5])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "scale"), drawn.share([(1, 1.0), (3, 3.5), (3, 1.0), (1, 3.5)], days=2))
 def test_a_step_on_a_mix_of_formats_is_within_the_bound_of_the_exact_weights(rows: int, scale: float) -> None:
     """Run matrices in eight formats, by one build of the team; each thread counts in one of them at a time."""
     check_logits("whole", rows, weights("q4_k", embedding_scale=scale, others=MIX))

@@ -25,6 +25,7 @@ from autosel.parity.session import Proof, built
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant, SharedOperands
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
+from tests import drawn
 from tests.cpu.planting import HERE, Planted
 from tests.onednn import products_leak
 
@@ -63,7 +64,7 @@ def arguments() -> tuple[Tensor, Weight]:
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("function", "operands"), [("right", ()), ("by_parts", PARTS)])
+@pytest.mark.parametrize(("function", "operands"), drawn.share([("right", ()), ("by_parts", PARTS)], days=2))
 def test_a_right_product_is_proven_with_the_weight_or_with_its_parts(function: str, operands: tuple[str, ...]) -> None:
     found = check(proof(function, operands))
     assert isinstance(found, Passed), found

@@ -76,8 +76,13 @@ def test_one_case_can_be_run_alone(device):
 
 @pytest.mark.parametrize(
     ("op", "dims", "traits", "shift"),
-    [("rmsnorm", {"M": 4, "d": 4096}, {}, 1), ("lm_head", {"M": 2, "V": 300, "d": 64}, {"greedy": 1}, 0)],
-    ids=["rmsnorm", "greedy lm_head"],
+    drawn.share(
+        [
+            pytest.param("rmsnorm", {"M": 4, "d": 4096}, {}, 1, id="rmsnorm"),
+            pytest.param("lm_head", {"M": 2, "V": 300, "d": 64}, {"greedy": 1}, 0, id="greedy lm_head"),
+        ],
+        days=2,
+    ),
 )
 def test_the_baseline_and_our_kernel_pass(device, op, dims, traits, shift):
     """Prove in one dtype a day: tests of the kernels run every dtype."""

@@ -104,7 +104,7 @@ def stood_in(module: Any, name: str) -> LibraryKernel:
     return made
 
 
-@pytest.mark.parametrize("plan", drawn.share(PLANS, days=10), ids=named)
+@pytest.mark.parametrize("plan", drawn.share(PLANS, days=20), ids=named)
 def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, prover: Prover) -> None:
     module, name, dtype, dims, traits = plan
     candidate, fp = stood_in(module, name), known.load("h200")

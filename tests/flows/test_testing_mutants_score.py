@@ -17,7 +17,7 @@ SHARE_OF_ATTENTION = 0.08  # whose references take long
 POINTS = 100
 
 
-@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=8), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=14), ids=lambda op: op.name)
 def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
     share = SHARE_OF_ATTENTION if op.name in ("attn", "paged_attn", "prefill_attn") else SHARE
     found = score(op, SEED, share=share, points=POINTS, calls=False)

@@ -142,7 +142,7 @@ def test_fixed_sizes_do_not_vary(op: Op) -> None:
     assert {case.workload for case in small} == {w}
 
 
-@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=2), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=4), ids=lambda op: op.name)
 def test_every_pair_that_a_candidate_accepts_is_covered(op: Op) -> None:
     formats = in_formats(op)
     for w in (workload(op), *([drawn.todays(formats)] if formats else [])):

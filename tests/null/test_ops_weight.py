@@ -202,11 +202,11 @@ OPS_OF: list[tuple[str, dict[str, Any]]] = [
     ("lm_head", {}),
     ("lm_head", {"greedy": 1}),
 ]
-# Every op in every format, in one dtype a day: each op and each format is in every dtype that day.
+# Every op, in a third of the formats, each in one dtype a day: over the ops, each format and each dtype has its turn.
 EAGER = [
     (dtype, name, *op)
     for at, op in enumerate(OPS_OF)
-    for number, name in enumerate(FORMATS)
+    for number, name in enumerate(share(FORMATS, days=3, shift=at))
     for dtype in share(DTYPES, days=3, shift=at + number)
 ]
 
