@@ -7,7 +7,7 @@ one or two factors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from random import Random
 
@@ -31,10 +31,11 @@ def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterab
     for row in given:
         open_.difference_update(pairs_of(row))
     rows: list[Row] = []
+    suspects = list(range(len(sizes)))
     for pair in rng.sample(sorted(open_), len(open_)):
         if pair not in open_:
             continue
-        found = _completed(pair, sizes, admits, rng, open_)
+        found = _completed(pair, sizes, admits, rng, open_, suspects)
         open_.discard(pair)
         if found is not None:
             rows.append(found)
@@ -72,25 +73,56 @@ def pairs_of(row: Row) -> list[Pair]:
     return [(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)]
 
 
-def _completed(pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]) -> Row | None:
+def _completed(
+    pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair], suspects: list[int]
+) -> Row | None:
     """Return a pair's row with many new pairs, found greedily; None if no admissible row has the pair."""
     a, i, b, j = pair
     row: Partial = [0 if size == 1 else None for size in sizes]  # a choice of one may already exclude the pair
     row[a], row[b] = i, j
     if not admits(row):
         return None
-    others = [f for f, value in enumerate(row) if value is None]
-    search = _Search(row, rng.sample(others, len(others)), sizes, admits, rng, open_)
+    possible = _possible(row, sizes, admits, suspects)
+    if possible is None:
+        return None
+    search = _Search(row, rng.sample(sorted(possible), len(possible)), possible, admits, rng, open_)
     return tuple(value for value in row if value is not None) if search.fill(0) else None
+
+
+def _possible(row: Partial, sizes: Sequence[int], admits: Admits, suspects: list[int]) -> dict[int, list[int]] | None:
+    """Return the values that each open factor can have next to the row's; None if one can have none, which a search
+    would find out only after trying the values of all the others.
+
+    `suspects`: all factors, those that had none for an earlier pair first.
+    """
+    found: dict[int, list[int]] = {}
+    for factor in [f for f in suspects if row[f] is None]:
+        found[factor] = []
+        for value in range(sizes[factor]):
+            row[factor] = value
+            if admits(row):
+                found[factor].append(value)
+        row[factor] = None
+        if not found[factor]:
+            suspects.remove(factor)
+            suspects.insert(0, factor)
+            return None
+    return found
 
 
 class _Search:
     """Greedy search with backtracking: fills a row factor by factor, best value first."""
 
     def __init__(
-        self, row: Partial, order: Sequence[int], sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair]
+        self,
+        row: Partial,
+        order: Sequence[int],
+        possible: Mapping[int, Sequence[int]],
+        admits: Admits,
+        rng: Random,
+        open_: set[Pair],
     ) -> None:
-        self.row, self.order, self.sizes, self.admits, self.rng, self.open = row, order, sizes, admits, rng, open_
+        self.row, self.order, self.possible, self.admits, self.rng, self.open = row, order, possible, admits, rng, open_
         self.left = STEPS
 
     def fill(self, at: int) -> bool:
@@ -109,7 +141,7 @@ class _Search:
 
     def _by_gain(self, factor: int) -> list[int]:
         """Return the values by the number of new pairs, largest first; equal ones in random order."""
-        values = self.rng.sample(range(self.sizes[factor]), self.sizes[factor])
+        values = self.rng.sample(self.possible[factor], len(self.possible[factor]))
         return sorted(values, key=lambda value: -self._gain(factor, value))
 
     def _gain(self, factor: int, value: int) -> int:
