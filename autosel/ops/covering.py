@@ -25,21 +25,18 @@ def covering(sizes: Sequence[int], admits: Admits, rng: Random, *, given: Iterab
     `sizes` has the number of values of each factor. `admits` judges rows with some factors open (None); a row that it
     refuses must stay refused whatever the open factors become.
     """
-    open_ = {
-        (a, i, b, j) for a, b in combinations(range(len(sizes)), 2) for i in range(sizes[a]) for j in range(sizes[b])
-    }
+    search = _Search(sizes, admits, rng)
     for row in given:
-        open_.difference_update(pairs_of(row))
+        search.open.difference_update(pairs_of(row))
     rows: list[Row] = []
-    suspects = list(range(len(sizes)))
-    for pair in rng.sample(sorted(open_), len(open_)):
-        if pair not in open_:
+    for pair in rng.sample(sorted(search.open), len(search.open)):
+        if pair not in search.open:
             continue
-        found = _completed(pair, sizes, admits, rng, open_, suspects)
-        open_.discard(pair)
+        found = search.row_with(pair)
+        search.open.discard(pair)
         if found is not None:
             rows.append(found)
-            open_.difference_update(pairs_of(found))
+            search.open.difference_update(pairs_of(found))
     return rows
 
 
@@ -73,80 +70,74 @@ def pairs_of(row: Row) -> list[Pair]:
     return [(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)]
 
 
-def _completed(
-    pair: Pair, sizes: Sequence[int], admits: Admits, rng: Random, open_: set[Pair], suspects: list[int]
-) -> Row | None:
-    """Return a pair's row with many new pairs, found greedily; None if no admissible row has the pair."""
-    a, i, b, j = pair
-    row: Partial = [0 if size == 1 else None for size in sizes]  # a choice of one may already exclude the pair
-    row[a], row[b] = i, j
-    if not admits(row):
-        return None
-    possible = _possible(row, sizes, admits, suspects)
-    if possible is None:
-        return None
-    search = _Search(row, rng.sample(sorted(possible), len(possible)), possible, admits, rng, open_)
-    return tuple(value for value in row if value is not None) if search.fill(0) else None
-
-
-def _possible(row: Partial, sizes: Sequence[int], admits: Admits, suspects: list[int]) -> dict[int, list[int]] | None:
-    """Return the values that each open factor can have next to the row's; None if one can have none, which a search
-    would find out only after trying the values of all the others.
-
-    `suspects`: all factors, those that had none for an earlier pair first.
-    """
-    found: dict[int, list[int]] = {}
-    for factor in [f for f in suspects if row[f] is None]:
-        found[factor] = []
-        for value in range(sizes[factor]):
-            row[factor] = value
-            if admits(row):
-                found[factor].append(value)
-        row[factor] = None
-        if not found[factor]:
-            suspects.remove(factor)
-            suspects.insert(0, factor)
-            return None
-    return found
-
-
 class _Search:
-    """Greedy search with backtracking: fills a row factor by factor, best value first."""
+    """Greedy search for rows, with backtracking: fills a row factor by factor, best value first.
 
-    def __init__(
-        self,
-        row: Partial,
-        order: Sequence[int],
-        possible: Mapping[int, Sequence[int]],
-        admits: Admits,
-        rng: Random,
-        open_: set[Pair],
-    ) -> None:
-        self.row, self.order, self.possible, self.admits, self.rng, self.open = row, order, possible, admits, rng, open_
+    `open`: the pairs that no row has yet.
+    """
+
+    def __init__(self, sizes: Sequence[int], admits: Admits, rng: Random) -> None:
+        self.sizes, self.admits, self.rng = sizes, admits, rng
+        self.open = {
+            (a, i, b, j)
+            for a, b in combinations(range(len(sizes)), 2)
+            for i in range(sizes[a])
+            for j in range(sizes[b])
+        }
+        self.suspects = list(range(len(sizes)))  # factors, those that had no value for an earlier pair first
+        self.left = 0  # values that may still be tried for this row
+
+    def row_with(self, pair: Pair) -> Row | None:
+        """Return a pair's row with many new pairs; None if no admissible row has the pair."""
+        a, i, b, j = pair
+        row: Partial = [0 if size == 1 else None for size in self.sizes]  # a choice of one may already exclude the pair
+        row[a], row[b] = i, j
+        possible = self._possible(row) if self.admits(row) else None
+        if possible is None:
+            return None
         self.left = STEPS
+        order = self.rng.sample(sorted(possible), len(possible))
+        return tuple(value for value in row if value is not None) if self._fill(row, order, possible) else None
 
-    def fill(self, at: int) -> bool:
-        if at == len(self.order):
+    def _possible(self, row: Partial) -> dict[int, list[int]] | None:
+        """Return the values that each open factor can have next to the row's. Return None if one can have none: filling
+        would find that out only after it has tried the values of the others.
+        """
+        found: dict[int, list[int]] = {}
+        for factor in [f for f in self.suspects if row[f] is None]:
+            found[factor] = [value for value in range(self.sizes[factor]) if self._admitted(row, factor, value)]
+            row[factor] = None
+            if not found[factor]:
+                self.suspects.remove(factor)
+                self.suspects.insert(0, factor)
+                return None
+        return found
+
+    def _admitted(self, row: Partial, factor: int, value: int) -> bool:
+        row[factor] = value
+        return self.admits(row)
+
+    def _fill(self, row: Partial, order: Sequence[int], possible: Mapping[int, Sequence[int]]) -> bool:
+        """Fill the factors in this order; leave them open and return False if no values are found."""
+        if not order:
             return True
-        factor = self.order[at]
-        for value in self._by_gain(factor):
+        factor = order[0]
+        for value in self._by_gain(row, factor, possible[factor]):
             self.left -= 1
-            self.row[factor] = value
-            if self.admits(self.row) and self.fill(at + 1):
+            if self._admitted(row, factor, value) and self._fill(row, order[1:], possible):
                 return True
             if self.left <= 0:
                 break
-        self.row[factor] = None
+        row[factor] = None
         return False
 
-    def _by_gain(self, factor: int) -> list[int]:
+    def _by_gain(self, row: Partial, factor: int, values: Sequence[int]) -> list[int]:
         """Return the values by the number of new pairs, largest first; equal ones in random order."""
-        values = self.rng.sample(self.possible[factor], len(self.possible[factor]))
-        return sorted(values, key=lambda value: -self._gain(factor, value))
+        return sorted(self.rng.sample(values, len(values)), key=lambda value: -self._gain(row, factor, value))
 
-    def _gain(self, factor: int, value: int) -> int:
+    def _gain(self, row: Partial, factor: int, value: int) -> int:
         gain = 0
-        for other, taken in enumerate(self.row):
+        for other, taken in enumerate(row):
             if taken is not None and other != factor:
                 pair = (other, taken, factor, value) if other < factor else (factor, value, other, taken)
                 gain += pair in self.open
