@@ -27,17 +27,24 @@ def turn() -> int:
 
 
 def todays(choices: Sequence[Choice], shift: int = 0) -> Choice:
-    """Choose one of them, each on equally many days; the choice moves by about three fifths of the list each day.
+    """Choose one of them, each on equally many days; the choice moves by about three fifths of the list each day. A
+    test that runs on one day in so many (`share`) reaches every choice too, whatever the two numbers are.
 
     For two varying things, pass their product: separate turns would meet in few combinations.
     """
-    count = len(choices)
+    count, day_ = len(choices), turn() + shift
     step = next(s for s in itertools.count(max(1, round(0.6 * count))) if math.gcd(s, count) == 1)
-    return choices[(turn() + shift) * step % count]
+    at, rounds = day_ * step, day_ // count
+    while rounds and count > 1:  # by one more each time that all had their turn, and each time that all had this shift
+        at, rounds = at + rounds, rounds // count
+    return choices[at % count]
 
 
 def share(choices: Sequence[Choice], days: int, shift: int = 0) -> list[Choice]:
-    """Return the part for today: every choice has its turn within so many days."""
+    """Return the part for today: every choice has its turn within so many days.
+
+    Two shares of one test must have numbers of days without a common divisor, else some combinations never meet.
+    """
     return [c for number, c in enumerate(choices) if every or (turn() + number + shift) % days == 0]
 
 

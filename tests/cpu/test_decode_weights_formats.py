@@ -42,6 +42,7 @@ from tests.verbs import verb
 FORMATS = [name for name in WEIGHT_FORMATS if name != "plain"]
 TINY = Path(__file__).resolve().parents[1] / "stored" / "462cf5c" / "tiny" / "config.json"
 HELD = 40
+HALF = drawn.share([(1, 1.0), (1, 3.5), (3, 3.5), (3, 1.0)], days=2)  # rows and scales, both of each every day
 
 
 def model(name: str, **changes: Any) -> ModelShape:
@@ -82,7 +83,7 @@ def test_weights_that_are_rounded_when_loaded_take_little_more_memory_than_their
 
 
 @pytest.mark.parametrize("form", ["ops", "whole"])
-@pytest.mark.parametrize(("rows", "scale"), drawn.share([(1, 1.0), (3, 3.5), (3, 1.0), (1, 3.5)], days=2))
+@pytest.mark.parametrize(("rows", "scale"), HALF)
 def test_logits_are_within_the_bound_of_the_exact_weights(form: str, rows: int, scale: float) -> None:
     check_logits(form, rows, weights("int8-row", embedding_scale=scale))
 
@@ -152,7 +153,7 @@ MIX = (
 )  # the others are q4_k: the tests of the mix share one build of the team
 
 
-@pytest.mark.parametrize(("rows", "scale"), drawn.share([(1, 1.0), (3, 3.5), (3, 1.0), (1, 3.5)], days=2))
+@pytest.mark.parametrize(("rows", "scale"), HALF)
 def test_a_step_on_a_mix_of_formats_is_within_the_bound_of_the_exact_weights(rows: int, scale: float) -> None:
     """Run matrices in eight formats, by one build of the team; each thread counts in one of them at a time."""
     check_logits("whole", rows, weights("q4_k", embedding_scale=scale, others=MIX))

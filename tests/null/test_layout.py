@@ -12,6 +12,7 @@ TIERS = ("null", "cpu", "flows")
 # Files about more than one module, and about files that are not modules.
 TOPICS = {
     "cuda_stand_in": "lines of many modules that only a process with a GPU runs, on a stand-in for PyTorch's CUDA",
+    "drawn": "tests/drawn.py",
     "deploy": "deploy/ and its page, docs/containers.md",
     "integrations_attention": "vllm_attention and sglang_attention, which share one contract",
     "layout": "this file",
