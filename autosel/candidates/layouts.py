@@ -125,8 +125,8 @@ class Prepare:
         )
 
     def copy(self, packed: Packed, w: Any) -> Packed:
-        """Prepare a weight that equals the one of `packed`: a native layout's bytes are copied, which takes an eighth
-        of the time.
+        """Prepare a weight that equals the one of `packed`: the bytes of a native layout are copied, which is faster
+        than packing and comparing.
         """
         if not (self.native and isinstance(packed.operand, Tensor)):
             return self(w)
@@ -384,9 +384,7 @@ class Reader:
         return self.prepare_copies([arguments])
 
     def prepare_copies(self, calls: Sequence[Sequence[Any]]) -> Prepared | None:
-        """Prepare the weights of calls whose weights are equal and lie in different places; return the cost of the
-        first call's.
-        """
+        """Prepare the weights of several calls, equal values at different addresses; return the cost of one call's."""
         first: dict[str, Packed] = {}
         for arguments in calls:
             named = {a.name: value for a, value in zip(self.op.args, arguments, strict=False)}

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from autosel.ops import OPS
 from autosel.parity.check import Proof, Prover, Terms
 from autosel.values import Failed, Parity, Passed
 from tests import drawn
-from tests.cpu.planting import ATTN, HEADS, LINEAR, RMSNORM_FP32, WIDE, functional, proof
+from tests.cpu.planting import ATTN, HEADS, LINEAR, RMSNORM, RMSNORM_FP32, WIDE, functional, proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -318,6 +319,15 @@ def test_the_reason_names_the_element_and_the_bound(verdicts: dict[str, Parity])
     found = verdicts["wrong_at_one_width bf16"]
     assert isinstance(found, Failed)
     assert {"index", "got", "reference", "allowed"} <= set(found.evidence)
+
+
+def test_a_failed_hostile_case_tells_its_shape(verdicts: dict[str, Parity]) -> None:
+    """Select failures by the names of cases; checks of habits and of the full size have other names."""
+    cases = {case.name: case for case in OPS["rmsnorm"].cases(RMSNORM)}
+    bf16 = [v for name, v in verdicts.items() if name.endswith(" bf16") and isinstance(v, Failed)]
+    failed = [v for v in bf16 if v.check == "elements" and v.case in cases]
+    assert failed
+    assert [v.evidence["shape"] for v in failed] == [cases[v.case].workload.shape_text for v in failed]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test what a tune does with a proof: candidates that fail are dropped, and the baseline stays."""
+"""Test failed proofs in a tune: the candidate is dropped, the baseline stays."""
 
 from __future__ import annotations
 
