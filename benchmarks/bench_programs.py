@@ -8,7 +8,7 @@
 measures what a user gets; `--tune` runs `autosel tune` for the cell first. Weights are random; baseline and optimised
 steps alternate. The interval is the 99 % one of the median of the ratios of paired steps (order statistics). A cell is
 slower if its interval lies wholly below 1.0 or its median below 0.97. Results are stored in --home after each cell;
---resume skips the stored cells.
+--resume skips the stored cells, except contended ones.
 
 `ops`: for each short op with a decision in AUTOSEL_HOME, time the kernel that `best` serves: back to back, right after
 a PyTorch product that used all threads, and after rests. Goals: p90 back to back within 1.25 times the median; after a
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, action="append", default=[], help="repeatable  [1, 4, 8]")
     parser.add_argument("--iters", type=int, default=20, help="timed steps of a cell")
     parser.add_argument("--tune", action="store_true", help="tune each cell first")
-    parser.add_argument("--resume", action="store_true", help="skip cells that are stored in --home")
+    parser.add_argument("--resume", action="store_true", help="skip cells in --home, except contended ones")
     parser.add_argument(
         "--home", type=Path, default=Path.home() / ".cache" / "autosel-programs", help="folder of results and ledger"
     )
@@ -66,7 +66,7 @@ def main() -> int:
     path = options.home / "cells.json"
     cells = _stored(path) if options.resume else {}
     asked = product(options.model or MODELS, options.seq or (128, 2048), options.batch or (1, 4, 8))
-    for cell in (c for c in asked if _name(c) not in cells):
+    for cell in (c for c in asked if cells.get(_name(c), {"contended": True}).get("contended")):
         cells[_name(cell)] = measured(cell, options.home, options.iters, tunes=options.tune)
         keep(path, cells)
         print(line_of(_name(cell), cells[_name(cell)]), file=sys.stderr, flush=True)
@@ -109,6 +109,8 @@ def judged(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "optimised_ms": statistics.median(samples["optimised_ns"]) / 1e6,
         "ways": [way["form"] for way in certificate.get("ways", ()) if way["taken"]],
         "mode": certificate.get("mode", ""),
+        "contended": bool(certificate.get("contended")),
+        "notes": list(certificate.get("notes", ())),
         "slower": high < 1.0 or middle < SLOWER,
     }
 
@@ -136,7 +138,8 @@ def line_of(name: str, row: Mapping[str, Any]) -> str:
     low, high = row["interval"]
     told = f"{row['ratio']:.2f}x ({low:.2f} .. {high:.2f})"
     steps = f"{row['baseline_ms']:8.2f} -> {row['optimised_ms']:8.2f} ms"
-    return f"{name:<24}  {told:<24} {steps}  {' '.join(row['ways'])}{'  SLOWER' if row['slower'] else ''}"
+    marks = ("SLOWER" if row["slower"] else "", "contended" if row.get("contended") else "")
+    return "  ".join(filter(None, (f"{name:<24}  {told:<24} {steps}", " ".join(row["ways"]), *marks)))
 
 
 def text_of_steps(cells: Mapping[str, Any]) -> str:

@@ -6,8 +6,9 @@
 It times decode steps of one sequence under torch.inference_mode, as `generate` makes them: transformers' own forward,
 SDPA and DynamicCache. Its layers concatenate, or grow in place in the patched model, and are restored after each step,
 untimed. Both models hold the same tensors. Pairs run in random order, every step waits until the other model's threads
-sleep, and the chosen tokens are compared. Timing starts after the guard's first checks: each of the first 32 calls of
-a shape in a process also runs the baseline, which for the logits is every one of the first 32 tokens.
+sleep, and the chosen tokens are compared. Timing starts after the guard's first checks (each of the first 32 calls of a
+shape in a process also runs the baseline, which for the logits is every one of the first 32 tokens), and after the
+steps in which a patched model tries its own code.
 
 --generate calls `generate` instead (greedy, a random prompt of --seq tokens), for each batch and kind of cache, and
 times the tokens after the first. --compile adds a third arm: the unpatched model's forward under torch.compile, over a
@@ -51,10 +52,12 @@ from autosel.decode.run import Plan
 from autosel.decode.weights import Weights, load_weights
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.formats import PLAIN
-from autosel.guard.rate import CANARY
+from autosel.integrations.transformers.trials import FIRST
+from autosel.integrations.trial import TIMED
 
 GOAL = 1.5
 RUN_UP = 2  # steps until a cache has the state of the middle of a text
+WARM = FIRST + 2 * TIMED + 1  # steps
 
 
 def main() -> int:
@@ -219,8 +222,9 @@ def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[i
     rng, cells = random.Random(options.seed), []
     for batch, cache in itertools.product(options.batch, options.cache):
         prompt = prompts[batch]
-        for model in arms.values():  # the guard checks the first calls, which for the logits is each token
-            generated(model, prompt, options.warmup, cache)
+        for model in arms.values():
+            for _ in range(-(-options.warmup // options.tokens)):
+                generated(model, prompt, options.tokens, cache)
         times: dict[str, list[float]] = {name: [] for name in arms}
         made: dict[str, Tensor] = {}
         for _ in range(options.rounds):
@@ -271,9 +275,7 @@ def _parsed() -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     command_line.decoding(parser, seqs=(2048,), rounds=40)
     command_line.dtype(parser)
-    parser.add_argument(
-        "--warmup", type=int, default=CANARY + 2, help="untimed first steps; the guard checks the first calls"
-    )
+    parser.add_argument("--warmup", type=int, default=WARM, help="untimed first steps")
     parser.add_argument("--generate", action="store_true", help="compare `generate` instead of single steps")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows of generate")
     parser.add_argument("--cache", nargs="+", default=["dynamic", "static"], choices=("dynamic", "static"))

@@ -223,7 +223,7 @@ class Measured:
     env_id: str  # digest of the software's
     environment: Mapping[str, Any]  # versions of Python, torch, compiler, driver, libraries
     identity: Mapping[str, Any] | None = None  # the hardware's identity, whose digest is `hw_id`; None before version 6
-    contended: bool  # other work ran, or it was slowed, when the device's rates were measured
+    contended: bool  # other work ran, or it was slowed, when rates or more than a tenth of the steps were measured
     model: str  # includes the layers in its name if not all ran
     layers: Layers  # how many ran, and how many there are
     architecture: Mapping[str, Any] | None = None  # of the whole model (see ModelShape); None: before version 6

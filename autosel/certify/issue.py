@@ -65,6 +65,7 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         repro_cmd=request.repro_cmd,
         git_sha=git_sha(),
         **_where(run.fingerprint),
+        contended=run.fingerprint.contended or run.contended,
         model=c.model_name(run.plan.model.name, layers),
         layers=layers,
         architecture=architecture(run.plan.model),
@@ -143,7 +144,6 @@ def _where(fp: Fingerprint) -> dict[str, Any]:
         "env_id": fp.env_id,
         "environment": to_json(fp.environment),
         "identity": {"kind": fp.kind, **to_json(fp.identity)},
-        "contended": fp.contended,
     }
 
 

@@ -102,11 +102,23 @@ def _by_workload(calls: Sequence[Call]) -> dict[str, list[Call]]:
 
 
 class UsesSince:
-    """Calls since this object was made, by the callables' own counters."""
+    """Calls since this object was made, by the callables' own counters, without those that were dropped."""
 
     def __init__(self) -> None:
         self.before = {key: count for key, (_, count) in _counts().items()}
         self.counted = dispatch.board().counted()
+        self.mark()
+
+    def mark(self) -> None:
+        """Let `drop` leave out the calls from now on."""
+        self.marked = {key: count for key, (_, count) in _counts().items()}, dispatch.board().counted()
+
+    def drop(self) -> None:
+        """Leave out the calls since the mark."""
+        for key, (_, count) in _counts().items():
+            self.before[key] = self.before.get(key, 0) + count - self.marked[0].get(key, 0)
+        for use, calls in dispatch.board().counted().items():
+            self.counted[use] = self.counted.get(use, 0) + calls - self.marked[1].get(use, 0)
 
     def served(self) -> Mapping[str, Mapping[str, int]]:
         """Return calls by workload key and candidate, which prove that these candidates ran."""

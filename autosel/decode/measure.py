@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,14 +18,13 @@ from autosel import devices, dispatch, fingerprint
 from autosel.candidates.layouts import STORE
 from autosel.decode import graph
 from autosel.decode.account import (
-    UsesSince,
     choices_of,
     overhead_ns,
     proven,
     saved_bytes,
     time_ops,
 )
-from autosel.decode.arms import Baseline, Choosing, Ours, Remembers, StepArm, WrittenArm, our_arm, step
+from autosel.decode.arms import Baseline, WrittenArm, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
 from autosel.decode.original import Original
@@ -36,14 +32,11 @@ from autosel.decode.packed import forget, make_room
 from autosel.decode.persistent import kind_of, refuse_unsupported
 from autosel.decode.quality import clipped, format_quality, quality
 from autosel.decode.rope import frequencies
-from autosel.decode.run import EXECUTION, WHOLE, BaselineRun, Chosen, DecodeRun, Listener, Plan, Silent, Text
-from autosel.decode.scene import Clock, Scene, set_scene
+from autosel.decode.run import EXECUTION, WHOLE, Chosen, DecodeRun, Listener, Plan, Silent, Text
+from autosel.decode.scene import Clock, set_scene
 from autosel.decode.timeline import timeline
-from autosel.decode.verdict import Passes, TokenVerdict, verdict
+from autosel.decode.turns import Turns
 from autosel.decode.weights import Weights
-from autosel.devices.cpu.idle import wait_until_idle
-from autosel.devices.device import StepTimer, Took
-from autosel.devices.energy import Meter
 from autosel.errors import ParityError, UsageError
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
@@ -91,16 +84,16 @@ def measure(
         if chosen.form != "packed":
             forget(weights)
         ours, theirs = our_arm(scene, chosen), Baseline(scene) if plan.baseline else None
+        power = device.meter()
+        turns = Turns(scene=scene, ours=ours, theirs=theirs, timer=device.timer(clock), power=power)
         with holding(ledger, fp, getattr(ours, "list", None)):
-            _warm_up(scene, ours, theirs)
-            uses, power, timer = UsesSince(), device.meter(), device.timer(clock)
-            turns = _pairs(scene, ours, theirs, timer, power) if theirs else _alone(scene, ours, timer, power)
-            steps = list(turns)
+            turns.warm_up()
+            steps = turns.timed()
             refuse_wrong(getattr(ours, "list", None))
-            served = uses.served()
+            served = turns.uses.served()
             power.after(lambda: step(ours), len(steps))
         written = ours.list if isinstance(ours, WrittenArm) else None
-        choices = choices_of(written, plan) if written else uses.choices(plan, len(steps))
+        choices = choices_of(written, plan) if written else turns.uses.choices(plan, len(steps))
         listener.stage("ops", "", 0, 1)
         per_op = time_ops(written, plan, clock) if written else ()
         spans = timeline(written, plan, clock) if written and traced else ()
@@ -115,10 +108,11 @@ def measure(
         started_at=started_at,
         seconds=time.monotonic() - began,
         optimised_ns=tuple(s.optimised.ns for s in steps),
-        baseline=_baseline(steps, scene, timer),
+        baseline=turns.baseline(),
         kept=tuple(s.kept for s in steps),
-        timed_by=timer.by,
-        optimised_host_ns=tuple(s.optimised.host_ns for s in steps if timer.by != "host"),
+        waited=turns.waited,
+        timed_by=turns.timer.by,
+        optimised_host_ns=tuple(s.optimised.host_ns for s in steps if turns.timer.by != "host"),
         ttft_ns=scene.ttft_ns,
         prompt_tokens=plan.seq - 1,
         prompt=scene.prompt,
@@ -146,7 +140,7 @@ def measure(
         notes=(
             *_notes(plan, chosen, text),
             *_weights(written),
-            *_said((weights.note, power.why or power.told, EARLIER if earlier else "")),
+            *_said((turns.told(), weights.note, power.why or power.told, EARLIER if earlier else "")),
         ),
     )
 
@@ -183,7 +177,6 @@ ALONE = (
     "no baseline ran: tokens and logits were compared with untimed passes of PyTorch that convert some rows of a "
     "weight at a time"
 )
-MOST_CHECKED = 0.005  # of a step, by first checks of the guard, for the steps to be timed
 EARLIER = "the form of the step was chosen by an earlier run of the same suite"
 
 
@@ -216,111 +209,3 @@ def _weights(step: object) -> tuple[str, ...]:
     """Return a note about the weights' layout if it is not plain."""
     told: str = getattr(step, "weights_told", "")
     return (told,) if told else ()
-
-
-# --- steps in turn ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Timed:
-    """One step of the optimised arm, and of the baseline if it runs."""
-
-    optimised: Took
-    baseline: tuple[Took, bool] | None  # its step, and if the optimised arm ran first
-    verdict: TokenVerdict  # of the tokens
-    kept: int  # tokens per row from the optimised step
-
-
-def _baseline(steps: Sequence[_Timed], scene: Scene, timer: StepTimer) -> BaselineRun | None:
-    taken = [s.baseline for s in steps if s.baseline is not None]
-    if not scene.plan.baseline:
-        return None
-    return BaselineRun(
-        ns=tuple(took.ns for took, _ in taken),
-        optimised_first=tuple(first for _, first in taken),
-        ttft_ns=scene.baseline_ttft_ns,
-        host_ns=tuple(took.host_ns for took, _ in taken if timer.by != "host"),
-    )
-
-
-def _warm_up(scene: Scene, ours: StepArm, theirs: StepArm | None) -> None:
-    """Run the arms until clocks, caches and the allocator have settled, and ours until the guard's first checks have.
-
-    The guard compares the first 32 calls of a kernel with the baseline. For a kernel that a step calls once, as
-    `sample`, they are 32 steps: each took twice its time with a vocabulary of 262,144 and eight sequences.
-    """
-    asked = scene.plan.warmup
-    for i in range(asked):
-        scene.listener.stage("warmup", "", i, asked)
-        step(ours)
-        if theirs is not None:
-            step(theirs)
-    # How many steps the checks take is a matter of time, so they leave the stream of sampled tokens as it was.
-    with ours.sampler.rewound() if isinstance(ours, Choosing) else nullcontext():
-        while asked and _checked_share(scene, ours) > MOST_CHECKED:
-            scene.listener.stage("warmup", "the guard's first checks", asked, asked)
-
-
-def _checked_share(scene: Scene, ours: StepArm) -> float:
-    """Run a step. Return the share of its time that the guard's first checks took."""
-    board = dispatch.board()
-    spent_ns, began_ns = board.first_checks_ns(), scene.clock()
-    step(ours)
-    return (board.first_checks_ns() - spent_ns) / max(1, scene.clock() - began_ns)
-
-
-def _pairs(scene: Scene, ours: Ours, theirs: StepArm, timer: StepTimer, power: Meter) -> Iterator[_Timed]:
-    plan, done = scene.plan, 0
-    while done < plan.iters:
-        scene.listener.stage("decode", "", done, plan.iters)
-        scene.probe()
-        first = scene.rng.random() < 0.5
-        times, chosen = {}, {}
-        for arm in (ours, theirs) if first else (theirs, ours):
-            times[arm], chosen[arm] = _timed(arm, timer, power if arm is ours else None)
-        kept = [row[: plan.iters - done] for row in chosen[ours]]
-        ends = done == 0 or (plan.advance and done + len(kept[0]) >= plan.iters)
-        told = verdict(scene, ours, theirs, kept, chosen[theirs], always=ends)
-        yield _Timed(optimised=times[ours], baseline=(times[theirs], first), verdict=told, kept=len(kept[0]))
-        done += len(kept[0])
-        _advance(scene, kept, (ours, theirs), done)
-    scene.listener.stage("decode", "", plan.iters, plan.iters)
-
-
-def _alone(scene: Scene, ours: Ours, timer: StepTimer, power: Meter) -> Iterator[_Timed]:
-    """Run the optimised steps only, and judge their tokens by untimed passes."""
-    plan, done, passes = scene.plan, 0, Passes(scene, ours)
-    while done < plan.iters:
-        scene.listener.stage("decode", "", done, plan.iters)
-        scene.probe()
-        took, chosen = _timed(ours, timer, power)
-        kept = [row[: plan.iters - done] for row in chosen]
-        last = plan.advance and done + len(kept[0]) >= plan.iters
-        told = passes.verdict(kept, first=done == 0, last=last)
-        yield _Timed(optimised=took, baseline=None, verdict=told, kept=len(kept[0]))
-        done += len(kept[0])
-        _advance(scene, kept, (ours, passes), done)
-    scene.listener.stage("decode", "", plan.iters, plan.iters)
-
-
-def _timed(arm: StepArm, timer: StepTimer, power: Meter | None) -> tuple[Took, list[list[int]]]:
-    """Run one step. Return its time and tokens; `power` measures its energy."""
-    wait_until_idle()  # the other arm's threads poll for work for some milliseconds and would use these cores
-    if power is not None:
-        power.begin()
-    timer.begin()
-    arm.enqueue()
-    timer.enqueued()
-    tokens = arm.tokens()
-    took = timer.took()
-    if power is not None:
-        power.end()
-    return took, tokens
-
-
-def _advance(scene: Scene, kept: list[list[int]], streams: Sequence[Remembers], done: int) -> None:
-    """Advance the stream and all that remember it, if the plan requires it and more steps follow."""
-    if scene.plan.advance and done < scene.plan.iters:
-        scene.advance(kept)
-        for one in streams:
-            one.remember([row[-1] for row in kept])

@@ -238,6 +238,7 @@ class Text:
 
 
 FEWEST_TOKENS = 4096  # to judge a format: 512 would leave +-1.2 points of top-1 agreement at 92 %
+MOST_WAITED = 0.1  # of the timed pairs: so few disturbed ones are beyond the interval of a median
 SUSPICION = 3.3  # standard errors: about one honest path in two thousand exceeds this by chance
 
 
@@ -407,6 +408,7 @@ class DecodeRun:
     chosen: Chosen = Chosen()  # the form of its steps
     quality: Quality | None = None  # if a text was given
     format_quality: FormatQuality | None = None  # if an original was given with the text
+    waited: int = 0  # timed pairs of steps during which a thread waited for a core that another process used
     saved_bytes: int = 0  # bytes that the optimised step reads less than the baseline, because weights are packed
     timeline: tuple[Span, ...] = ()  # of one optimised step, if it was asked for
     energy_joules: float | None = None  # of the optimised steps, if the machine measures it (devices.energy)
@@ -416,6 +418,11 @@ class DecodeRun:
     def ways(self) -> tuple[Way, ...]:
         """Return the forms that were raced; empty if none were."""
         return self.chosen.ways
+
+    @property
+    def contended(self) -> bool:
+        """Return True if other processes disturbed so many pairs that they can shift a median."""
+        return self.waited > MOST_WAITED * len(self.kept)
 
     @property
     def tokens_per_step(self) -> float:

@@ -227,8 +227,9 @@ class Board:
         with self._lock:
             return self._resolve(op, w, place)
 
-    def whole(self, w: Workload, mode: str) -> Decision | None:
-        """Return the decision that serves whole steps of this workload on the CPU; None without one."""
+    def whole(self, w: Workload, mode: str) -> Decision | str:
+        """Return the decision that serves whole steps of this workload on the CPU, or why a stored one does not; ""
+        without one."""
         with self._lock:
             return whole(w, self._serving_at(HOST), mode)
 

@@ -119,15 +119,9 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     standin = partial(_baseline, op, w, serving.device)
     if kind != serving.device.kind:
         return standin(None, f"the tensors are on {kind}; the decisions here are for {serving.device.kind}")
-    if settings.get("disable"):
-        return standin(None, "AUTOSEL_DISABLE is set")
-    if settings.get("mode") == "off":
-        return standin(None, "AUTOSEL_MODE is off")
-    if serving.trouble:
-        return standin(None, serving.trouble)
     mode = current_mode()
-    if crowded := _crowded(serving.device, mode):
-        return standin(None, crowded)
+    if why := _not_here(serving, mode):
+        return standin(None, why)
     try:
         decisions = _of_one_mode([row.decision for row in _rows(w, serving, mode)], mode)
     except AutoselError as error:
@@ -139,16 +133,28 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
     return _split(op, w, decisions, serving, guarded)
 
 
-def whole(w: Workload, serving: Serving, mode: str) -> Decision | None:
-    """Return the decision that serves whole steps of this workload; None without a valid one."""
-    if settings.get("disable") or settings.get("mode") == "off" or serving.trouble or _crowded(serving.device, mode):
-        return None
+def whole(w: Workload, serving: Serving, mode: str) -> Decision | str:
+    """Return the decision that serves whole steps of this workload, or why a stored one does not; "" without one."""
     try:
         decisions = [row.decision for row in _rows(w, serving, mode)]
     except AutoselError as error:
         log.warning("%s", error)
-        return None
-    return next((d for d in decisions if d.state in SERVING and not (serving.held.why(d) or staleness(d))), None)
+        return str(error).replace("\n", ": ")
+    found = [d for d in decisions if d.state in SERVING]
+    if not found:
+        return ""
+    why = _not_here(serving, mode)
+    unfit = {d.id: why or serving.held.why(d) or staleness(d) for d in found}
+    return next((d for d in found if not unfit[d.id]), next(iter(unfit.values())))
+
+
+def _not_here(serving: Serving, mode: str) -> str:
+    """Return why no decision serves in this process."""
+    if settings.get("disable"):
+        return "AUTOSEL_DISABLE is set"
+    if settings.get("mode") == "off":
+        return "AUTOSEL_MODE is off"
+    return serving.trouble or _crowded(serving.device, mode)
 
 
 def _crowded(device: Fingerprint, mode: str) -> str:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from autosel.devices.cpu import machine
 from autosel.devices.device import READ_S
@@ -31,6 +32,7 @@ WINDOW_S = 0.5  # over which CPU time of others is summed
 OTHERS_S = 0.02  # of CPU time in a window: two ticks of /proc/stat, its resolution
 PROBES = 8  # of three milliseconds
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+Result = TypeVar("Result")
 
 
 class Waits:
@@ -150,18 +152,23 @@ class WaitWatch:
         found: list[float] = []
         lost_ns = 0
         while len(found) < count and lost_ns < MOST_LOST_NS:
-            began, waited = self.clock(), self.waits.total_ns()
-            taken = sample()
-            waited, spent = self.waits.total_ns() - waited, self.clock() - began
-            if waited <= TOLERATED * spent or not self.others.run():
+            taken, disturbed_ns = self.once(sample)
+            if not disturbed_ns:
                 found.append(taken)
                 continue
             self.again += 1
-            lost_ns += spent
+            lost_ns += disturbed_ns
             self._favour(self._pool())
             settle()
         self._let_go()
         return found
+
+    def once(self, sample: Callable[[], Result]) -> tuple[Result, int]:
+        """Return a sample, and how many nanoseconds it took if a thread waited for a core that others used, else 0."""
+        began, waited = self.clock(), self.waits.total_ns()
+        taken = sample()
+        waited, spent = self.waits.total_ns() - waited, self.clock() - began
+        return taken, spent if waited > TOLERATED * spent and self.others.run() else 0
 
     def _favour(self, threads: Sequence[int]) -> None:
         self.spread.place(threads)

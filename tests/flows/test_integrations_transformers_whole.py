@@ -385,3 +385,9 @@ def test_patch_says_why_no_whole_step_is_possible(changes: dict[str, Any], why: 
 def test_patch_names_the_command_that_decides_a_step(tmp_path: Path) -> None:
     with dispatch.use(tmp_path):
         assert "autosel run --model DIR" in autosel.patch(tiny()).steps
+
+
+def test_patch_tells_why_a_decided_step_does_not_run(decided: dispatch.Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autosel.candidates.validity._python_digest", lambda recipe: "0" * 64)  # as after an upgrade
+    told = autosel.patch(tiny()).steps
+    assert "decode steps run module by module (decision " in told and "ops:step's code or its libraries" in told

@@ -143,6 +143,11 @@ def test_its_figures_follow_from_the_steps() -> None:
     assert wrong(made) == ""
 
 
+@pytest.mark.parametrize(("waited", "contended"), [(0, False), (4, False), (5, True), (40, True)])
+def test_a_run_is_contended_if_more_than_a_tenth_of_its_pairs_was_disturbed(waited: int, contended: bool) -> None:
+    assert certificate(decode_run(iters=40, waited=waited)).contended is contended
+
+
 def test_a_speculative_runs_speedup_counts_tokens_of_both_arms() -> None:
     """Count a step of 2.5 tokens in twice the time of the baseline's single token as 1.25 times as fast."""
     made = certificate(decode_run(**DRAFTED, step_ms=130.0, speedup=0.5, noise=0.0))

@@ -88,6 +88,11 @@ def test_a_wait_that_our_own_threads_cause_is_part_of_the_sample(proc: Proc) -> 
     assert made.again == 0
 
 
+def test_one_sample_says_how_long_it_was_disturbed(proc: Proc) -> None:
+    made, taken = watch(proc, busy=True), samples(proc, [0, 5_000_000])
+    assert [made.once(lambda: next(taken)) for _ in range(2)] == [(0.0, 0), (1.0, 1_000_000)]
+
+
 def test_after_too_long_disturbed_samples_fewer_are_returned(proc: Proc) -> None:
     made, taken = watch(proc, busy=True), samples(proc, [0] + [MOST_LOST_NS] * 1000)
     ticks = iter(range(0, 10**18, MOST_LOST_NS // 4))

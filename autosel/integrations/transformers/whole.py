@@ -354,19 +354,26 @@ class Whole:
         board: Board = dispatch.board()
         key = (id(board), board.digest, board.epoch, torch.get_num_threads(), batch, length_bucket(context))
         if key not in self._known:
-            dtype = self.shape.dtype
-            found = board.whole(workload_of(self.shape, dtype, batch, context), current_mode("team"))
-            self._known[key] = found if found is not None and _form_of(found) else None
+            found = self._stored(batch, context)
+            self._known[key] = found if isinstance(found, Decision) and _form_of(found) else None
         known = self._known[key]
         return None if known is None or known.arm.digest in self.refused else known
 
+    def _stored(self, batch: int, context: int) -> Decision | str:
+        """Return the decision about steps of this batch and context, or why it does not serve; "" without one."""
+        workload = workload_of(self.shape, self.shape.dtype, batch, context)
+        return dispatch.board().whole(workload, current_mode("team"))
+
     def told(self) -> str:
         """Return a line about the decisions of this model's steps."""
-        found = [d for b in range(1, MOST_ROWS + 1) for n in BUCKETS if (d := self.decided(b, n)) is not None]
+        steps = [(b, n) for b in range(1, MOST_ROWS + 1) for n in BUCKETS]
+        found = [d for b, n in steps if (d := self.decided(b, n)) is not None]
         if not found:
             model: Any = self.model()
-            name = model.config.name_or_path or "DIR"
-            return f"decode steps run module by module: `autosel run --model {name} --seq N` decides about whole ones"
+            command = f"`autosel run --model {model.config.name_or_path or 'DIR'} --seq N`"
+            unfit = next((why for b, n in steps if isinstance(why := self._stored(b, n), str) and why), "")
+            why = f" ({unfit})" if unfit else ""
+            return f"decode steps run module by module{why}: {command} decides about whole ones"
         ways = {way: [d for d in found if (d.arm.candidate == OPS) == (way == LIST)] for way in (TEAM, LIST)}
         return "decode steps run whole, " + "; ".join(f"{way}: {_named(ds)}" for way, ds in ways.items() if ds)
 
