@@ -96,6 +96,8 @@ def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, o
             if isinstance(parity, Failed):
                 who = {"op": decision.op, "workload": decision.workload.key, "candidate": arm.candidate}
                 stage = {"while racing": "race", "compile": "build"}.get(parity.case, "parity")
+                if arm.candidate == decision.baseline.candidate:
+                    stage = "baseline"  # PyTorch's own op is at fault, and serves on
                 seen.setdefault((arm.candidate, parity.check, parity.case), {**who, "stage": stage, **to_json(parity)})
     return list(seen.values())
 

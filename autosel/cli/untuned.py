@@ -11,6 +11,7 @@ from autosel import settings
 from autosel.cli.best import serving
 from autosel.cli.options import given_options
 from autosel.cli.output import paragraph
+from autosel.values import WHOLE_STEP
 
 if TYPE_CHECKING:
     from autosel.decode.run import Plan
@@ -21,22 +22,31 @@ MOST_OPS = 4
 
 
 def show_untuned(ctx: click.Context, plan: Plan) -> None:
-    """Print on stderr what is not tuned for this plan, with the command; nothing if all ops are decided.
+    """Print on stderr what is not tuned for this plan, with the command; nothing if all ops are decided, or the step
+    is decided to run whole.
 
     With AUTOSEL_DISABLE the baseline runs anyway.
     """
+    from autosel.decode.question import form_of
+    from autosel.decode.run import WHOLE
+
     if settings.get("disable"):
         return
-    decided = {n.decision.bucket for n in serving(None, plan.device) if not n.stale}
+    fresh = [n.decision for n in serving(None, plan.device) if not n.stale]
+    decided = {d.bucket for d in fresh if d.op != WHOLE_STEP or form_of(d.arm.candidate) in WHOLE}
     if told := untuned_text(plan, decided):
         click.echo(paragraph(f"note: {told}", hang="  "), err=True)
         click.echo(f"  tune first:  {tune_command_of(ctx, plan)}", err=True)
 
 
 def untuned_text(plan: Plan, decided: Collection[str]) -> str:
-    """Return which ops of the step have no decision in `decided`, the buckets that are decided; "" if all have one."""
+    """Return which ops of the step have no decision in `decided`, the buckets that are decided; "" if all have one, or
+    the whole step has."""
+    from autosel.decode.question import workload_of
     from autosel.models.workloads import workloads
 
+    if plan.step == "auto" and workload_of(plan.shape, plan.dtype, plan.batch, plan.seq).bucket in decided:
+        return ""
     step = workloads(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
     asked = [w for w in step if w.op != "attn" or w["L"] == plan.seq]  # a step runs attention at one length
     left = [w for w in asked if w.bucket not in decided]

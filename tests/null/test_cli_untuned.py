@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from autosel.certify import run as certify_run
 from autosel.certify import run_suite
 from autosel.cli.main import run
 from autosel.cli.untuned import untuned_text
+from autosel.decode.question import workload_of
 from autosel.decode.run import Plan
 from autosel.errors import AutoselError
 from autosel.models.workloads import workloads
@@ -71,3 +73,9 @@ def test_attention_at_another_length_does_not_count() -> None:
     here = {b for b in attention if ".L1025-2048/" in b}
     assert untuned_text(PLAN, buckets() - attention | here) == ""
     assert "(attn)" in untuned_text(PLAN, buckets() - here)
+
+
+def test_ops_of_a_step_that_is_decided_to_run_whole_are_not_named() -> None:
+    whole = workload_of(PLAN.shape, PLAN.dtype, PLAN.batch, PLAN.seq).bucket
+    assert untuned_text(PLAN, {whole}) == ""
+    assert "nothing is tuned" in untuned_text(replace(PLAN, step="ops"), {whole})

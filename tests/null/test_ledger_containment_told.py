@@ -19,11 +19,13 @@ from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger, open_ledger
 from autosel.ops import OPS
 from autosel.tuning.job import Rejection, Report
-from autosel.values import Arm, Fingerprint, Knobs
+from autosel.values import Arm, Failed, Fingerprint, Knobs
 from tests.quiet import here
 
 W = OPS["rmsnorm"].workload("bf16", {"M": 1, "d": 512})
 REASON = "the worker ended: raised ImportError"
+FAULT = Failed(check="elements", case="strided", evidence={}, reason="row 3 differs")
+BASELINE_FAULT = Failed(check="outside_reads", case="ragged", evidence={}, reason="it reads outside its inputs")
 Said = Callable[..., tuple[int, str, str]]
 
 
@@ -39,7 +41,7 @@ def held(home: Path) -> list[int]:
                 workload=W,
                 verdict=None,
                 race=None,
-                parities=[],
+                parities=[(base, BASELINE_FAULT), (arm(base, "cpp:three"), FAULT)],
                 arm=base,
                 baseline=base,
                 mode=current_mode(),
@@ -128,6 +130,12 @@ def test_python_explains_an_op_as_the_command_does(held: list[int], said: Said) 
     found = autosel.explain("rmsnorm")
     assert repr(found) == said("explain", "rmsnorm")[1].rstrip("\n")
     assert found._repr_html_() == f"<pre>{html.escape(repr(found))}</pre>"
+
+
+def test_explain_failed_tells_pytorchs_own_op_from_the_candidates(held: list[int], said: Said) -> None:
+    found = json.loads(said("explain", "--failed", "--json")[1])
+    stages = {f["candidate"]: f["stage"] for f in found if f["stage"] not in ("quarantine", "eligible")}
+    assert stages == {"torch:rmsnorm": "baseline", "cpp:three": "parity"}
 
 
 def test_explain_failed_lists_quarantines_with_their_commands(held: list[int], said: Said) -> None:
