@@ -132,8 +132,7 @@ class StepSeat:
         self.steps, self.arms, self.plan = steps, list(arms), plan
         device = devices.named(steps.scene.plan.device)
         self.timer = device.timer(steps.scene.clock)
-        # A step that moves less may find its weights in the last-level cache.
-        self.streams = bytes_of(steps.scene) > COLD_OVER_LLC * last_level_bytes(steps.scene.fp)
+        self.cache_bytes = last_level_bytes(steps.scene.fp)
         self.written: dict[str, AnyStep] = {}
         self.runs = OPS  # the current arm
         self.watch: WaitWatch | None = watch() if device.on_host else None
@@ -207,8 +206,9 @@ class StepSeat:
         return ()
 
     def moved_bytes(self, arm: str) -> int:
-        """Return the bytes of a step; 0 if its weights may be in a cache."""
-        return self.steps.moved[arm] if self.streams else 0
+        """Return the bytes that a step must read from memory: all but what the last step may have left in the cache."""
+        moved = self.steps.moved[arm]
+        return moved - self.cache_bytes if moved > COLD_OVER_LLC * self.cache_bytes else 0
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
         """Blame the step that ran when the device failed, if the step op by op works right after."""
