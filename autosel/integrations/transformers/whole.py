@@ -174,7 +174,15 @@ class _Unchanged:
             all(hook.__module__ == INACTIVE for hooks in self.hooks if hooks for hook in hooks.values())
             and all(parent.get(name) is child for (parent, name), child in self.modules)
             and all(attributes.get("forward") is own for attributes, own in self.forwards)
-            and _versions(self.parameters) == self.versions
+            and self._same_parameters()
+        )
+
+    def _same_parameters(self) -> bool:
+        """Compare addresses and counts of changes. To ask a tensor that has no count takes eight microseconds."""
+        addresses, counts = self.versions
+        found = [parent[name] for parent, name in self.parameters]
+        return [p.data_ptr() for p in found] == addresses and all(
+            changes_of(p) == count for p, count in zip(found, counts, strict=True) if count is not None
         )
 
 
