@@ -6,7 +6,7 @@ decisions name them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,23 +136,52 @@ class _Held:
     versions: tuple[int | None, ...]
     made: tuple[Tensor, ...]
 
+    @staticmethod
+    def of(w: Weight, made: tuple[Tensor, ...]) -> _Held:
+        memory = tuple(StorageWeakRef(t.untyped_storage()) for t in w.parts().values())
+        return _Held(memory, _versions(w), made)
 
-_HELD: dict[Any, _Held] = {}  # by the parts' memory
+    def fits(self, w: Weight) -> bool:
+        return self.versions == _versions(w) and not any(m.expired() for m in self.memory)
+
+
+_HELD: dict[Any, _Held] = {}  # by dtype and the parts' memory
 MOST_HELD = 4096
 
 
 def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    parts = tuple(w.parts().values())
-    key = (dtype, *((t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape)) for t in parts))
-    versions = tuple(changes_of(t) for t in parts)
+    key = (dtype, *_memory(w))
     found = _HELD.get(key)
-    if found is None or found.versions != versions or any(m.expired() for m in found.memory):
+    if found is None or not found.fits(w):
         _sweep()
-        memory = tuple(StorageWeakRef(t.untyped_storage()) for t in parts)
         other = w.dequantised if w.format.group else partial(_unscaled, w)
         made = _packed_int4(w) if _packs_int4(w, dtype) else (other(dtype),)
-        found = _HELD[key] = _Held(memory, versions, made)
+        found = _HELD[key] = _Held.of(w, made)
     return found.made
+
+
+def _memory(w: Weight) -> tuple[Any, ...]:
+    return tuple((t.untyped_storage()._cdata, t.data_ptr(), tuple(t.shape)) for t in w.parts().values())
+
+
+def _versions(w: Weight) -> tuple[int | None, ...]:
+    return tuple(changes_of(t) for t in w.parts().values())
+
+
+def share_forms(copies: Sequence[Weight]) -> None:
+    """Give copies of one weight the forms that PyTorch has read of the first one.
+
+    To make a form takes up to a hundred times as long as the product that reads it: a race whose calls each met a new
+    copy timed that. The bytes are copied, so that a form is as cold as the codes; one larger than the codes serves
+    several copies, as far apart in time.
+    """
+    first, asked = _memory(copies[0]), sum(t.nbytes for w in copies for t in w.parts().values())
+    kept = [(key[0], held.made) for key, held in _HELD.items() if key[1:] == first and held.fits(copies[0])]
+    for dtype, made in kept:
+        count = min(len(copies), -(-asked // sum(t.nbytes for t in made)))
+        forms = [made, *(tuple(t.clone() for t in made) for _ in range(count - 1))]
+        for number, w in enumerate(copies):
+            _HELD[(dtype, *_memory(w))] = _Held.of(w, forms[number % count])
 
 
 def _sweep() -> None:

@@ -29,7 +29,9 @@ from autosel.devices.device import Device, Timed
 from autosel.native import threads
 from autosel.ops import find
 from autosel.ops.contract import Op
+from autosel.ops.eager_stored import share_forms
 from autosel.ops.stored import mapped
+from autosel.ops.weight import Weight
 from autosel.race.contest import Entrant
 from autosel.race.deployed import SITUATIONS
 from autosel.race.drawn import draw
@@ -46,6 +48,7 @@ class LoadedArm:
     call: Callable[..., Any]
     writes_out: bool
     runtime: str
+    eager: bool = False  # PyTorch's own op, which keeps forms of weights that it reads (ops.eager_stored)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +107,9 @@ class Bench:
         call = load(find(entrant.op), entrant.recipe, entrant.digest, entrant.knobs)
         pool = threads.use(wake=True)  # the race times a decode loop, in which no worker sleeps
         runtime = _runtime(entrant, shared=pool is not None and pool.openmp)
-        self.arms[entrant.loaded_name] = LoadedArm(call=call, writes_out=entrant.writes_out, runtime=runtime)
+        self.arms[entrant.loaded_name] = LoadedArm(
+            call=call, writes_out=entrant.writes_out, runtime=runtime, eager=entrant.candidate.startswith("torch:")
+        )
 
     # --- seating ----------------------------------------------------------------------------------------------------
 
@@ -132,6 +137,10 @@ class Bench:
         passed = outputs if arm.writes_out else tuple((None,) * len(one) for one in outputs)
         calls = [op.arguments(operands) for operands in private.copies]
         reader = reader_of(arm.call)
+        if arm.eager and (stored := [i for i, value in enumerate(calls[0]) if isinstance(value, Weight)]):
+            arm.call(*calls[0], *passed[0])
+            for i in stored:
+                share_forms([call[i] for call in calls])
         return ArmSeat(
             arm=arm,
             timed=self.device.timed(arm.call, calls, passed),

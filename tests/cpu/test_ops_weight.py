@@ -17,6 +17,7 @@ from autosel.formats import WEIGHT_FORMATS
 from autosel.ledger import open_ledger
 from autosel.ledger.commands import Record
 from autosel.ledger.key import current_mode
+from autosel.ops import eager_stored
 from autosel.ops.contract import Match
 from autosel.ops.stored import leaves
 from autosel.ops.weight import Weight, quantise
@@ -137,6 +138,31 @@ def test_the_race_gives_each_copy_its_own_parts() -> None:
         bench.release()
     finally:
         operands.close()
+
+
+@pytest.mark.parametrize(("format_", "forms"), [("int4-g32", 6), ("q4_k", 2)])
+def test_no_timed_call_of_the_baseline_makes_a_form_of_a_weight(
+    format_: str, forms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many copies each timed call met a new one. PyTorch's packed int4 is as large as its codes; where PyTorch
+    has no product with the codes it reads the numbers, which are 3.6 times as large: fewer are as cold."""
+    w = LINEAR.workload("bf16", {"M": 1, "N": 96, "K": 512}, weight=format_)
+    inputs = LINEAR.inputs(w, 1)
+    bench, baseline = Bench(), registry.baseline("linear")
+    recipe = baseline.recipe(w, fingerprint.take("cpu"), Knobs())
+    entrant = Entrant(candidate=baseline.name, op="linear", recipe=recipe, digest="b", knobs={}, writes_out=True)
+    bench.load(entrant)
+    bench.prepare(w, inputs, {"base": entrant.loaded_name}, 6)
+    calls = bench.seats["base"].timed.calls  # type: ignore[attr-defined]
+    held = [eager_stored._HELD[torch.bfloat16, *eager_stored._memory(call[1])].made for call in calls]
+    assert len({made[0].data_ptr() for made in held}) == forms
+    for name in ("_packed_int4", "_unscaled"):
+        monkeypatch.setattr(eager_stored, name, lambda *_: pytest.fail("a form was made"))
+    monkeypatch.setattr(Weight, "dequantised", lambda *_: pytest.fail("a form was made"))
+    for _ in calls:
+        bench.seats["base"].timed.sample(1)
+        assert isinstance(LINEAR.verify(inputs, bench.outputs("base")), Match)
+    bench.release()
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
