@@ -199,10 +199,11 @@ class Turns:
 
     def told(self) -> str:
         """Return a note about pairs of steps that other processes disturbed."""
-        unit = "steps" if self.theirs is None else "pairs of steps"
+        one, many = ("step", "steps") if self.theirs is None else ("pair of steps", "pairs of steps")
         why = "a thread waited for a core that another process used"
-        lines = [f"{self.repeated} {unit} were repeated: {why}"] if self.repeated else []
-        lines += [f"in {self.waited} of {len(self.steps)} timed {unit} {why}"] if self.waited else []
+        again = f"1 {one} was" if self.repeated == 1 else f"{self.repeated} {many} were"
+        lines = [f"{again} repeated: {why}"] if self.repeated else []
+        lines += [f"in {self.waited} of {len(self.steps)} timed {many} {why}"] if self.waited else []
         return "; ".join(lines)
 
 

@@ -185,7 +185,7 @@ def test_without_a_baseline_a_disturbed_step_is_repeated_if_it_chose_the_last_on
 ) -> None:
     found = taken(Machine(disturbed={0, 1, 2}), monkeypatch, other={3}, alone=True)
     assert (found.repeated, found.waited) == (1, 2)  # the first has none to compare with, the third chose another
-    assert "steps were repeated" in found.told() and "pairs" not in found.told()
+    assert found.told().startswith("1 step was repeated: a thread waited") and "in 2 of 4 timed steps" in found.told()
 
 
 def test_on_a_quiet_machine_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
