@@ -6,8 +6,8 @@
     python benchmarks/bench_quantised.py --l2       one thread, 256 x 2048: what a core multiplies from L2
 
 Up to 8 rows of x it times gemv, and compares the rates at which weights are read; above, gemm, and compares the speed.
-From memory, copies of the weights rotate, so that 120 MB were read since a copy was last used. A time is the lower
-quartile of all calls.
+From memory, copies of the weights rotate: before a copy is used again, all arms have read three times as much as the
+last-level cache holds. A time is the lower quartile of all calls.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from autosel.native.load import load_entry
 from autosel.ops import OPS
 from autosel.ops.dtypes import DTYPE
 from autosel.ops.weight import Weight, quantise
+from autosel.race.contest import COLD_OVER_LLC
+from autosel.tuning.contend import last_level_bytes
 from autosel.values import DTypeName
 
-ROTATED_BYTES = 120e6
 ROWS = 4  # of weights together, as the knobs say at M = 1
 Arm = tuple[list[Callable[[], Any]], int]  # a call for each copy of the weights, and its bytes
 Arms = dict[str, Arm]
@@ -75,11 +76,13 @@ class Bench:
         self.plain, self.x = torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16()
         self.y, self.dtype = torch.empty(m, n).bfloat16(), dtype
         self.facts = replace(facts(take("cpu")), isa=isa)
+        self.cold_bytes = COLD_OVER_LLC * last_level_bytes(take("cpu"))  # of all arms
         self.threads = 1 if one else torch.get_num_threads()
 
     def arms(self, formats: Sequence[str], *, few: bool) -> Arms:
         """Return the calls of each arm; bf16 is the first."""
         source = "gemv" if by_dots(self.m) else "gemm"
+        self.cold_bytes //= 1 + len(formats)
         plain = self.entry(source)
         found: Arms = {"bf16": self.arm(self.plain, lambda w: plain(self.x, w, None, None, self.y, *self.settings()))}
         for name in formats:
@@ -113,7 +116,7 @@ class Bench:
         return load_entry(built.digest, source)
 
     def arm(self, w: Any, run: Callable[[Any], Any]) -> Arm:
-        count = 1 if self.one else max(1, int(ROTATED_BYTES / w.nbytes))
+        count = 1 if self.one else -(-self.cold_bytes // w.nbytes)
         return [partial(run, w.clone()) for _ in range(count)], w.nbytes
 
 
