@@ -33,10 +33,12 @@ from autosel.native.compile import compile_source
 from autosel.native.load import load_entry
 from autosel.ops import OPS
 from autosel.ops.dtypes import DTYPE
+from autosel.ops.stored import mapped
 from autosel.ops.weight import Weight, quantise
 from autosel.race.contest import COLD_OVER_LLC
 from autosel.tuning.contend import last_level_bytes
 from autosel.values import DTypeName
+from autosel.workers import pages
 
 ROWS = 4  # of weights together, as the knobs say at M = 1
 Arm = tuple[list[Callable[[], Any]], int]  # a call for each copy of the weights, and its bytes
@@ -117,7 +119,7 @@ class Bench:
 
     def arm(self, w: Any, run: Callable[[Any], Any]) -> Arm:
         count = 1 if self.one else -(-self.cold_bytes // w.nbytes)
-        return [partial(run, w.clone()) for _ in range(count)], w.nbytes
+        return [partial(run, mapped(w, pages.clone)) for _ in range(count)], w.nbytes
 
 
 def timed(arms: Arms, rounds: int) -> dict[str, dict[str, float]]:
