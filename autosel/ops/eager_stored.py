@@ -153,7 +153,7 @@ def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
     key = (dtype, *_memory(w))
     found = _HELD.get(key)
     if found is None or not found.fits(w):
-        _sweep()
+        sweep()
         other = w.dequantised if w.format.group else partial(_unscaled, w)
         made = _packed_int4(w) if _packs_int4(w, dtype) else (other(dtype),)
         found = _HELD[key] = _Held.of(w, made)
@@ -184,8 +184,8 @@ def share_forms(copies: Sequence[Weight]) -> None:
             _HELD[(dtype, *_memory(w))] = _Held.of(w, forms[number % count])
 
 
-def _sweep() -> None:
-    """Forget weights that are gone. Other threads may do the same at once."""
+def sweep() -> None:
+    """Forget weights that are gone, and free their forms. Other threads may do the same at once."""
     if len(_HELD) >= MOST_HELD:
         _HELD.clear()
     for key, one in list(_HELD.items()):

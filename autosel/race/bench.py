@@ -27,9 +27,8 @@ from autosel.candidates.load import load, reader_of
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.devices.device import Device, Timed
 from autosel.native import threads
-from autosel.ops import find
+from autosel.ops import eager_stored, find
 from autosel.ops.contract import Op
-from autosel.ops.eager_stored import share_forms
 from autosel.ops.stored import mapped
 from autosel.ops.weight import Weight
 from autosel.race.contest import Entrant
@@ -140,7 +139,7 @@ class Bench:
         if arm.eager and (stored := [i for i, value in enumerate(calls[0]) if isinstance(value, Weight)]):
             arm.call(*calls[0], *passed[0])
             for i in stored:
-                share_forms([call[i] for call in calls])
+                eager_stored.share_forms([call[i] for call in calls])
         return ArmSeat(
             arm=arm,
             timed=self.device.timed(arm.call, calls, passed),
@@ -159,6 +158,7 @@ class Bench:
         self.seats.clear()
         gc.collect()
         STORE.sweep()
+        eager_stored.sweep()
 
     # --- measuring --------------------------------------------------------------------------------------------------
 

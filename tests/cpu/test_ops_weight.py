@@ -159,10 +159,13 @@ def test_no_timed_call_of_the_baseline_makes_a_form_of_a_weight(
     for name in ("_packed_int4", "_unscaled"):
         monkeypatch.setattr(eager_stored, name, lambda *_: pytest.fail("a form was made"))
     monkeypatch.setattr(Weight, "dequantised", lambda *_: pytest.fail("a form was made"))
-    for _ in calls:
+    for _ in range(len(calls)):
         bench.seats["base"].timed.sample(1)
         assert isinstance(LINEAR.verify(inputs, bench.outputs("base")), Match)
+    memory = [eager_stored._memory(call[1]) for call in calls]
+    del calls
     bench.release()
+    assert not any((torch.bfloat16, *one) in eager_stored._HELD for one in memory)
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
