@@ -263,7 +263,7 @@ def test_a_team_faster_than_memory_voids_the_session(
     plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(1.1)
-    monkeypatch.setattr("autosel.decode.race.COLD_OVER_LLC", 0)  # for a model of any size
+    monkeypatch.setattr("autosel.decode.race.last_level_bytes", lambda fp: 0)  # for a model of any size
     monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1.0)
     with open_ledger() as ledger:
         assert measured(plan, ledger).mode_key.startswith("eager.")
