@@ -135,17 +135,16 @@ def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded,
 
 def whole(w: Workload, serving: Serving, mode: str) -> Decision | str:
     """Return the decision that serves whole steps of this workload, or why a stored one does not; "" without one."""
+    rows = _rows(w, serving, mode)
+    if rows and (why := _not_here(serving, mode)):
+        return why
     try:
-        decisions = [row.decision for row in _rows(w, serving, mode)]
+        found = [row.decision for row in rows if row.decision.state in SERVING]
     except AutoselError as error:
         log.warning("%s", error)
         return str(error).replace("\n", ": ")
-    found = [d for d in decisions if d.state in SERVING]
-    if not found:
-        return ""
-    why = _not_here(serving, mode)
-    unfit = {d.id: why or serving.held.why(d) or staleness(d) for d in found}
-    return next((d for d in found if not unfit[d.id]), next(iter(unfit.values())))
+    unfit = {d.id: serving.held.why(d) or staleness(d) for d in found}
+    return next((d for d in found if not unfit[d.id]), next(iter(unfit.values()), ""))
 
 
 def _not_here(serving: Serving, mode: str) -> str:
