@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 MODEL, CONTEXT = "llama-1b", 8192
+STAGE_S = 10.0
 FAR = 1.1  # misses by more than this factor are also counted separately
 SPIN = "while True: pass"
 COPY = "a = bytearray(64 << 20)\nwhile True: b = bytes(a)"
@@ -153,12 +154,16 @@ def tuned(asked: BusyTune) -> None:
 
 
 class _Decided:
-    """Prints each decision: a line of JSON, with the seconds since the one before, and a line to stderr."""
+    """Prints each decision: a line of JSON, with the seconds since the one before, and a line to stderr. Prints the
+    stage to stderr every STAGE_S seconds, because decisions come at the end of a tune."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.since = ledger, time.monotonic()
+        self.ledger, self.since, self.told = ledger, time.monotonic(), time.monotonic()
 
-    def stage(self, *_: object) -> None: ...
+    def stage(self, name: str, detail: str, done: int, total: int) -> None:
+        if time.monotonic() - self.told >= STAGE_S:
+            self.told = time.monotonic()
+            print(f"  {time.strftime('%H:%M:%S')} {name} {done}/{total} {detail}", file=sys.stderr)
 
     def rejected(self, *_: object) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from autosel import devices, ops
@@ -15,6 +15,7 @@ from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
 from autosel.race.quiet import Quiet
+from autosel.race.realtime import raised
 from autosel.race.run import Disqualified, RaceTerms, run
 from autosel.race.worker import Workers
 from autosel.tuning.job import Buildable, Job, Tuning
@@ -31,16 +32,17 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     found_contests = contests(tuning, jobs)
     request = tuning.request
     workers = Workers(threads=tuning.threads, rng=tuning.rng, device=request.device, realtime=request.realtime)
-    for found in run(found_contests, _terms(tuning, contested), workers):
-        if isinstance(found, Disqualified):
-            _disqualify(tuning, contested[found.contest.workload.key], found)
-            continue
-        contest, race = found
-        job = contested[contest.workload.key]
-        crossings = tuple(s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided)
-        tuning.ledger.write(SaveAA(hw_id=tuning.fp.hw_id, time_class=race.time_class, crossings=crossings))
-        job.race, job.verdict = race, with_roofline(judge(race), job.workload)
-        yield job
+    with raised() if request.realtime else nullcontext():
+        for found in run(found_contests, _terms(tuning, contested), workers):
+            if isinstance(found, Disqualified):
+                _disqualify(tuning, contested[found.contest.workload.key], found)
+                continue
+            contest, race = found
+            job = contested[contest.workload.key]
+            crossings = tuple(s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided)
+            tuning.ledger.write(SaveAA(hw_id=tuning.fp.hw_id, time_class=race.time_class, crossings=crossings))
+            job.race, job.verdict = race, with_roofline(judge(race), job.workload)
+            yield job
 
 
 def contests(tuning: Tuning, jobs: Sequence[Job]) -> list[Contest]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +46,20 @@ def test_a_query_does_not_change_the_priority() -> None:
     before = policy()
     realtime.allowed()
     assert policy() == before
+
+
+NICENESS = "import os; from autosel.race.realtime import prefer; prefer(); print(os.getpriority(os.PRIO_PROCESS, 0))"
+NICENESS += "; print(open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else '')"
+
+
+@pytest.mark.parametrize("own_session", [True, False])
+def test_a_process_is_preferred_and_its_session_only_if_it_is_its_own(own_session: bool) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    if not realtime.allowed() or before == realtime.MOST_WEIGHT:
+        pytest.skip("another niceness is not allowed here, or would not be another")
+    session = Path("/proc/self/autogroup")
+    group = session.read_text().split()[-1] if session.exists() else ""
+    command = [sys.executable, "-c", NICENESS]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=own_session).stdout
+    most = str(realtime.MOST_WEIGHT)
+    assert said.splitlines() == [most, most if own_session and group else group]
