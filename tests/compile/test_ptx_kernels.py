@@ -21,7 +21,7 @@ from tests.compile import test_emulated_linear as linear
 from tests.compile import test_emulated_rows as rows
 
 CAPABILITIES = ((9, 0), (8, 0), (8, 9), (12, 0))  # the compiled code differs between them
-SHARES = {"rows": 1, "products": 2, "attention": 4}
+SHARES = {"rows": 2, "products": 4, "attention": 8}
 
 Kernel = tuple[str, DTypeName]
 Choice = tuple[str, Kernel, tuple[int, int], int]

@@ -5,13 +5,19 @@ The regret stage takes most of the time: its cells have the sizes of real models
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from autosel.ops import OPS
-from tests.flows.test_benchmarks_gpu import PROOFS, RACES, SIZES, STEPS, TIMES, command
+from tests.flows.test_benchmarks_gpu import PROOFS, RACES, SIZES, STEPS, TIMES, begun, command
 from tests.llama import write_config
 
 STAGES = (*PROOFS, *RACES, *TIMES, *STEPS)
@@ -50,3 +56,27 @@ def test_every_op_is_covered(records: dict[str, Any]) -> None:
 def ops_of(records: dict[str, Any], stage: str, word: int = 0) -> set[str]:
     """Return the ops of a stage's units, from their names: the word at this position, without the shape."""
     return {unit.split(" ")[word].partition("/")[0] for unit in records[stage]["units"]}
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_verb_that_a_stage_has_started_ends_with_the_run(tmp_path: Path, end: signal.Signals) -> None:
+    write_config(tmp_path / "model", **SIZES)
+    running = begun(tmp_path, "out", stage="tune", unit=1)
+    below = verbs_below(running.pid)
+    os.kill(running.pid, end)
+    _, said = running.communicate(timeout=120)
+    assert end is signal.SIGKILL or (running.returncode == 130 and "the same command continues" in said)
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+
+
+def verbs_below(pid: int) -> list[psutil.Process]:
+    """Wait until `autosel tune` is a descendant and works; return all descendants."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        below = psutil.Process(pid).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("autosel.workers.child" in one.cmdline() for one in below):
+                return below
+        time.sleep(0.05)
+    raise AssertionError("no verb was started")
