@@ -1,6 +1,6 @@
 """Test that the CUTLASS products compile for their targets to the expected instructions without spills; print the time.
 
-Each eighth day one build runs, which changes; each second day test_ptx_cutlass.py looks at one of Hopper's.
+Each 16th day one build runs, which changes; each second day test_ptx_cutlass.py looks at one of Hopper's.
 --every-target runs all.
 """
 
@@ -22,7 +22,7 @@ def of_ampere() -> list[Build]:
     return [build for build in builds() if build.source == "gemm_sm80"]
 
 
-@pytest.mark.in_turns(of_ampere, label=attrgetter("label"), days=8)
+@pytest.mark.in_turns(of_ampere, label=attrgetter("label"), days=16)
 def test_a_build_has_the_expected_machine_code(choice: Build) -> None:
     _whole(choice)
 

@@ -357,20 +357,20 @@ USUAL = [(format_, "bf16", NATIVE) for format_ in CODED]
 
 
 def others(shift: int) -> list[tuple[str, DTypeName, Isa]]:
-    """Return a build for each other pair of dtype and instruction set, each of another format, which changes every two
-    days: `share` takes each pair every other day, and so with all formats."""
+    """Return a build for each other pair of dtype and instruction set, each of another format, which changes every four
+    days: `share` takes each pair every fourth day, and so with all formats."""
     pairs = [pair for pair in itertools.product(DTYPES, HERE) if pair != ("bf16", NATIVE)]
     step = 9  # formats of one kind are neighbours in the list
-    return [(CODED[(drawn.turn() // 2 + shift + step * at) % len(CODED)], *pair) for at, pair in enumerate(pairs)]
+    return [(CODED[(drawn.turn() // 4 + shift + step * at) % len(CODED)], *pair) for at, pair in enumerate(pairs)]
 
 
 # A build and its tests take four seconds, so every format has a build of gemv_coded and one of gemm_coded every four
 # days.
-CODED_BUILDS = ANY_CODED if drawn.every else [*drawn.share(USUAL, days=4), *drawn.share(others(0), days=2)]
+CODED_BUILDS = ANY_CODED if drawn.every else [*drawn.share(USUAL, days=4), *drawn.share(others(0), days=4)]
 BLOCKED_BUILDS = (
     ANY_CODED
     if drawn.every
-    else [*drawn.share(USUAL, days=4, shift=1), *drawn.share(others(len(CODED) // 2), days=2, shift=1)]
+    else [*drawn.share(USUAL, days=4, shift=1), *drawn.share(others(len(CODED) // 2), days=4, shift=1)]
 )
 BUILDS = [*(("gemv_coded", *build) for build in CODED_BUILDS), *(("gemm_coded", *build) for build in BLOCKED_BUILDS)]
 
@@ -382,7 +382,7 @@ def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(
     kernel, op, wrong = variant(name, isa), OPS["linear"], []
     for number, (dims, traits) in enumerate(WORKLOADS["linear"]):
         cases = op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_))
-        for case in drawn.share(cases, days=3, shift=number):  # builds have turns of two and four days
+        for case in drawn.share(cases, days=3, shift=number):  # builds have turns of four days
             if isinstance(kernel.supports(case.workload, device()), Accepted):
                 run = partial(outputs_of, op, case.workload, bound(kernel, case.workload))
                 wrong += [f"{case.workload.key}, {case.name}: {w}" for _, w in mismatches(op, case, 7, {isa: run})]

@@ -18,7 +18,7 @@ SLOW = {"attn", "paged_attn", "prefill_attn", "lm_head"}
 POINTS = 100
 
 
-@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=14), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", drawn.share(list(OPS.values()), days=14, shift=5), ids=lambda op: op.name)
 def test_every_mutant_is_killed_or_is_a_right_kernel(op: Op) -> None:
     share = SHARE_OF_SLOW if op.name in SLOW else SHARE
     found = score(op, SEED, share=share, points=POINTS, calls=False)

@@ -76,7 +76,7 @@ def test_logits_are_those_of_the_plain_weights_in_fp32(folder: Path) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_format_is_scored_against_the_original_by_the_timed_step(folder: Path, batch: int) -> None:
-    asked, said = plan(folder, batch=batch), text(300)
+    asked, said = plan(folder, batch=batch), text(150)
     run = measure(asked, load_weights(asked), text=said, original=original(asked, said, str(folder / "m")))
     found = run.format_quality
     assert found is not None and run.quality is not None

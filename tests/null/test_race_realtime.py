@@ -48,6 +48,17 @@ def test_a_query_does_not_change_the_priority() -> None:
     assert policy() == before
 
 
+def test_a_thread_is_raised_for_a_block_and_what_it_starts_is_not() -> None:
+    if not realtime.allowed():
+        pytest.skip("real-time priority is not allowed here")
+    before, asked = policy(), "import os; print(os.sched_getscheduler(0))"
+    with realtime.raised():
+        assert policy() == os.SCHED_RR
+        said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+        assert int(said) == os.SCHED_OTHER
+    assert policy() == before
+
+
 NICENESS = "import os; from autosel.race.realtime import prefer; prefer(); print(os.getpriority(os.PRIO_PROCESS, 0))"
 NICENESS += "; print(open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else '')"
 
