@@ -119,8 +119,9 @@ class Linear(Op):
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         dtype = DTYPE_NAME[inputs["x"].dtype]
-        y, error = product(inputs["x"], inputs["w"]), product_error(inputs["x"], inputs["w"], dtype)
-        for extra in (inputs["bias"], inputs["residual"]):
+        error, extras = product_error(inputs["x"], inputs["w"], dtype), (inputs["bias"], inputs["residual"])
+        y = product(inputs["x"], inputs["w"]) if any(e is not None for e in extras) else reference[0]
+        for extra in extras:
             if extra is not None:
                 error = stored(y, error, dtype) + flushable(extra) + U32 * (y.abs() + extra.double().abs())
                 y = y + extra.double()

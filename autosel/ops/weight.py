@@ -92,13 +92,13 @@ class Weight(Stored):
         """Return each group's scale and offset in float64: [N, groups], or [N] or [N, 1] if a row has one."""
         return SCALES[self.format.scaling].read(self.scales)
 
-    def terms(self) -> Tensor:
-        """Return the size of each weight's terms in float64: |w|, or |code * scale| + |offset|."""
+    def terms(self, exact: Tensor) -> Tensor:
+        """Return the size of each weight's terms in float64: |w|, or |code * scale| + |offset|. `exact` is w."""
         _, offsets = self.groups()
         if offsets is None:
-            return self.exact().abs()
+            return exact.abs()
         offset = self.along_k(offsets)
-        return (self.exact() - offset).abs() + offset.abs()
+        return (exact - offset).abs() + offset.abs()
 
     def along_k(self, part: Tensor) -> Tensor:
         """Return a scale, offset or zero for each weight: [N, K], or [N, 1] if a row has one."""
@@ -134,7 +134,9 @@ class Weight(Stored):
     def flushable(self) -> Tensor:
         """Return |w| in float64 where the scale is subnormal in fp32, 0 elsewhere."""
         small = self.groups()[0].abs() < TINY_NORMAL["fp32"]
-        return torch.where(self.along_k(small), self.terms().nan_to_num(), 0.0)
+        if not small.any():  # as in nearly all weights
+            return torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+        return torch.where(self.along_k(small), self.terms(self.exact()).nan_to_num(), 0.0)
 
 
 Matrix = Tensor | Weight
@@ -241,7 +243,7 @@ def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, toget
     if isinstance(w, Tensor):
         error = matmul_error(x, w)
     else:
-        error = matmul_error(x, w.terms() if w.format.offsets else w64)
+        error = matmul_error(x, w.terms(w64) if w.format.offsets else w64)
         apart, together = math.hypot(apart, LAMBDA * UNIT[dtype] / 2), together + UNIT[dtype]
     if apart or together:
         x64 = x.double()
