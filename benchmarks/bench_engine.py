@@ -84,7 +84,8 @@ def _write_config(model: str, folder: Path) -> None:
     from autosel import models
 
     folder.mkdir(parents=True, exist_ok=True)
-    hugging_face._config(models.load(model)).save_pretrained(folder)
+    shape = models.load(model)
+    hugging_face.config_of(shape, tied=shape.tied).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -33,7 +33,7 @@ def model_of(weights: Weights) -> Any:
     from transformers.initialization import no_init_weights
 
     tied = weights.shape.tied and weights.shape.weight == PLAIN
-    config = _config(weights.shape, tied=tied)
+    config = config_of(weights.shape, tied=tied)
     config.dtype = weights.torch_dtype
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
@@ -74,7 +74,7 @@ def rewinding(cache: Any) -> Callable[[], None]:
     return rewind
 
 
-def _config(s: ModelShape, *, tied: bool) -> Any:
+def config_of(s: ModelShape, *, tied: bool) -> Any:
     import transformers as t
 
     common: dict[str, Any] = {
