@@ -75,7 +75,7 @@ EXAMPLES = (
 @click.option("--effort", type=Known("effort", ("quick", "full")), help="`full` also races torch.compile")
 @click.option("--resume/--force", "resume", default=True, help="--force measures settled decisions again")
 @click.option("--wait", is_flag=True, help="wait until other processes are idle")
-@click.option("--realtime", is_flag=True, help="on a busy machine, take samples at real-time priority")
+@click.option("--realtime", is_flag=True, help="on a busy machine, give races priority over other processes")
 @device_option()
 @click.option(
     "--ray", default="", metavar="ADDRESS", help="tune on the workers of a Ray cluster; `local` starts one here"

@@ -32,7 +32,7 @@ class Request:
     seed: int | None = None
     force: bool = False  # measure settled decisions again
     wait: bool = False  # wait for a quiet machine before each session
-    realtime: bool = False  # take repeated samples at real-time priority
+    realtime: bool = False  # give races priority over other processes
     call_deadline_s: float = CALL_S
 
 
