@@ -20,7 +20,7 @@ from autosel.ops.codes import CODES
 from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Weight
 
-TORCHAO_FORMATS = ("int4-g128", "int4-g64", "int4-g32")  # those of torchao's products on a CPU
+TORCHAO_FORMATS = ("int4-g128", "int4-g64", "int4-g32")  # torchao has products of them on a CPU
 
 
 def model_of(weights: Weights) -> Any:

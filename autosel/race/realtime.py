@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MOST_WEIGHT = -20  # of niceness: 87 times the weight of an ordinary process
+AUTOGROUP = Path("/proc/self/autogroup")
 
 
 class RealTime:
@@ -47,18 +48,19 @@ def raised() -> Iterator[None]:
         here.release()
 
 
-def prefer(proc: Path = Path("/proc")) -> None:
+def prefer() -> None:
     """Give this process, and the threads that it starts later, nearly all of the cores' time that others want too.
 
-    A race mostly writes operands, during which others may run, but not as much as without it: next to eight busy
-    processes on two cores, the first workload took a minute and a half. Linux may weigh sessions before the processes
-    in them (autogroups), so the session is preferred too if it is this process's own. Does nothing if not allowed.
+    A race mostly writes operands. Real-time priority would let no other process run meanwhile; without any priority a
+    tune next to eight busy processes decided nothing within 22 minutes (docs/method.md, benchmarks/bench_busy.py).
+    Linux may weigh sessions before the processes in them (autogroups), so the session is preferred too if it is this
+    process's own. Does nothing if the system does not allow it.
     """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, MOST_WEIGHT)
     with suppress(OSError):
         if os.getsid(0) == os.getpid():
-            (proc / "self" / "autogroup").write_text(str(MOST_WEIGHT))
+            AUTOGROUP.write_text(str(MOST_WEIGHT))
 
 
 def allowed() -> bool:

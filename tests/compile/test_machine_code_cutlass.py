@@ -41,6 +41,6 @@ def test_hoppers_build_compiles_by_the_whole_command(choice: Build, request: pyt
 
 def _whole(build: Build) -> None:
     made = compiled(recipe_of(build))
-    print(f"{build.label}: {made.seconds:.0f} s")  # noqa: T201  (what a tune will wait for)
+    print(f"{build.label}: {made.seconds:.0f} s")  # noqa: T201  (a tune waits as long)
     wrong = faults(build, made)
     assert not wrong, "\n".join([build.label, *wrong])

@@ -455,7 +455,7 @@ def test_the_scale_of_every_group_is_used_for_its_own_codes(
         assert torch.equal(y.T, w.exact().float().to(x.dtype)[:, first : first + 32]), first
 
 
-@pytest.mark.parametrize("format_", drawn.share(CODED, days=4, shift=1))  # those of BLOCKED_BUILDS
+@pytest.mark.parametrize("format_", drawn.share(CODED, days=4, shift=1))  # the formats of BLOCKED_BUILDS
 def test_blocks_of_codes_are_the_weights_rounded_once(format_: str) -> None:
     """Multiply by one: y is each weight, an offset included, rounded to nearest in bf16 (a scale per row: rounded as a
     product). Hostile scales and offsets cancel, so that rounding either alone would show."""

@@ -17,7 +17,7 @@ OUTCOMES = {"reproduced": 0, "faster": 0, "slower": 3, "too noisy": 5}
 UNCHECKED = (4, 5, 6, 7, 8)
 LINES = {
     1: "llama-1b, one layer, op by op",
-    5: "a folder, by a team, weights as they are",
+    5: "a folder, by a team, unpacked weights",
     6: "a folder, two sequences on pages, fp32",
 }
 
