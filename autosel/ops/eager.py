@@ -212,8 +212,10 @@ def _matmul_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
     scores = torch.tanh(scores.div_(softcap)).mul_(softcap).view(b, hq, s, -1)
     if mask is not None:
         scores.masked_fill_(~mask, -math.inf)
-    p = scores.softmax(-1).to(v.dtype).view(b, hkv, -1, k.shape[2])
-    made = torch.matmul(p, v).view(b, hq, s, d)
+    p = scores.softmax(-1).to(v.dtype)
+    if mask is not None:
+        p = _silence(p, mask)  # before the product too: a NaN row reaches its neighbours through the tiles of AMX
+    made = torch.matmul(p.view(b, hkv, -1, k.shape[2]), v).view(b, hq, s, d)
     return made if mask is None else _silence(made, mask)
 
 

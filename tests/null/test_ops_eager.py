@@ -148,3 +148,14 @@ def test_a_group_that_flash_takes_is_left_to_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(eager, "_multiplies_matrices")  # unknown: checking would need a call
     wanted = F.scaled_dot_product_attention(q, k[:, :, :3], v[:, :, :3], is_causal=True, enable_gqa=True)
     torch.testing.assert_close(eager._on_gpu(q, k[:, :, :3], v[:, :, :3], None, True, 0.0), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_capped_query_that_sees_nothing_leaves_its_neighbours_alone(dtype: torch.dtype) -> None:
+    """A CPU with AMX multiplies tiles of 32 columns: NaN in a row of 47 reached the end of the row before."""
+    q, k, v = torch.rand(1, 6, 16, 64), torch.rand(1, 2, 47, 64), torch.rand(1, 2, 47, 64)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    got = eager.attn(q, k, v, torch.tensor([15]), 47, 0.125, 0, 30.0)
+    assert not got[:, :, 0].any()
+    assert got.isfinite().all()
+    torch.testing.assert_close(got[:, :, 1], v[:, :, 0].repeat_interleave(3, 1))
