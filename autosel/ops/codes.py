@@ -34,9 +34,9 @@ class Code:
         """Return True if there are negative numbers."""
         return True
 
-    def numbers(self, codes: Tensor) -> Tensor:
-        """Return the codes' numbers as float64."""
-        return codes.double()
+    def numbers(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Return the codes' numbers, which are exact in fp32 too."""
+        return codes.to(dtype)
 
     def count(self, codes: Tensor) -> tuple[int, ...]:
         """Return the shape of the codes' numbers."""
@@ -87,8 +87,8 @@ class Nibbles(Code):
     def signed(self) -> bool:
         return self.bias > 0
 
-    def numbers(self, codes: Tensor) -> Tensor:
-        return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).double() - self.bias
+    def numbers(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(dtype) - self.bias
 
     def count(self, codes: Tensor) -> tuple[int, ...]:
         return (*codes.shape[:-1], 2 * codes.shape[-1])
@@ -126,8 +126,8 @@ class Fours(Nibbles):
     the first line has a word's first eight codes.
     """
 
-    def numbers(self, codes: Tensor) -> Tensor:
-        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).double().unflatten(-1, (-1, 2, 16, 2, 4))
+    def numbers(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(dtype).unflatten(-1, (-1, 2, 16, 2, 4))
         found: Tensor = pairs.movedim(-3, -4).transpose(-1, -2).flatten(-5)
         return found
 
@@ -144,14 +144,14 @@ class Sixes(Fours):
     line are the lowest four of r = 6 and 7; bits 12 to 15 of the third are the upper two of each.
     """
 
-    def numbers(self, codes: Tensor) -> Tensor:
+    def numbers(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         lines = codes.unflatten(-1, (-1, 3, 16, 2, 2)).int()
         words = lines[..., 0] | lines[..., 1] << 8  # [..., blocks, 3, 16, 2]
         first, second, third = words.unbind(-3)
         low = [w >> shift & 63 for w in (first, second, third) for shift in (0, 6)]
         rest = [first >> 12 | (third >> 12 & 3) << 4, second >> 12 | (third >> 14) << 4]
         found = torch.stack((*low, *rest), -2)  # [..., blocks, 16, 8, 2]
-        return (found - (found >> 5 << 6)).flatten(-4).double()
+        return (found - (found >> 5 << 6)).flatten(-4).to(dtype)
 
     def count(self, codes: Tensor) -> tuple[int, ...]:
         return (*codes.shape[:-1], codes.shape[-1] * 4 // 3)

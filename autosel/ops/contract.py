@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,12 +32,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
-    "Arg", "Case", "Inputs", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written", "replace",
+    "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written", "replace",
 ]  # fmt: skip
 
 Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
 
 Role = Literal["streamed", "resident", "inout"]
+
+
+class Judge(Protocol):
+    """Judges results for the inputs it was made for. RMS error and bias are compared with those of `baseline`."""
+
+    def __call__(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +189,17 @@ class Op(ABC):
     def verify(
         self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
     ) -> Match | Mismatch:
-        """Judge a result. Ops with index-valued outputs override this (ties, supports)."""
+        """Judge a result."""
+        return self.judge(inputs)(got, baseline)
+
+    def judge(self, inputs: Inputs) -> Judge:
+        """Return the judge of results for these inputs, after computing once what only depends on them.
+
+        Ops with index-valued outputs override this (ties, supports).
+        """
         reference = self.reference(inputs)
-        return compare(got, reference, self.bound(inputs, reference), baseline)
+        bound = self.bound(inputs, reference)
+        return lambda got, baseline=None: compare(got, reference, bound, baseline)
 
     @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:

@@ -11,17 +11,16 @@ from autosel.ops.contract import Inputs, Match, Mismatch, Op
 
 
 class Expected:
-    """Reference and bound of the current inputs. `own` is True for an op with its own `verify`, without a bound."""
+    """Reference and bound of the current inputs. `own` is True for an op with its own `judge`, without a bound."""
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
-        self.op, self.inputs = op, inputs
-        self.own = type(op).verify is not Op.verify
-        if not self.own:
+        self.own = type(op).judge is not Op.judge
+        if self.own:
+            self._judge = op.judge(inputs)
+        else:
             self.reference = op.reference(inputs)
             self.bound = op.bound(inputs, self.reference)
 
     def judge(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
         """Judge a result as `Op.verify` does."""
-        if self.own:
-            return self.op.verify(self.inputs, got, baseline)
-        return compare(got, self.reference, self.bound, baseline)
+        return self._judge(got, baseline) if self.own else compare(got, self.reference, self.bound, baseline)

@@ -37,7 +37,7 @@ from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
 from autosel.ops.stored_cases import write
-from autosel.ops.weight import exact, quantise, rows_of
+from autosel.ops.weight import drawn, exact, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 # Two products are multiplied: these powers of two keep the result within the dtype.
@@ -108,8 +108,8 @@ class GateUp(Op):
         return (TensorSpec(name="y", shape=(w["M"], w["I"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        draw, shape = streamed_draw(seed, w.dtype), (w["I"], w["d"])
-        weights = {name: quantise(draw.weight(*shape), w.weight_format) for name in ("w_gate", "w_up")}
+        draw = streamed_draw(seed, w.dtype)
+        weights = {name: drawn(draw, w["I"], w["d"], w.weight_format) for name in ("w_gate", "w_up")}
         return self.refresh(w, weights, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:

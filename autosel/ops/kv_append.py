@@ -1,7 +1,7 @@
 """kv_append: write the keys and values of new tokens into the cache, bit for bit, and change nothing else of it.
 
 Token s of batch row b goes to position positions[b] + s of k_cache[B, Hkv, Lmax, D] or, with a block table, to page
-block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv, D]. `verify` needs the inputs from
+block_table[b, position // page], slot position % page, of k_cache[P, page, Hkv, D]. `judge` needs the inputs from
 before the call.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec, Written
+from autosel.ops.contract import Arg, Case, Inputs, Judge, Match, Mismatch, Op, Rows, TensorSpec, Written
 from autosel.ops.domains import (
     FAR_DOWN,
     FAR_UP,
@@ -282,19 +282,22 @@ class KvAppend(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(r) for r in reference)  # a copy
 
-    def verify(
-        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
-    ) -> Match | Mismatch:
+    def judge(self, inputs: Inputs) -> Judge:
         """Compare bit for bit: the sign of a zero and the bits of a NaN are copied too."""
-        for found, new, name in zip(got, ("k", "v"), self.output_names, strict=True):
-            expected = _appended(inputs, new, name)
-            wrong = bits(found) != bits(expected)
-            if wrong.any():
-                where = tuple(int(i) for i in wrong.nonzero()[0])
-                g, r = str(found[where].item()), str(expected[where].item())
-                evidence = {"index": list(where), "got": g, "reference": r, "wrong_elements": int(wrong.sum())}
-                return Mismatch(check="elements", reason=f"{name} {list(where)}: {g}, expected {r}", evidence=evidence)
-        return Match(worst=0.0)
+        appended = [_appended(inputs, new, name) for new, name in zip(("k", "v"), self.output_names, strict=True)]
+
+        def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+            for found, expected, name in zip(got, appended, self.output_names, strict=True):
+                wrong = bits(found) != bits(expected)
+                if wrong.any():
+                    where = tuple(int(i) for i in wrong.nonzero()[0])
+                    g, r = str(found[where].item()), str(expected[where].item())
+                    evidence = {"index": list(where), "got": g, "reference": r, "wrong_elements": int(wrong.sum())}
+                    reason = f"{name} {list(where)}: {g}, expected {r}"
+                    return Mismatch(check="elements", reason=reason, evidence=evidence)
+            return Match(worst=0.0)
+
+        return judged
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """Return batch rows with about `count` tokens, and their whole part of the cache."""

@@ -45,7 +45,7 @@ from autosel.ops.draw import (
 )
 from autosel.ops.rounding import flushable, stored
 from autosel.ops.stored_cases import PRODUCT, clear_of_zero, stored_domains, weight_cases
-from autosel.ops.weight import product, product_error, quantise, rows_of
+from autosel.ops.weight import drawn, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 # N and K around the edges of register tiles, vectors and cache-line groups; primes.
@@ -95,8 +95,8 @@ class Linear(Op):
         return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = streamed_draw(seed, w.dtype).weight(w["N"], w["K"])
-        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
+        weight = drawn(streamed_draw(seed, w.dtype), w["N"], w["K"], w.weight_format)
+        return self.refresh(w, {"w": weight}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw = resident_draw(seed, w.dtype)

@@ -23,6 +23,7 @@ from autosel.ops.contract import (
     Arg,
     Case,
     Inputs,
+    Judge,
     Match,
     Mismatch,
     Op,
@@ -56,7 +57,7 @@ from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.scales import SCALES
 from autosel.ops.stored_cases import weight_cases, write
-from autosel.ops.weight import Matrix, Weight, exact, product, product_error, quantise, rows_of
+from autosel.ops.weight import Matrix, Weight, drawn, exact, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 MOST_CHOICES = 256  # limit of rows of a case made of domains
@@ -101,8 +102,8 @@ class LmHead(Op):
         return (TensorSpec(name="logits", shape=(w["M"], w["V"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = streamed_draw(seed, w.dtype).weight(w["V"], w["d"])
-        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
+        weight = drawn(streamed_draw(seed, w.dtype), w["V"], w["d"], w.weight_format)
+        return self.refresh(w, {"w": weight}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         x = resident_draw(seed, w.dtype).normal(w["M"], w["d"])
@@ -130,22 +131,24 @@ class LmHead(Op):
         dtype = DTYPE_NAME[inputs["x"].dtype]
         return (stored(reference[0], product_error(inputs["x"], inputs["w"], dtype), dtype),)
 
-    def verify(
-        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
-    ) -> Match | Mismatch:
+    def judge(self, inputs: Inputs) -> Judge:
         if not inputs["greedy"]:
-            return super().verify(inputs, got, baseline)
-        x, w, (tokens,) = inputs["x"], inputs["w"], got
+            return super().judge(inputs)
+        x, w = inputs["x"], inputs["w"]
         logits, largest_row = _shortlist_by(x, w)
-        worst = 0.0
-        for m, token in enumerate(tokens.tolist()):
-            found = _judge(x[m], w, logits[m], token, largest_row)
-            if isinstance(found, Mismatch):
-                return Mismatch(
-                    check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence}
-                )
-            worst = max(worst, found)
-        return Match(worst=worst)
+
+        def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+            worst = 0.0
+            for m, token in enumerate(got[0].tolist()):
+                found = _judge(x[m], w, logits[m], token, largest_row)
+                if isinstance(found, Mismatch):
+                    return Mismatch(
+                        check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence}
+                    )
+                worst = max(worst, found)
+            return Match(worst=worst)
+
+        return judged
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         if w.trait("greedy", 0):
@@ -185,7 +188,7 @@ def _shortlist_by(x: Tensor, w: Matrix) -> tuple[Tensor, float]:
     """
     logits, largest = [], 0.0
     for part in _blocks(w):
-        wide = part.float() if isinstance(part, Tensor) else part.exact().float()
+        wide = part.float() if isinstance(part, Tensor) else part.dequantised(torch.float32)
         logits.append(x.float() @ wide.T)
         norms = torch.linalg.vector_norm(wide, dim=-1)
         largest = max(largest, float(norms[norms.isfinite()].max()) if norms.isfinite().any() else 0.0)

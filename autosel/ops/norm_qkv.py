@@ -34,7 +34,7 @@ from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
 from autosel.ops.rounding import LAMBDA, stored
-from autosel.ops.weight import Matrix, exact, product_error, quantise, rows_of
+from autosel.ops.weight import Matrix, drawn, exact, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -95,8 +95,8 @@ class NormQkv(Op):
         return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = streamed_draw(seed, w.dtype).weight(w["N"], w["d"])
-        return self.refresh(w, {"w": quantise(weight, w.weight_format)}, seed)
+        weight = drawn(streamed_draw(seed, w.dtype), w["N"], w["d"], w.weight_format)
+        return self.refresh(w, {"w": weight}, seed)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import U32, Arg, Case, Inputs, Match, Mismatch, Op, Rows, TensorSpec
+from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Match, Mismatch, Op, Rows, TensorSpec
 from autosel.ops.domains import Domain, Edit, Level, layouts, shared_prefix, sizes, some_zeros, widths
 from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
@@ -223,18 +224,21 @@ class Sample(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (torch.zeros_like(reference[0], dtype=torch.float64),)
 
-    def verify(
-        self, inputs: Inputs, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None
-    ) -> Match | Mismatch:
-        worst = 0.0
-        for b, token in enumerate(got[0].tolist()):
-            found = _Row.of(inputs, b).judge(token)
-            if isinstance(found, Mismatch):
-                return Mismatch(
-                    check=found.check, reason=f"row {b}: {found.reason}", evidence={"row": b, **found.evidence}
-                )
-            worst = max(worst, found)
-        return Match(worst=worst)
+    def judge(self, inputs: Inputs) -> Judge:
+        row = cache(partial(_Row.of, inputs))
+
+        def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+            worst = 0.0
+            for b, token in enumerate(got[0].tolist()):
+                found = row(b).judge(token)
+                if isinstance(found, Mismatch):
+                    return Mismatch(
+                        check=found.check, reason=f"row {b}: {found.reason}", evidence={"row": b, **found.evidence}
+                    )
+                worst = max(worst, found)
+            return Match(worst=worst)
+
+        return judged
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         picked = edge_sample(w["B"], count, seed)

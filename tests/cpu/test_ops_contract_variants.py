@@ -6,7 +6,6 @@ Each op is tested in each dtype and with several traits.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -222,15 +221,6 @@ def is_leak(found: Match | Mismatch, inputs: dict[str, Any]) -> bool:
     return any(not t.isfinite().all() for t in half)
 
 
-def judge_of(op: Op, inputs: dict[str, Any]) -> Op:
-    """Return a judge that computes the op's reference and bound for these inputs once."""
-    once = copy.copy(op)
-    reference = op.reference(inputs)
-    bound = op.bound(inputs, reference)
-    vars(once).update(reference=lambda _: reference, bound=lambda *_: bound)
-    return once
-
-
 def check_form(case: Case, inputs: dict[str, Any], w: Workload) -> None:
     """Check that a case is small, and has the workload that it declares."""
     assert OPS[w.op].workload_of(inputs) == case.workload
@@ -254,9 +244,9 @@ def test_every_correct_way_passes_every_case_and_cases_are_small_and_distinct(w:
         if w.op == "attn" and case.workload["S"] == 1:
             results["packed"] = (eager.attn_packed(*op.arguments(inputs)),)
         results |= results_of(w.op, inputs)
-        judge = judge_of(op, inputs)
+        judge = op.judge(inputs)
         for name, got in results.items():
-            found = judge.verify(inputs, got)
+            found = judge(got)
             assert isinstance(found, Match) or is_leak(found, inputs), f"{name} refused on {case.name}: {found}"
 
 
@@ -275,9 +265,9 @@ def test_every_correct_way_passes_the_array(op: str) -> None:
         inputs = case.make(drawn.seed)
         results = {"eager": run_eager(op, inputs, allocate=True)}
         results |= results_of(op, inputs)
-        judge = judge_of(OPS[op], inputs)
+        judge = OPS[op].judge(inputs)
         for name, got in results.items():
-            found = judge.verify(inputs, got)
+            found = judge(got)
             refused = f"{name} refused at {case.workload.key}: {case.covers}: {found}"
             assert isinstance(found, Match) or is_leak(found, inputs), refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from itertools import product as pairs
@@ -13,13 +14,12 @@ from torch import Tensor
 
 from autosel.errors import BadArguments, UnknownName
 from autosel.formats import WEIGHT_FORMATS, WITH_ZEROS
-from autosel.ops import OPS, eager_stored
+from autosel.ops import OPS, eager_stored, weight
 from autosel.ops.codes import CODES
-from autosel.ops.contract import Match, Mismatch, Op
+from autosel.ops.contract import Judge, Match, Mismatch, Op
 from autosel.ops.draw import Draw
 from autosel.ops.weight import Weight, exact, quantise, split
 from autosel.values import DTypeName, Workload
-from tests.cpu.side_by_side import judge_of
 from tests.drawn import share
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
@@ -268,23 +268,45 @@ def rounded_scale(inputs: dict[str, Any]) -> Tensor:
 
 
 @cache
-def small_cases(name: str) -> list[tuple[dict[str, Any], Callable[[list[Tensor]], Mismatch | None]]]:
+def small_cases(name: str) -> list[tuple[dict[str, Any], Judge]]:
     """Return the inputs of all cases of linear except the long sums, each with its judge."""
     op = OPS["linear"]
     cases = op.cases(op.workload("bf16", OF["linear"], weight=name))
     made = [case.make(5) for case in cases if case.covers != "long sums"]
-    return [(inputs, judge_of(op, inputs, None)) for inputs in made]
+    return [(inputs, op.judge(inputs)) for inputs in made]
 
 
 def passes(name: str, run: Callable[[dict[str, Any]], Tensor]) -> bool:
     """Return True if a function that leaves its inputs as they are passes all small cases."""
-    return all(wrong([run(inputs)]) is None for inputs, wrong in small_cases(name))
+    return all(isinstance(judge([run(inputs)]), Match) for inputs, judge in small_cases(name))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("run", [product, rounded_weight, stored_product, rounded_scale], ids=lambda f: f.__name__)
 def test_a_product_with_allowed_roundings_passes(name: str, run: Callable[[dict[str, Any]], Tensor]) -> None:
     assert passes(name, run)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_matrix_repeats_quantised_groups_but_no_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight, "DISTINCT", 5 * 4096)
+    n, k, format_ = 23, 4096, WEIGHT_FORMATS[name]
+    large = weight.drawn(Draw(1, "bf16"), n, k, format_)
+    first = weight.quantise(Draw(1, "bf16").weight(5, k), format_)
+    unit = math.lcm(*(part.per for part in format_.parts if part.per))
+    known = first.exact().unflatten(1, (-1, unit))
+    for row, found in enumerate(large.exact().unflatten(1, (-1, unit))):
+        own = sorted(group.tolist() for group in known[row % 5])
+        assert sorted(group.tolist() for group in found) == own
+    assert len(large.exact().unique(dim=0)) == n
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_nearest_fp32_matrix_is_the_exact_one_rounded_once(name: str, dtype: DTypeName) -> None:
+    for made in OPS["linear"].cases(OPS["linear"].workload(dtype, OF["linear"], weight=name)):
+        w = made.make(7)["w"]
+        assert torch.equal(w.dequantised(torch.float32).nan_to_num(1.5), w.exact().float().nan_to_num(1.5)), made.name
 
 
 @pytest.mark.parametrize("name", FORMATS)
