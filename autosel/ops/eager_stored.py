@@ -6,7 +6,7 @@ decisions name them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from autosel.formats import DTYPE_BYTES, WeightFormat
 from autosel.ops.eager import ACTIVATION, _attend, _mask, rmsnorm
 from autosel.ops.stored import changes_of
 from autosel.ops.weight import Matrix, Weight, parts_of
+from autosel.workers import pages
 
 MOST_PACKED = 64  # rows of x
 
@@ -156,8 +157,13 @@ def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
         sweep()
         other = w.dequantised if w.format.group else partial(_unscaled, w)
         made = _packed_int4(w) if _packs_int4(w, dtype) else (other(dtype),)
-        found = _HELD[key] = _Held.of(w, made)
+        found = _HELD[key] = _Held.of(w, tuple(_on_large_pages(t) for t in made))
     return found.made
+
+
+def _on_large_pages(form: Tensor) -> Tensor:
+    """Return a form in memory of the kind that weights lie in; on small pages it is read at half the rate."""
+    return pages.clone(form) if form.device.type == "cpu" else form
 
 
 def _memory(w: Weight) -> tuple[Any, ...]:
@@ -168,8 +174,8 @@ def _versions(w: Weight) -> tuple[int | None, ...]:
     return tuple(changes_of(t) for t in w.parts().values())
 
 
-def share_forms(copies: Sequence[Weight]) -> None:
-    """Give copies of one weight the forms that PyTorch has read of the first one.
+def share_forms(copies: Sequence[Weight], clone: Callable[[Tensor], Tensor]) -> None:
+    """Give copies of one weight the forms that PyTorch has read of the first one, in memory from `clone`.
 
     To make a form takes up to a hundred times as long as the product that reads it: a race whose calls each met a new
     copy timed that. The bytes are copied, so that a form is as cold as the codes; one larger than the codes serves
@@ -179,7 +185,7 @@ def share_forms(copies: Sequence[Weight]) -> None:
     kept = [(key[0], held.made) for key, held in _HELD.items() if key[1:] == first and held.fits(copies[0])]
     for dtype, made in kept:
         count = min(len(copies), -(-asked // sum(t.nbytes for t in made)))
-        forms = [made, *(tuple(t.clone() for t in made) for _ in range(count - 1))]
+        forms = [tuple(clone(t) for t in made) for _ in range(count)]
         for number, w in enumerate(copies):
             _HELD[(dtype, *_memory(w))] = _Held.of(w, forms[number % count])
 

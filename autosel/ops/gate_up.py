@@ -37,7 +37,7 @@ from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
 from autosel.ops.stored_cases import write
-from autosel.ops.weight import drawn, exact, rows_of
+from autosel.ops.weight import drawn, product, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 # Two products are multiplied: these powers of two keep the result within the dtype.
@@ -136,17 +136,17 @@ class GateUp(Op):
 
     def _products(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
-        return h @ exact(inputs["w_gate"]).T, h @ exact(inputs["w_up"]).T
+        return product(h, inputs["w_gate"]), product(h, inputs["w_up"])
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         (y,), (gate, up) = reference, self._products(inputs)
         dtype, kind = DTYPE_NAME[inputs["x"].dtype], ACTIVATIONS[inputs["activation"]]
 
-        def product_error(value: Tensor, name: str) -> Tensor:
+        def error_of(value: Tensor, name: str) -> Tensor:
             norm = (inputs["eps"], inputs["offset"])
             return stored(value, normed_matmul_error(inputs["x"], inputs["norm_weight"], inputs[name], *norm), dtype)
 
-        gate_error, up_error = product_error(gate, "w_gate"), product_error(up, "w_up")
+        gate_error, up_error = error_of(gate, "w_gate"), error_of(up, "w_up")
         a = activation.value(kind, gate)
         a_error = stored(a, activation.propagate(kind, gate, gate_error), dtype)
         return (stored(y, a_error * up.abs() + a.abs() * up_error + a_error * up_error, dtype),)

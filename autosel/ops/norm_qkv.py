@@ -34,7 +34,7 @@ from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
 from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
 from autosel.ops.rounding import LAMBDA, stored
-from autosel.ops.weight import Matrix, drawn, exact, product_error, rows_of
+from autosel.ops.weight import Matrix, drawn, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -50,7 +50,7 @@ def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Matrix, eps: float, o
     together = 2 * UNIT[dtype] + normalise_relative_error(x.shape[-1])
     flush = normalise_flush(x, norm_weight, eps, offset)
     flush = flush + torch.where(h.abs() < TINY_NORMAL[dtype], h.abs(), 0.0)
-    return product_error(h, w, dtype, apart=apart, together=together) + flush @ exact(w).abs().T
+    return product_error(h, w, dtype, apart=apart, together=together, flushed=flush)
 
 
 class NormQkv(Op):
@@ -113,7 +113,7 @@ class NormQkv(Op):
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
-        return (h @ exact(inputs["w"]).T,)
+        return (product(h, inputs["w"]),)
 
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         x, norm_weight, w = inputs["x"], inputs["norm_weight"], inputs["w"]

@@ -266,16 +266,36 @@ def empty(
 
 def product(x: Tensor, w: Matrix) -> Tensor:
     """Return x @ w^T in float64."""
-    made: Tensor = x.double() @ exact(w).T
-    return made
+    x64 = x.double()
+    return _by_rows(w, lambda part: x64 @ exact(part).T)
 
 
-def product_error(x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, together: float = 0.0) -> Tensor:
+def product_error(
+    x: Tensor, w: Matrix, dtype: str, *, apart: float = 0.0, together: float = 0.0, flushed: Tensor | None = None
+) -> Tensor:
     """Return a bound on x[M, K] @ w[N, K]^T before it is stored in `dtype`, the workload's; float64 [M, N].
 
-    Elements of x may have errors themselves: `apart` of each, independently, and `together` of all equally.
+    Elements of x may have errors themselves: `apart` of each, independently, `together` of all equally, and `flushed`
+    [M, K], which are no share of it.
     """
-    w64 = exact(w)
+
+    def of(part: Matrix) -> Tensor:
+        w64 = exact(part)
+        error = _product_error(x, part, w64, dtype, apart, together)
+        return error if flushed is None else error + flushed @ w64.abs().T
+
+    return _by_rows(w, of)
+
+
+def _by_rows(w: Matrix, made: Callable[[Matrix], Tensor]) -> Tensor:
+    """Join what is made of parts of the rows, whose temporaries fit a cache."""
+    rows = max(1, BLOCK // max(1, w.shape[1]))
+    if rows >= w.shape[0]:
+        return made(w)
+    return torch.cat([made(rows_of(w, slice(at, at + rows))) for at in range(0, w.shape[0], rows)], -1)
+
+
+def _product_error(x: Tensor, w: Matrix, w64: Tensor, dtype: str, apart: float, together: float) -> Tensor:
     if isinstance(w, Tensor):
         error = matmul_error(x, w)
     else:

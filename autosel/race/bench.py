@@ -25,7 +25,7 @@ from autosel import devices
 from autosel.candidates.layouts import STORE
 from autosel.candidates.load import load, reader_of
 from autosel.devices.cpu.idle import wait_until_idle
-from autosel.devices.device import Device, Timed
+from autosel.devices.device import Timed
 from autosel.native import threads
 from autosel.ops import eager_stored, find
 from autosel.ops.contract import Op
@@ -38,6 +38,9 @@ from autosel.race.judge import CLONE
 from autosel.race.session import BUSY
 from autosel.race.waits import WaitWatch, read_rate, watch
 from autosel.values import Prepared, Workload
+from autosel.workers.pages import Reused
+
+Copy = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class Bench:
         """
         self.device = devices.named(device)
         self.device.use()
+        self.reused = Reused()
+        self.copied: Copy = self.reused.clone if self.device.on_host else self.device.streamed
         # Another device is timed by its own clock.
         self.watch: WaitWatch | None = watch(owner, realtime=realtime) if self.device.on_host else None
         self.arms: dict[str, LoadedArm] = {}
@@ -123,9 +128,11 @@ class Bench:
         """
         self.release()
         self.op = op = find(w.op)
-        shared = _Operands(op, inputs, copies, self.device)
+        shared = _Operands(op, inputs, copies, self.device.resident, self.copied)
         for name, loaded in arms.items():
-            own = _Operands(op, inputs, copies, self.device) if name == CLONE else shared
+            own = shared
+            if name == CLONE:
+                own = _Operands(op, inputs, copies, self.device.resident, self.copied)
             self.seats[name] = self._seat(op, w, self.arms[loaded], own, slots)
 
     def _seat(self, op: Op, w: Workload, arm: LoadedArm, private: _Operands, slots: int) -> ArmSeat:
@@ -139,7 +146,7 @@ class Bench:
         if arm.eager and (stored := [i for i, value in enumerate(calls[0]) if isinstance(value, Weight)]):
             arm.call(*calls[0], *passed[0])
             for i in stored:
-                eager_stored.share_forms([call[i] for call in calls])
+                eager_stored.share_forms([call[i] for call in calls], self.copied)
         return ArmSeat(
             arm=arm,
             timed=self.device.timed(arm.call, calls, passed),
@@ -159,6 +166,7 @@ class Bench:
         gc.collect()
         STORE.sweep()
         eager_stored.sweep()
+        self.reused.restart()
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -301,16 +309,16 @@ class Bench:
 class _Operands:
     """Return private operands for one seat: resident ones once, streamed and inout ones in `copies` copies."""
 
-    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, device: Device) -> None:
+    def __init__(self, op: Op, inputs: Mapping[str, Any], copies: int, resident: Copy, streamed: Copy) -> None:
         roles = {a.name: a.role for a in op.args}
         warm = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and roles[n] == "resident"}
-        self.resident = {n: device.resident(v) for n, v in warm.items()}
+        self.resident = {n: resident(v) for n, v in warm.items()}
         self.copies: list[dict[str, Any]] = []
         for _ in range(copies):
             operands = {**inputs, **self.resident}
             for name, value in inputs.items():
                 if roles[name] != "resident":
-                    operands[name] = mapped(value, device.streamed)
+                    operands[name] = mapped(value, streamed)
             self.copies.append(operands)
 
 

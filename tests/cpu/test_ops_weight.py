@@ -26,6 +26,7 @@ from autosel.parity.session import Proof, built
 from autosel.race.bench import Bench
 from autosel.race.contest import Entrant, SharedOperands
 from autosel.values import Accepted, Failed, Knobs, Passed, PythonRecipe, Rejected, Workload
+from autosel.workers.pages import LARGE_PAGE_BYTES, Reused
 from tests import drawn
 from tests.cpu.planting import HERE, Planted
 from tests.onednn import products_leak
@@ -166,6 +167,21 @@ def test_no_timed_call_of_the_baseline_makes_a_form_of_a_weight(
     del calls
     bench.release()
     assert not any((torch.bfloat16, *one) in eager_stored._HELD for one in memory)
+
+
+@pytest.mark.parametrize("format_", ["int4-g32", "q8_0"])
+@pytest.mark.parametrize("raced", [True, False])
+def test_what_the_baseline_reads_lies_on_large_pages_like_what_candidates_read(format_: str, raced: bool) -> None:
+    """On small pages PyTorch read its own form of the weights at half to three quarters of the rate."""
+    w = LINEAR.workload("bf16", {"M": 1, "N": 4096, "K": 2048}, weight=format_)
+    weights = [LINEAR.inputs(w, 1)["w"] for _ in range(2)]
+    x = torch.randn(1, 2048).bfloat16()
+    eager_stored.linear(x, weights[0], None, None)
+    if raced:
+        eager_stored.share_forms(weights, Reused().clone)
+    for one in weights if raced else weights[:1]:
+        form, *_ = eager_stored._HELD[torch.bfloat16, *eager_stored._memory(one)].made
+        assert form.nbytes >= LARGE_PAGE_BYTES and form.data_ptr() % LARGE_PAGE_BYTES == 0
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
