@@ -1,6 +1,6 @@
 """Run the PTX of Hopper's product, as compiled by nvcc, on this CPU, with TMA, mbarriers, clusters and wgmma.
 
-By default a 24th of the cases of one build run, which change each day; --every-target runs all of all builds.
+By default a 48th of the cases of one build run, which change each day; --every-target runs all of all builds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.compile.ptx_machine import HOPPER, Built, built
 from tests.compile.test_emulated_cutlass import OP, SHAPES, WholeVectors, failure
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
-PARTS = 24  # of the cases of a build, which take minutes; one part a day
+PARTS = 48  # of the cases of a build, which take minutes; one part a day
 
 
 @cache

@@ -101,6 +101,7 @@ def answers(folder: Path, name: str, **environment: str) -> Answers:
     given = {"PYTHONPATH": path, "WITNESS": str(folder / f"uses-{name}"), "HF_HUB_OFFLINE": "1"}
     given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     given["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else six compilations and processes show which vectors the compiler knows
+    given["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes starts for two small graphs
     words = ["--model", str(folder / "model"), "--served-model-name", "tiny", "--dtype", "float32", "--port", str(port)]
     words += ["--host", "127.0.0.1", "--max-model-len", "256", "--max-num-seqs", "4"]
     log = folder / f"{name}.log"
