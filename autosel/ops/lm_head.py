@@ -24,7 +24,6 @@ from autosel.ops.contract import (
     Case,
     Inputs,
     Judge,
-    Match,
     Mismatch,
     Op,
     Rows,
@@ -57,6 +56,7 @@ from autosel.ops.linear import checked_columns, projection_cases
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.scales import SCALES
 from autosel.ops.stored_cases import weight_cases, write
+from autosel.ops.tokens import row_by_row
 from autosel.ops.weight import Matrix, Weight, drawn, exact, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
@@ -136,19 +136,7 @@ class LmHead(Op):
             return super().judge(inputs)
         x, w = inputs["x"], inputs["w"]
         logits, largest_row = _shortlist_by(x, w)
-
-        def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
-            worst = 0.0
-            for m, token in enumerate(got[0].tolist()):
-                found = _judge(x[m], w, logits[m], token, largest_row)
-                if isinstance(found, Mismatch):
-                    return Mismatch(
-                        check=found.check, reason=f"row {m}: {found.reason}", evidence={"row": m, **found.evidence}
-                    )
-                worst = max(worst, found)
-            return Match(worst=worst)
-
-        return judged
+        return row_by_row(lambda m, token: _judge(x[m], w, logits[m], token, largest_row))
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         if w.trait("greedy", 0):

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Match, Mismatch, Op, Rows, TensorSpec
+from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Mismatch, Op, Rows, TensorSpec
 from autosel.ops.domains import Domain, Edit, Level, layouts, shared_prefix, sizes, some_zeros, widths
 from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
+from autosel.ops.tokens import row_by_row
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 # --- domains ----------------------------------------------------------------------------------------------------------
@@ -226,19 +227,7 @@ class Sample(Op):
 
     def judge(self, inputs: Inputs) -> Judge:
         row = cache(partial(_Row.of, inputs))
-
-        def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
-            worst = 0.0
-            for b, token in enumerate(got[0].tolist()):
-                found = row(b).judge(token)
-                if isinstance(found, Mismatch):
-                    return Mismatch(
-                        check=found.check, reason=f"row {b}: {found.reason}", evidence={"row": b, **found.evidence}
-                    )
-                worst = max(worst, found)
-            return Match(worst=worst)
-
-        return judged
+        return row_by_row(lambda b, token: row(b).judge(token))
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         picked = edge_sample(w["B"], count, seed)

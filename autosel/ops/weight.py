@@ -288,7 +288,7 @@ def product_error(
 
 
 def _by_rows(w: Matrix, made: Callable[[Matrix], Tensor]) -> Tensor:
-    """Join what is made of parts of the rows, whose temporaries fit a cache."""
+    """Apply `made` to parts of the rows, so that its temporaries fit a cache, and join the results."""
     rows = max(1, BLOCK // max(1, w.shape[1]))
     if rows >= w.shape[0]:
         return made(w)

@@ -66,7 +66,10 @@ class Reused:
         return part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def restart(self) -> None:
-        """Divide the memory anew: what was in several chunks will be in one. What a tensor still uses is left to it."""
+        """Divide the memory again from its start, next time in one chunk.
+
+        A chunk with a tensor in use is not divided again; it is freed with the tensor.
+        """
         if len(self.chunks) > 1 or not all(storage.expired() for storage in self.lent):
             self.size = max(self.size, sum(size for _, _, size in self.chunks))
             self.chunks.clear()
