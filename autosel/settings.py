@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,28 @@ class Value:
     origin: str  # "default", "environment" or the settings file's path
 
 
-@cache
+class _Once:
+    """Keep a function's result until `cache_clear`. Unlike functools.cache, it does not keep a result that another
+    thread began to compute before that."""
+
+    def __init__(self, function: Callable[[], Mapping[str, Value]]) -> None:
+        self._function = function
+        self._result: Mapping[str, Value] | None = None
+        self._one = threading.RLock()
+
+    def __call__(self) -> Mapping[str, Value]:
+        found = self._result
+        if found is None:
+            with self._one:
+                found = self._result = self._result or self._function()
+        return found
+
+    def cache_clear(self) -> None:
+        with self._one:
+            self._result = None
+
+
+@_Once
 def read() -> Mapping[str, Value]:
     """Return all settings, read once per process. Raises BadConfig that names the variable or the file's line."""
     home = _home(os.environ)
