@@ -116,10 +116,10 @@ class Weight(Stored):
         group, k = self.format.group, self.shape[1]
         return part[..., None].expand(-1, -1, group).flatten(1)[:, :k] if group else part.view(-1, 1)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Return the nearest matrix of a dtype, computed in blocks of rows."""
+    def dequantised(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return the nearest matrix of a dtype, computed in blocks of rows; in `out` if that is given."""
         n, k = self.shape
-        made = torch.empty(n, k, dtype=dtype, device=self.device)
+        made = torch.empty(n, k, dtype=dtype, device=self.device) if out is None else out
         rows = max(1, BLOCK // k)
         for first in range(0, n, rows):
             made[first : first + rows] = self.rows(slice(first, first + rows))._nearest(dtype)

@@ -157,7 +157,7 @@ def test_no_timed_call_of_the_baseline_makes_a_form_of_a_weight(
     calls = bench.seats["base"].timed.calls  # type: ignore[attr-defined]
     held = [eager_stored._HELD[torch.bfloat16, *eager_stored._memory(call[1])].made for call in calls]
     assert len({made[0].data_ptr() for made in held}) == forms
-    for name in ("_packed_int4", "_unscaled"):
+    for name in ("_packed_int4", "_numbers_held"):
         monkeypatch.setattr(eager_stored, name, lambda *_: pytest.fail("a form was made"))
     monkeypatch.setattr(Weight, "dequantised", lambda *_: pytest.fail("a form was made"))
     for _ in range(len(calls)):
@@ -167,6 +167,13 @@ def test_no_timed_call_of_the_baseline_makes_a_form_of_a_weight(
     del calls
     bench.release()
     assert not any((torch.bfloat16, *one) in eager_stored._HELD for one in memory)
+
+
+@pytest.mark.parametrize("n", [32, eager_stored.PACKED_ROWS, 2 * eager_stored.PACKED_ROWS + 96])
+def test_codes_packed_some_rows_at_a_time_are_those_that_pytorch_packs_at_once(n: int) -> None:
+    w = LINEAR.inputs(LINEAR.workload("bf16", {"M": 1, "N": n, "K": 320}, weight="int4-g32"), 1)["w"]
+    codes = torch.stack((w.codes & 15, w.codes >> 4), -1).flatten(1)[:, :320].int().contiguous()
+    assert torch.equal(eager_stored._packed_int4(w)[0], torch._convert_weight_to_int4pack_for_cpu(codes, 2))
 
 
 @pytest.mark.parametrize("format_", ["int4-g32", "q8_0"])
