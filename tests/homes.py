@@ -15,6 +15,8 @@ from pathlib import Path
 # Tests run in one process per core, each with PyTorch's threads on all cores. At a barrier they must not spin for a
 # thread that has no core: that took ten times the CPU time of a small model's step.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Each process of autosel would compile its modules again, for 0.4 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 SHARED = Path(os.environ.setdefault("AUTOSEL_HOME", str(Path(__file__).resolve().parents[1] / ".autosel" / "tests")))
 

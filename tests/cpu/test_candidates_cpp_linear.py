@@ -352,25 +352,24 @@ def test_greedy_compares_logits_as_they_would_be_stored() -> None:
 
 # --- codes -----------------------------------------------------------------------------------------------------------
 
+DAYS = 5  # within which every format has a build of gemv_coded and one of gemm_coded: with its tests it takes 4 s
 ANY_CODED = list(itertools.product(CODED, DTYPES, HERE))
 USUAL = [(format_, "bf16", NATIVE) for format_ in CODED]
 
 
 def others(shift: int) -> list[tuple[str, DTypeName, Isa]]:
-    """Return a build for each other pair of dtype and instruction set, each of another format, which changes every four
-    days: `share` takes each pair every fourth day, and so with all formats."""
+    """Return a build for each other pair of dtype and instruction set, each of another format, which changes every DAYS
+    days: `share` takes each pair once in that time, and so with all formats."""
     pairs = [pair for pair in itertools.product(DTYPES, HERE) if pair != ("bf16", NATIVE)]
     step = 9  # formats of one kind are neighbours in the list
-    return [(CODED[(drawn.turn() // 4 + shift + step * at) % len(CODED)], *pair) for at, pair in enumerate(pairs)]
+    return [(CODED[(drawn.turn() // DAYS + shift + step * at) % len(CODED)], *pair) for at, pair in enumerate(pairs)]
 
 
-# A build and its tests take four seconds, so every format has a build of gemv_coded and one of gemm_coded every four
-# days.
-CODED_BUILDS = ANY_CODED if drawn.every else [*drawn.share(USUAL, days=4), *drawn.share(others(0), days=4)]
+CODED_BUILDS = ANY_CODED if drawn.every else [*drawn.share(USUAL, days=DAYS), *drawn.share(others(0), days=DAYS)]
 BLOCKED_BUILDS = (
     ANY_CODED
     if drawn.every
-    else [*drawn.share(USUAL, days=4, shift=1), *drawn.share(others(len(CODED) // 2), days=4, shift=1)]
+    else [*drawn.share(USUAL, days=DAYS, shift=1), *drawn.share(others(len(CODED) // 2), days=DAYS, shift=1)]
 )
 BUILDS = [*(("gemv_coded", *build) for build in CODED_BUILDS), *(("gemm_coded", *build) for build in BLOCKED_BUILDS)]
 
@@ -382,7 +381,7 @@ def test_every_format_of_codes_meets_the_bound_on_every_hostile_case(
     kernel, op, wrong = variant(name, isa), OPS["linear"], []
     for number, (dims, traits) in enumerate(WORKLOADS["linear"]):
         cases = op.cases(op.workload(dtype, {**dims, "K": 416}, **traits, weight=format_))
-        for case in drawn.share(cases, days=3, shift=number):  # builds have turns of four days
+        for case in drawn.share(cases, days=3, shift=number):  # no divisor of DAYS
             if isinstance(kernel.supports(case.workload, device()), Accepted):
                 run = partial(outputs_of, op, case.workload, bound(kernel, case.workload))
                 wrong += [f"{case.workload.key}, {case.name}: {w}" for _, w in mismatches(op, case, 7, {isa: run})]
@@ -455,7 +454,7 @@ def test_the_scale_of_every_group_is_used_for_its_own_codes(
         assert torch.equal(y.T, w.exact().float().to(x.dtype)[:, first : first + 32]), first
 
 
-@pytest.mark.parametrize("format_", drawn.share(CODED, days=4, shift=1))  # the formats of BLOCKED_BUILDS
+@pytest.mark.parametrize("format_", drawn.share(CODED, days=DAYS, shift=1))  # the formats of BLOCKED_BUILDS
 def test_blocks_of_codes_are_the_weights_rounded_once(format_: str) -> None:
     """Multiply by one: y is each weight, an offset included, rounded to nearest in bf16 (a scale per row: rounded as a
     product). Hostile scales and offsets cancel, so that rounding either alone would show."""
