@@ -24,7 +24,7 @@ from tests.compile.ptx_machine import HOPPER, Built, built
 from tests.compile.test_emulated_cutlass import OP, SHAPES, WholeVectors, failure
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
-PARTS = 96  # of the cases of a build, which take minutes; one part a day
+PARTS = 48  # of the cases of a build, which take minutes; one part a day
 
 
 @cache
