@@ -83,8 +83,8 @@ class Value:
 
 
 class _Once:
-    """Keep a function's result until `cache_clear`. Unlike functools.cache, it does not keep a result that another
-    thread began to compute before that."""
+    """Keep a function's result until `cache_clear`. Unlike functools.cache, it drops a result that another thread began
+    to compute before that."""
 
     def __init__(self, function: Callable[[], Mapping[str, Value]]) -> None:
         self._function = function

@@ -161,8 +161,8 @@ def _held(w: Weight, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _numbers_held(w: Weight, dtype: torch.dtype) -> Tensor:
-    """Return the matrix, or its numbers if a row has one scale, on pages of the kind that weights lie on: on small ones
-    it is read at half the rate."""
+    """Return the matrix, or its numbers if a row has one scale, on large pages, as the weights are; PyTorch reads it at
+    half the rate from small ones."""
     numbers = w if w.format.group else _unscaled(w)
     return numbers.dequantised(dtype, pages.empty(w.shape, dtype) if w.device.type == "cpu" else None)
 
@@ -201,7 +201,7 @@ def sweep() -> None:
 
 
 def held_bytes(format: WeightFormat, dtype: str, n: int, k: int) -> int:
-    """Return the bytes that the baseline keeps beside a weight in another form: at most those of its numbers."""
+    """Return the most bytes that the baseline keeps beside a weight, for the form that PyTorch reads."""
     wide = "fp32" if dtype == "fp16" and not format.group else dtype
     return 0 if _direct(format) else n * k * DTYPE_BYTES[wide]
 
@@ -216,17 +216,18 @@ def _packs_int4(w: Weight, dtype: torch.dtype) -> bool:
 def _packed_int4(w: Weight) -> tuple[Tensor, Tensor]:
     """Return PyTorch's packed codes, and [K / group, N, 2] with scales and the zeros of its formula, (q - 8) s + z.
 
-    PyTorch packs 64 rows or fewer apart from the others, from codes of 4 bytes: of some rows at a time they fit a
-    cache, and take a third of the time.
+    PyTorch packs blocks of at most 64 rows, each by itself, from codes of 4 bytes. Those of some rows fit a cache, so
+    that packing takes less than half of the time.
     """
     n, k = w.shape
-    packed, wide = pages.empty((n, k // 2), torch.uint8), torch.empty(PACKED_ROWS, w.codes.shape[1], 2, dtype=torch.int)
+    packed = pages.empty((n, k // 2), torch.uint8)
+    wide = torch.empty(PACKED_ROWS, w.codes.shape[1], 2, dtype=torch.int32)
     for first in range(0, n, PACKED_ROWS):
         codes = w.codes[first : first + PACKED_ROWS]
         some = wide[: len(codes)]
         some[..., 0], some[..., 1] = codes & 15, codes >> 4
-        made = torch._convert_weight_to_int4pack_for_cpu(some.flatten(1)[:, :k].contiguous(), 2)
-        packed[first : first + PACKED_ROWS] = made
+        into = packed[first : first + PACKED_ROWS]
+        into.copy_(torch._convert_weight_to_int4pack_for_cpu(some.flatten(1)[:, :k].contiguous(), 2))
     scales = w.scales.to(torch.bfloat16).T.unsqueeze(-1)
     return packed, pages.clone(torch.cat((scales, torch.zeros_like(scales)), -1))
 

@@ -44,7 +44,7 @@ from autosel.ops.rounding import LAMBDA, matmul_error
 from autosel.ops.scales import SCALES
 from autosel.ops.stored import Stored
 
-BLOCK = 1 << 18  # elements converted at a time: larger temporaries leave the cache and are mapped anew, 5x slower
+BLOCK = 1 << 18  # elements converted at a time; with larger temporaries, which leave the cache, it takes 5x as long
 DISTINCT = 1 << 24  # drawn weights of a matrix; more of them are these in another order
 FEWEST_GROUPS = 8  # in a row of such a matrix: 40,320 orders
 PART = 1 << 20  # elements of a part of a matrix that is rounded or converted at a time
