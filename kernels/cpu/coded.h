@@ -85,6 +85,18 @@ static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const Comin
           for (int i = 0; i < R; ++i) part[i] = multiply_codes<T>(part[i], number[i][r], x + (r * M + m) * W);
         for (int i = 0; i < R; ++i) add(i, m, part[i]);
       }
+    } else if constexpr (kLanes == 8) {  // 16 registers: one row of codes at a time
+#pragma GCC unroll 4
+      for (int i = 0; i < R; ++i) {
+        vreg part[M] = {};
+        each_of([&](auto r) __attribute__((always_inline)) {
+          const vreg number = number_in_dots<C, r>(words[i]);
+#pragma GCC unroll 8
+          for (int m = 0; m < M; ++m) part[m] = multiply_codes<T>(part[m], number, x + (r * M + m) * W);
+        }, registers);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) add(i, m, part[m]);
+      }
     } else {
       vreg part[R][M] = {};
       each_of([&](auto r) __attribute__((always_inline)) {
