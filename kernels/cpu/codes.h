@@ -23,17 +23,19 @@
 // bf16: 8 operations, 2 dots. |-128| has bit 7, which the index ignores: its upper byte is set apart.
 // Floats with the bf16 dot: the same by the seven bits of |code|; the sign is bit 7 of both: 5 operations, 2 dots.
 //
-// AVX2 has no variable shuffle of half words, and two shifts and a conversion for each 8 weights keep its two ports of
-// arithmetic busy for twice as long as the products. vpshufb runs on another port:
-//   Nibbles   the lower and the upper bytes of the bf16 of 32 codes from two tables of 16, interleaved, each half word
-//             shifted or masked to fp32: 19 operations, 8 products for 64 weights, where there were 25. Interleaving
-//             changes which lane has which word, but not its 128 bits, which are one group or more: `dots_place`
-//   Fours     vpshufb moves each byte to a word of its own and clears the rest: 19 operations, 8 products, and any two
-//             lanes may have other scales
-// Old against new in turn, one core of Emerald Rapids, 256 x 2048 from L2, M=1, 2, 4: int4-g128 1.29, 1.25, 1.19,
-// uint4-g128 1.22, 1.15, 1.14, q4_0 1.18, 1.16, 1.18, q4_k 1.14, 1.18, 1.10; 4096 x 14336 from memory, M=1: int4-g128
-// 1.18, q4_k 1.00. Left out: vpermps as a table (two lookups and a blend for 8 weights), and integer products of
-// activations with a common exponent (not exact: a large x hides the others of its group).
+// In fp32, two shifts and a conversion for each register of 4-bit codes took longer than its product. Now:
+//   AVX-512   vpermps takes the 4 lowest bits of each lane as an index into a table of 16 floats: a shift and a lookup
+//   AVX2      vpshufb runs on a port that products do not need. Nibbles: the lower and the upper bytes of the bf16 of 32
+//             codes from two tables, interleaved, and each half word shifted or masked: 19 operations for 64 weights
+//             where there were 25. Interleaving changes which lane of its 128 bits, which are one group or part of one,
+//             a code is in: `dots_place`. Fours, two of whose lanes may differ in scale, and Nibbles for many rows:
+//             vpshufb moves each byte to a lane and clears the rest; that has no sign, so Symmetric keeps the shifts
+// Before and after, in turn, one core of Emerald Rapids, 256 x 2048 from L2:
+//   AVX-512, fp16   M=1 and 4: int4-g128 1.18, 1.13, uint4-g128 1.16, 1.12, q4_0 1.19, 1.15, q4_k 1.22, 1.12
+//   AVX2            M=1, 2, 4: int4-g128 1.29, 1.25, 1.19, uint4-g128 1.22, 1.15, 1.14, q4_0 1.18, 1.16, 1.18,
+//                   q4_k 1.14, 1.18, 1.10; 4096 x 14336 from memory, M=1: int4-g128 1.18, q4_k 1.00
+// Left out with AVX2: vpermps as a table (two lookups and a blend for 8 weights), and products of integers with x to a
+// common exponent (not exact: a large x hides the others of its group).
 #pragma once
 #include <tuple>
 
@@ -81,42 +83,6 @@ static inline vu four_bits_to_bf16(vu words, int shift, const uint16_t* table) {
   return reinterpret_cast<vu>(_mm512_permutexvar_epi16(
       _mm512_srli_epi16(reinterpret_cast<__m512i>(words), unsigned(shift)), _mm512_load_si512(table)));
 }
-#elif defined(__AVX2__) && !defined(AUTOSEL_AVX512)
-// The lower and the upper bytes of the bf16 of all numbers of a code of 4 bits, twice, as vpshufb looks them up.
-template <int bias> struct FourBitTable {
-  uint8_t lower[32], upper[32];
-  constexpr FourBitTable() : lower(), upper() {
-    for (int i = 0; i < 32; ++i) {
-      lower[i] = uint8_t(kNumbers<4, bias>.bf16[i]);
-      upper[i] = uint8_t(kNumbers<4, bias>.bf16[i] >> 8);
-    }
-  }
-};
-template <int bias> alignas(32) constexpr FourBitTable<bias> kFourBits{};
-
-template <bool upper> static inline __m256i half_bytes(vu words) {
-  __m256i w = reinterpret_cast<__m256i>(words);
-  return _mm256_and_si256(upper ? _mm256_srli_epi16(w, 4) : w, _mm256_set1_epi8(15));
-}
-
-// The 4 bits from `shift` on of each lane as a number.
-template <int shift> static inline vreg four_bits_of_lane(vu words) {
-  constexpr int byte = shift / 8 | ~255;  // the three others become 0
-  const __m256i lane = _mm256_setr_epi32(byte, byte + 4, byte + 8, byte + 12, byte, byte + 4, byte + 8, byte + 12);
-  return reinterpret_cast<vreg>(_mm256_cvtepi32_ps(_mm256_shuffle_epi8(half_bytes<shift % 8 != 0>(words), lane)));
-}
-
-// Register r of eight: the upper (r / 4) codes of all bytes, of these the upper (r / 2 % 2) half of each 128 bits, of
-// these the odd (r % 2) ones.
-template <int r, int bias> static inline vreg four_bits_to_fp32(vu words) {
-  __m256i code = half_bytes<r / 4>(words);
-  auto found = [&](const uint8_t* table) {
-    return _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)), code);
-  };
-  __m256i lower = found(kFourBits<bias>.lower), upper = found(kFourBits<bias>.upper);
-  vu pairs = reinterpret_cast<vu>(r / 2 % 2 ? _mm256_unpackhi_epi8(lower, upper) : _mm256_unpacklo_epi8(lower, upper));
-  return reinterpret_cast<vreg>(r % 2 ? pairs & 0xffff0000u : pairs << 16);
-}
 #endif
 
 // Bits shift .. shift + bits - 1 of each lane as a number in two's complement, or without a sign.
@@ -125,6 +91,67 @@ template <int bits> static inline vreg signed_bits(vu words, int shift) {
 }
 template <int bits> static inline vreg unsigned_bits(vu words, int shift) {
   return __builtin_convertvector(reinterpret_cast<vi>(words << (32 - bits - shift) >> (32 - bits)), vreg);
+}
+
+#if defined(AUTOSEL_AVX512)
+// fp32 of all numbers of a code of 4 bits.
+template <int bias> struct FourBitNumbers {
+  float fp32[16];
+  constexpr FourBitNumbers() : fp32() {
+    for (int i = 0; i < 16; ++i) fp32[i] = float(i - bias);
+  }
+};
+template <int bias> alignas(64) constexpr FourBitNumbers<bias> kFourBits{};
+#elif defined(__AVX2__)
+// The lower and the upper bytes of the bf16 of all numbers of a code of 4 bits, twice, as vpshufb looks them up.
+template <int bias> struct FourBitBytes {
+  uint8_t lower[32], upper[32];
+  constexpr FourBitBytes() : lower(), upper() {
+    for (int i = 0; i < 32; ++i) {
+      lower[i] = uint8_t(kNumbers<4, bias>.bf16[i]);
+      upper[i] = uint8_t(kNumbers<4, bias>.bf16[i] >> 8);
+    }
+  }
+};
+template <int bias> alignas(32) constexpr FourBitBytes<bias> kFourBits{};
+
+// The lower or the upper code of each byte.
+template <bool upper> static inline __m256i codes_of_bytes(vu words) {
+  __m256i w = reinterpret_cast<__m256i>(words);
+  return _mm256_and_si256(upper ? _mm256_srli_epi16(w, 4) : w, _mm256_set1_epi8(15));
+}
+
+// Register r of eight: the upper (r / 4) codes of all bytes, of these the upper (r / 2 % 2) half of each 128 bits, of
+// these the odd (r % 2) ones.
+template <int bias, int r> static inline vreg four_bits_by_bytes(vu words) {
+  const __m256i code = codes_of_bytes<r / 4>(words);
+  auto found = [&](const uint8_t* table) __attribute__((always_inline)) {
+    return _mm256_shuffle_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)), code);
+  };
+  const __m256i lower = found(kFourBits<bias>.lower), upper = found(kFourBits<bias>.upper);
+  const vu pairs =
+      reinterpret_cast<vu>(r / 2 % 2 ? _mm256_unpackhi_epi8(lower, upper) : _mm256_unpacklo_epi8(lower, upper));
+  return reinterpret_cast<vreg>(r % 2 ? pairs & 0xffff0000u : pairs << 16);
+}
+#endif
+
+// The 4 bits of each lane from `shift` on, less the bias, in fp32.
+template <int bias, int shift> static inline vreg four_bits(vu words) {
+#if defined(AUTOSEL_AVX512)
+  return reinterpret_cast<vreg>(_mm512_permutexvar_ps(_mm512_srli_epi32(reinterpret_cast<__m512i>(words), shift),
+                                                      _mm512_load_ps(kFourBits<bias>.fp32)));
+#else
+#if defined(__AVX2__)
+  if constexpr (bias == 0) {
+    constexpr int byte = shift / 8 | ~255;  // the three others become 0
+    const __m256i lane = _mm256_setr_epi32(byte, byte + 4, byte + 8, byte + 12, byte, byte + 4, byte + 8, byte + 12);
+    const __m256i codes = _mm256_shuffle_epi8(codes_of_bytes<shift % 8 != 0>(words), lane);
+    return reinterpret_cast<vreg>(_mm256_cvtepi32_ps(codes));
+  }
+#endif
+  if constexpr (bias == 8) return signed_bits<4>(words ^ 0x88888888u, shift);
+  else return unsigned_bits<4>(words, shift);
+#endif
 }
 
 // Codes in one register of words per piece, in order: a piece begins 4 * kLanes bytes after the one before.
@@ -148,7 +175,7 @@ template <class T, int bias> struct Nibbles : InOrder {
   static constexpr int64_t place(int64_t r, int64_t e) { return kPaired<T> ? e / 2 * 8 + e % 2 * 4 + r : e * 8 + r; }
 #if defined(__AVX2__) && !defined(AUTOSEL_AVX512)
   static constexpr bool kOwnDots = true;
-  template <int r> static inline vreg dots(const vu* words) { return four_bits_to_fp32<r, bias>(words[0]); }
+  template <int r> static inline vreg dots(const vu* words) { return four_bits_by_bytes<bias, r>(words[0]); }
   static constexpr int64_t dots_place(int64_t r, int64_t e) {
     return (e / 4 * 16 + r / 2 % 2 * 8 + e % 4 * 2 + r % 2) * 2 + r / 4;
   }
@@ -158,8 +185,7 @@ template <class T, int bias> struct Nibbles : InOrder {
     if constexpr (kPaired<T>) return four_bits_to_bf16(words[0], 4 * r, kNumbers<4, bias>.bf16);
     else
 #endif
-    if constexpr (bias == 8) return signed_bits<4>(words[0] ^ 0x88888888u, 4 * r);
-    else return unsigned_bits<4>(words[0], 4 * r);
+      return four_bits<bias, 4 * r>(words[0]);
   }
   static int number(const uint8_t* row, int64_t k) { return (row[k / 2] >> (k % 2 * 4) & 15) - bias; }
 };
@@ -281,11 +307,7 @@ template <class T> struct Fours : InBlocks<T, 2> {
     if constexpr (kPaired<T>) return four_bits_to_bf16(words[r / 4], 4 * (r % 4), kNumbers<4, 0>.bf16);
     else
 #endif
-#if defined(__AVX2__) && !defined(AUTOSEL_AVX512)
-      return four_bits_of_lane<r % 2 * 16 + r / 2 % 4 * 4>(words[r / 8]);
-#else
-      return unsigned_bits<4>(words[r / 8], r % 2 * 16 + r / 2 % 4 * 4);
-#endif
+      return four_bits<0, r % 2 * 16 + r / 2 % 4 * 4>(words[r / 8]);
   }
   static int number(const uint8_t* row, int64_t k) {
     int64_t r = k % kLaneCodes / 2;
