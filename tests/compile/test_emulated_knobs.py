@@ -19,7 +19,7 @@ from autosel.models.workloads import workloads
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from autosel.values import Accepted, DTypeName
-from tests.compile.emulate import emulated
+from tests.compile.emulate import emulated, one_dtype
 from tests.operands import for_kernel, passed, traits_of
 
 KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
@@ -76,7 +76,7 @@ def test_a_kernel_is_right_with_all_knobs_its_formula_gives(choice: tuple[str, D
     kernel = KERNELS[source]
     op = OPS[kernel.op]
     w = op.workload(dtype, SMALL[kernel.op], **traits_of(kernel))
-    entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()))
+    entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()), one_dtype(dtype))
     for knobs in asked(source)[first::SHARE]:
         inputs = op.inputs(w, 7)
         outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]

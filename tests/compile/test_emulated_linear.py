@@ -15,7 +15,7 @@ from autosel.ops.contract import Case, Mismatch, Op
 from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName
 from tests import drawn
-from tests.compile.emulate import emulated
+from tests.compile.emulate import emulated, one_dtype
 from tests.operands import SCALED_ROWS, passed
 
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
@@ -44,7 +44,8 @@ def contract(name: str) -> tuple[Op, dict[str, Any]]:
 def failure(op: Op, made: Case, build: tuple[int, int], plan: tuple[int, ...]) -> Mismatch | None:
     fp8 = not made.workload.weight_format.plain
     source = "gemv_fp8" if fp8 else {"linear": "gemv"}.get(op.name, op.name)
-    entry = emulated(source, source, f"AUTOSEL_ROWS={build[0]}", f"AUTOSEL_UNROLL={build[1]}")
+    macros = (f"AUTOSEL_ROWS={build[0]}", f"AUTOSEL_UNROLL={build[1]}", one_dtype(made.workload.dtype))
+    entry = emulated(source, source, *macros)
     inputs = made.make(11)
     outputs = [o for o in op.allocate(made.workload, fill=float("nan")) if o is not None]
     entry(*passed(op, inputs, SCALED_ROWS if fp8 else ()), *outputs, *plan)

@@ -18,7 +18,7 @@ from autosel.knobs.gpu.facts import facts
 from autosel.knobs.gpu.persistent import persistent
 from autosel.ops import OPS
 from autosel.values import DTypeName, Knobs
-from tests.compile.emulate import emulated
+from tests.compile.emulate import emulated, one_dtype
 
 DTYPES: dict[DTypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 D, HEADS, ROOM, LAYERS, VOCABULARY = 64, 2, 48, 2, 160
@@ -158,7 +158,7 @@ class Scene:
             new = [t.reshape(m.rows, HEADS, 1, m.width).contiguous() for t in (k_out, v)]
             emulated("kv_append", "kv_append")(*new, self.positions.to(torch.int32), None, w["k"], w["v"], 2, 0)
             o = torch.empty_like(q_out)[:, :, None]
-            emulated("attn_decode", "attn_decode")(
+            emulated("attn_decode", "attn_decode", one_dtype(self.dtype))(
                 q_out[:, :, None], w["k"], w["v"], self.lengths, ROOM, 0.0, m.window, m.softcap, o, 32, 2, m.chunk, 0
             )
             x = self._joined(o.reshape(m.rows, -1), w["o"], w["p1"], x)
@@ -186,7 +186,8 @@ class Scene:
     def _call(self, source: str, like: Tensor, *arguments: Any) -> Tensor:
         out = torch.empty_like(like)
         plan = (GEMV[0], self.m.split, GEMV[2])
-        emulated(source, source, "AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")(*arguments, out, *plan)
+        macros = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4", one_dtype(self.dtype))
+        emulated(source, source, *macros)(*arguments, out, *plan)
         return out
 
 
