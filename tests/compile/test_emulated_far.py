@@ -1,7 +1,7 @@
 """Test CUDA kernels on emulated threads with rows, or a cache's pages, more than 2^31 elements apart.
 
 Parity requires it of every candidate (battery.FAR_ROWS); here kernels are tested without a device, a third of them each
-day; --every-target tests all.
+day, in one dtype; --every-target tests all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autosel.parity.stage import FAR, far_strides, place, room_for
 from autosel.values import DTypeName
 from autosel.workers.arena import Arena
 from tests import drawn
-from tests.compile.emulate import emulated
+from tests.compile.emulate import emulated, one_dtype
 from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
 from tests.operands import traits_of
 
@@ -30,6 +30,7 @@ ALIGNED: dict[str, dict[str, int]] = {
     "gate_up": {"M": 5, "d": 1024, "I": 70},
     "lm_head": {"M": 5, "V": 70, "d": 1024},
 }
+DAYS = 3  # for all kernels
 APART = -(-FAR // 4 // 64) * 64  # five rows of this stride are more than 2^31 elements
 
 
@@ -46,7 +47,9 @@ def far(kernel: CudaKernel, dtype: DTypeName, *, aligned: bool) -> tuple[Case, M
 
 def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]) -> str:
     op, inputs = OPS[kernel.op], case.make(7)
-    entry = emulated(kernel.source, kernel.source, *(COMPILED_IN if kernel.macros else ()))
+    entry = emulated(
+        kernel.source, kernel.source, *(COMPILED_IN if kernel.macros else ()), one_dtype(case.workload.dtype)
+    )
     outputs_bytes = sum(o.nbytes for o in op.allocate(case.workload) if o is not None)
     with Arena(room_for(inputs, strides, outputs_bytes), touched_bytes=FAR_TOUCHED_BYTES) as arena:
         placed = place(arena, op, case.workload, inputs, strides=strides)
@@ -63,15 +66,21 @@ def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]
     return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""
 
 
-@pytest.mark.parametrize("source", drawn.share(list(KERNELS), days=3))
+def dtypes(kernel: CudaKernel) -> list[DTypeName]:
+    """Return those of today, of which each has its turn: a kernel's days are DAYS apart."""
+    supported = [dtype for dtype in DTYPES if dtype in kernel.dtypes]
+    return supported if drawn.every else [supported[drawn.turn() // DAYS % len(supported)]]
+
+
+@pytest.mark.parametrize("source", drawn.share(list(KERNELS), days=DAYS))
 def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
     kernel = KERNELS[source]
-    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=False)) for dtype in DTYPES if dtype in kernel.dtypes}
+    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=False)) for dtype in dtypes(kernel)}
     assert not any(wrong.values()), wrong
 
 
-@pytest.mark.parametrize("source", drawn.share([s for s, kernel in KERNELS.items() if kernel.op in ALIGNED], days=3))
+@pytest.mark.parametrize("source", drawn.share([s for s, kernel in KERNELS.items() if kernel.op in ALIGNED], days=DAYS))
 def test_the_code_for_rows_of_whole_vectors_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
     kernel = KERNELS[source]
-    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in DTYPES if dtype in kernel.dtypes}
+    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in dtypes(kernel)}
     assert not any(wrong.values()), wrong
