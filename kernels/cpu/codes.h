@@ -31,7 +31,8 @@
 //             a code is in: `dots_place`. Fours, two of whose lanes may differ in scale, and Nibbles for many rows:
 //             vpshufb moves each byte to a lane and clears the rest; that has no sign, so Symmetric keeps the shifts
 // Before and after, in turn, one core of Emerald Rapids, 256 x 2048 from L2:
-//   AVX-512, fp16   M=1 and 4: int4-g128 1.18, 1.13, uint4-g128 1.16, 1.12, q4_0 1.19, 1.15, q4_k 1.22, 1.12
+//   AVX-512, fp16   M=1 and 4: int4-g128 1.18, 1.13, uint4-g128 1.16, 1.12, q4_0 1.19, 1.15, q4_k 1.22, 1.12;
+//                   4096 x 14336 from memory, M=1: uint4-g128 1.17, q4_0 1.13
 //   AVX2            M=1, 2, 4: int4-g128 1.29, 1.25, 1.19, uint4-g128 1.22, 1.15, 1.14, q4_0 1.18, 1.16, 1.18,
 //                   q4_k 1.14, 1.18, 1.10; 4096 x 14336 from memory, M=1: int4-g128 1.18, q4_k 1.00
 // Left out with AVX2: vpermps as a table (two lookups and a blend for 8 weights), and products of integers with x to a
