@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compile.emulate import emulated, overlapped
+from tests.compile.emulate import emulated, one_dtype, overlapped
 from tests.compile.test_emulated_linear import BUILDS
 from tests.drawn import share, todays
 
@@ -177,9 +177,9 @@ def test_row_kernels_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
 def test_projections_in_a_chain(calls: Callable[[Tensors], Calls]) -> None:
     rows, loads = todays(BUILDS)
     macros = (f"AUTOSEL_ROWS={rows}", f"AUTOSEL_UNROLL={loads}") if calls is not gemv_fp8 else ()
-    check(calls, calls.__name__, *macros)  # the builds of the other emulated tests
+    check(calls, calls.__name__, *macros, one_dtype("bf16"))
 
 
 @pytest.mark.parametrize("kernel", share(ATTENTION, days=3))
 def test_attention_in_a_chain(kernel: str) -> None:
-    check(attention(kernel), kernel)
+    check(attention(kernel), kernel, one_dtype("bf16"))
