@@ -3,6 +3,7 @@
     python benchmarks/bench_quantised.py [--shape N K] [--m 1] [--isa avx2] [--formats q4_k q6_k] [--rounds 20] [--json]
     python benchmarks/bench_quantised.py --m 512    the kernels for many rows of x, by their speed
     python benchmarks/bench_quantised.py --dtype fp16   x and scales of codes in fp16; the bf16 kernel as before
+    python benchmarks/bench_quantised.py --before DIR   in turn with the kernels of another checkout's kernels/
     python benchmarks/bench_quantised.py --l2       one thread, 256 x 2048: what a core multiplies from L2
 
 Up to 8 rows of x it times gemv, and compares the rates at which weights are read; above, gemm, and compares the speed.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import command_line
@@ -53,12 +55,15 @@ def main() -> int:
     parser.add_argument("--formats", nargs="*", choices=CODED, default=CODED)
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of x and scales of codes")
     parser.add_argument("--few", action="store_true", help="also time gemv's kernels for codes above 8 rows")
+    parser.add_argument("--before", type=Path, help="kernels/ of another checkout, in turn with these")
     parser.add_argument("--l2", action="store_true", help="one thread, and weights that fit L2")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     shape = (256, 2048) if options.l2 else tuple(options.shape)
     bench = Bench(shape, options.m, options.isa, options.dtype, one=options.l2)
-    found = timed(bench.arms(options.formats, few=options.few), options.rounds * (15 if options.l2 else 1))
+    found = timed(
+        bench.arms(options.formats, few=options.few, before=options.before), options.rounds * (15 if options.l2 else 1)
+    )
     for row in found.values():
         row["gflops"] = 2 * options.m * shape[0] * shape[1] / row["us"] / 1e3
     if options.json:
@@ -81,22 +86,24 @@ class Bench:
         self.cold_bytes = COLD_OVER_LLC * last_level_bytes(take("cpu"))  # of all arms
         self.threads = 1 if one else torch.get_num_threads()
 
-    def arms(self, formats: Sequence[str], *, few: bool) -> Arms:
-        """Return the calls of each arm; bf16 is the first."""
+    def arms(self, formats: Sequence[str], *, few: bool, before: Path | None = None) -> Arms:
+        """Return the calls of each arm; bf16 is the first. `before`: a folder with other kernels for codes."""
         source = "gemv" if by_dots(self.m) else "gemm"
-        self.cold_bytes //= 1 + len(formats)
+        self.cold_bytes //= 1 + len(formats) * (2 if before else 1)
         plain = self.entry(source)
         found: Arms = {"bf16": self.arm(self.plain, lambda w: plain(self.x, w, None, None, self.y, *self.settings()))}
         for name in formats:
             w = quantise(self.plain.to(DTYPE[self.dtype]), name)
             assert isinstance(w, Weight)
             found[name] = self.coded(f"{source}_coded", w)
+            if before:
+                found[f"{name} before"] = self.coded(f"{source}_coded", w, before)
             if few and source == "gemm":
                 found[f"{name} gemv"] = self.coded("gemv_coded", w)
         return found
 
-    def coded(self, source: str, w: Weight) -> Arm:
-        run = self.entry(source, *code_flags(w.format, dtype=self.dtype), dtype=self.dtype)
+    def coded(self, source: str, w: Weight, kernels: Path = Path()) -> Arm:
+        run = self.entry(source, *code_flags(w.format, dtype=self.dtype), dtype=self.dtype, kernels=kernels)
         given = self.settings(w.format.name, few=source == "gemv_coded")
         x, y = (t.to(DTYPE[self.dtype]) for t in (self.x, self.y))
         return self.arm(w, lambda q: run(x, q.codes, q.scales, None, None, y, *given))
@@ -113,8 +120,9 @@ class Bench:
         given = (linear.gemm if format_ == PLAIN else linear.gemm_coded)(w, self.facts)
         return self.threads, *(int(given[name]) for name in names)
 
-    def entry(self, source: str, *flags: str, dtype: DTypeName = "bf16") -> Callable[..., Any]:
-        built = compile_source(f"cpu/{source}.cpp", (*ISA_FLAGS[self.isa], f"-DAUTOSEL_{dtype.upper()}", *flags))
+    def entry(self, source: str, *flags: str, dtype: DTypeName = "bf16", kernels: Path = Path()) -> Callable[..., Any]:
+        file = str(kernels.absolute() / "cpu" / f"{source}.cpp") if kernels.name else f"cpu/{source}.cpp"
+        built = compile_source(file, (*ISA_FLAGS[self.isa], f"-DAUTOSEL_{dtype.upper()}", *flags))
         return load_entry(built.digest, source)
 
     def arm(self, w: Any, run: Callable[[Any], Any]) -> Arm:

@@ -27,7 +27,7 @@
 //   AVX-512   vpermps takes the 4 lowest bits of each lane as an index into a table of 16 floats: a shift and a lookup
 //   AVX2      vpshufb runs on a port that products do not need. Nibbles: the lower and the upper bytes of the bf16 of 32
 //             codes from two tables, interleaved, and each half word shifted or masked: 19 operations for 64 weights
-//             where there were 25. Interleaving changes which lane of its 128 bits, which are one group or part of one,
+//             where there were 24. Interleaving changes which lane of its 128 bits, which are one group or part of one,
 //             a code is in: `dots_place`. Fours, two of whose lanes may differ in scale, and Nibbles for many rows:
 //             vpshufb moves each byte to a lane and clears the rest; that has no sign, so Symmetric keeps the shifts
 // Before and after, in turn, one core of Emerald Rapids, 256 x 2048 from L2:
