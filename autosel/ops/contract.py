@@ -193,13 +193,17 @@ class Op(ABC):
         return self.judge(inputs)(got, baseline)
 
     def judge(self, inputs: Inputs) -> Judge:
-        """Return the judge of results for these inputs, after computing once what only depends on them.
-
-        Ops with index-valued outputs override this (ties, supports).
-        """
+        """Return the judge of results for these inputs, after computing once what only depends on them."""
+        own = self.own_judge(inputs)
+        if own is not None:
+            return own
         reference = self.reference(inputs)
         bound = self.bound(inputs, reference)
         return lambda got, baseline=None: compare(got, reference, bound, baseline)
+
+    def own_judge(self, inputs: Inputs) -> Judge | None:
+        """Return the judge of results that no bound of elements can judge (ties, supports, copies), else None."""
+        return None
 
     @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:

@@ -11,16 +11,14 @@ from autosel.ops.contract import Inputs, Match, Mismatch, Op
 
 
 class Expected:
-    """Reference and bound of the current inputs. `own` is True for an op with its own `judge`, without a bound."""
+    """Reference and bound of the current inputs, or without a bound `own`, the judge that the op has for them."""
 
     def __init__(self, op: Op, inputs: Inputs) -> None:
-        self.own = type(op).judge is not Op.judge
-        if self.own:
-            self._judge = op.judge(inputs)
-        else:
+        self.own = op.own_judge(inputs)
+        if self.own is None:
             self.reference = op.reference(inputs)
             self.bound = op.bound(inputs, self.reference)
 
     def judge(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
         """Judge a result as `Op.verify` does."""
-        return self._judge(got, baseline) if self.own else compare(got, self.reference, self.bound, baseline)
+        return self.own(got, baseline) if self.own else compare(got, self.reference, self.bound, baseline)

@@ -282,7 +282,7 @@ class KvAppend(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(r) for r in reference)  # a copy
 
-    def judge(self, inputs: Inputs) -> Judge:
+    def own_judge(self, inputs: Inputs) -> Judge:
         """Compare bit for bit: the sign of a zero and the bits of a NaN are copied too."""
         appended = [_appended(inputs, new, name) for new, name in zip(("k", "v"), self.output_names, strict=True)]
 

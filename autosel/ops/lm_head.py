@@ -131,9 +131,9 @@ class LmHead(Op):
         dtype = DTYPE_NAME[inputs["x"].dtype]
         return (stored(reference[0], product_error(inputs["x"], inputs["w"], dtype), dtype),)
 
-    def judge(self, inputs: Inputs) -> Judge:
+    def own_judge(self, inputs: Inputs) -> Judge | None:
         if not inputs["greedy"]:
-            return super().judge(inputs)
+            return None
         x, w = inputs["x"], inputs["w"]
         logits, largest_row = _shortlist_by(x, w)
         return row_by_row(lambda m, token: _judge(x[m], w, logits[m], token, largest_row))

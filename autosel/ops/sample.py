@@ -225,7 +225,7 @@ class Sample(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (torch.zeros_like(reference[0], dtype=torch.float64),)
 
-    def judge(self, inputs: Inputs) -> Judge:
+    def own_judge(self, inputs: Inputs) -> Judge:
         row = cache(partial(_Row.of, inputs))
         return row_by_row(lambda b, token: row(b).judge(token))
 

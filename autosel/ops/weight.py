@@ -147,6 +147,15 @@ class Weight(Stored):
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
         return tuple(self.rows(slice(a, b)) for a, b in pairwise(ends))
 
+    def may_flush(self, dtype: str) -> bool:
+        """Return False if no weight, rounded to `dtype`, and no scale in fp32 is subnormal. It looks at scales alone:
+        without offsets the smallest weight but 0 is a scale times the smallest positive code.
+        """
+        if self.format.offsets:
+            return True
+        sizes, least = self.groups()[0].abs(), min(CODES[self.format.code].least, 1.0)
+        return not bool(((sizes * least >= max(TINY_NORMAL[dtype], TINY_NORMAL["fp32"])) | (sizes == 0)).all())
+
     @property
     def flushable(self) -> Tensor:
         """Return |w| in float64 where the scale is subnormal in fp32, 0 elsewhere."""
@@ -301,32 +310,37 @@ def _product_error(x: Tensor, w: Matrix, w64: Tensor, dtype: str, apart: float, 
     else:
         error = matmul_error(x, w.terms(w64) if w.format.offsets else w64)
         apart, together = math.hypot(apart, LAMBDA * UNIT[dtype] / 2), together + UNIT[dtype]
-    if apart or together:
-        x64 = x.double()
-        squares = apart**2 * (x64.square() @ w64.square().T)
-        if isinstance(w, Weight) and w.format.group:
-            squares = squares + (LAMBDA * UNIT[dtype] / 2) ** 2 * _of_groups(x64, w64, w.format.group)
-        error = error + squares.sqrt() + together * (x64 @ w64.T).abs()
-    return error if isinstance(w, Tensor) else error + _format_error(x, w, w64, error, dtype)
+    if not apart and not together:
+        return error
+    x64 = x.double()
+    y = (x64 @ w64.T).abs()
+    squares = apart**2 * (x64.square() @ w64.square().T)
+    if isinstance(w, Weight) and w.format.group:
+        squares = squares + (LAMBDA * UNIT[dtype] / 2) ** 2 * _of_groups(x64, w64, w.format.group)
+    error = error + squares.sqrt() + together * y
+    return error if isinstance(w, Tensor) else error + _format_error(x64, w, w64, y, error, dtype)
 
 
 def _of_groups(x: Tensor, w: Tensor, group: int) -> Tensor:
     """Return the sum over groups of the squared products with positive weights, and with negative ones [M, N]."""
     x, w = x.nan_to_num(0.0, 0.0, 0.0), w.nan_to_num(0.0, 0.0, 0.0)  # a product with others has no bound
-    made = torch.zeros(x.shape[0], w.shape[0], dtype=torch.float64, device=x.device)
-    for some, weights in zip(x.split(group, 1), w.split(group, 1), strict=True):
-        made += (some @ weights.clamp_min(0.0).T).square_() + (some @ weights.clamp_max(0.0).T).square_()
-    return made
+    if filling := -w.shape[1] % group:
+        x, w = torch.nn.functional.pad(x, (0, filling)), torch.nn.functional.pad(w, (0, filling))
+    some, weights = x.unflatten(1, (-1, group)).permute(1, 2, 0), w.unflatten(1, (-1, group)).transpose(0, 1)
+    positive = weights.clamp_min(0.0) @ some  # [groups, N, M]
+    negative = weights @ some - positive
+    squares: Tensor = (positive.square_() + negative.square_()).sum(0).T
+    return squares
 
 
-def _format_error(x: Tensor, w: Weight, w64: Tensor, error: Tensor, dtype: str) -> Tensor:
+def _format_error(x: Tensor, w: Weight, w64: Tensor, y: Tensor, error: Tensor, dtype: str) -> Tensor:
     """Return the error of a format: weights and scales flushed to zero, a row's product stored before scaling, the
-    scaling.
+    scaling. x is in float64, y is |x @ w^T|.
     """
-    small = torch.where(w64.abs() < TINY_NORMAL[dtype], w64.abs(), 0.0)
-    flushed = x.double().abs() @ torch.maximum(small, w.flushable).T
-    y = (x.double() @ w64.T).abs()
-    added = flushed + U32 * y + TINY_NORMAL["fp32"]
+    added = U32 * y + TINY_NORMAL["fp32"]
+    if w.may_flush(dtype):
+        small = torch.where(w64.abs() < TINY_NORMAL[dtype], w64.abs(), 0.0)
+        added = added + x.abs() @ torch.maximum(small, w.flushable).T
     if w.format.group:
         return added
     return added + UNIT[dtype] * (y + error) + TINY_NORMAL[dtype] * w.groups()[0].flatten().abs()

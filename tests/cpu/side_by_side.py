@@ -17,8 +17,9 @@ def mismatches(
 ) -> Iterator[tuple[str, Mismatch]]:
     """Run each build on the case and yield those whose results break the op's contract."""
     inputs = made.make(seed)
-    judge = op.judge(inputs)
-    spare = [inputs] if type(op).judge is Op.judge else []  # that judge has its reference, and reads them no more
+    own = op.own_judge(inputs)
+    judge = own or op.judge(inputs)
+    spare = [] if own else [inputs]  # a bound has its reference, and reads them no more
     for name, run in runs.items():
         found = judge(run(spare.pop() if spare else made.make(seed)), baseline)
         if isinstance(found, Mismatch):

@@ -93,6 +93,16 @@ def test_memory_limits_only_calls_that_three_caches_of_other_data_separate(
     operands.close()
 
 
+@pytest.mark.parametrize(("traits", "outputs"), [({}, 1), ({"greedy": 1}, 0)], ids=["logits", "tokens"])
+def test_results_that_a_bound_can_judge_are_compared_with_the_baselines_by_it(
+    traits: dict[str, int], outputs: int
+) -> None:
+    """Logits have a bound, so that only those far from the baseline's need a check in float64; tokens have none."""
+    operands = SharedOperands(OPS["lm_head"].workload("bf16", {"M": 1, "V": 640, "d": 64}, **traits), 1, 1 << 20)
+    assert len(operands.largest_bounds(seed=1)) == outputs
+    operands.close()
+
+
 def test_prepared_weights_count_as_memory_of_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("autosel.tuning.contend._refuse", lambda need, *_: asked.append(need))

@@ -18,6 +18,7 @@ from autosel.ops import OPS, eager_stored, weight
 from autosel.ops.codes import CODES
 from autosel.ops.contract import Judge, Match, Mismatch, Op
 from autosel.ops.draw import Draw
+from autosel.ops.dtypes import TINY_NORMAL
 from autosel.ops.weight import Weight, exact, quantise, split
 from autosel.values import DTypeName, Workload
 from tests.drawn import share
@@ -307,6 +308,30 @@ def test_the_nearest_fp32_matrix_is_the_exact_one_rounded_once(name: str, dtype:
     for made in OPS["linear"].cases(OPS["linear"].workload(dtype, OF["linear"], weight=name)):
         w = made.make(7)["w"]
         assert torch.equal(w.dequantised(torch.float32).nan_to_num(1.5), w.exact().float().nan_to_num(1.5)), made.name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_that_may_not_flush_has_no_subnormal_weight_or_scale(name: str, dtype: DTypeName) -> None:
+    certain = set()
+    for made in OPS["linear"].cases(OPS["linear"].workload(dtype, OF["linear"], weight=name)):
+        w = made.make(7)["w"]
+        sizes = w.exact().abs()
+        subnormal = bool(((sizes > 0) & (sizes < TINY_NORMAL[dtype])).any() or w.flushable.any())
+        assert w.may_flush(dtype) or not subnormal, made.name
+        certain.add(not w.may_flush(dtype))
+    assert certain == ({False} if WEIGHT_FORMATS[name].offsets else {False, True})  # both kinds were met
+
+
+@pytest.mark.parametrize("k", [256, 300])
+def test_squares_of_groups_are_those_of_products_with_weights_of_one_sign(k: int) -> None:
+    draw = torch.Generator().manual_seed(k)
+    x, w = (torch.randn(rows, k, generator=draw, dtype=torch.float64) for rows in (3, 8))
+    w[1, 2], x[2, 0] = torch.inf, torch.nan
+    want = torch.zeros(3, 8, dtype=torch.float64)
+    for some, weights in zip(x.nan_to_num(0).split(128, 1), w.nan_to_num(0, 0, 0).split(128, 1), strict=True):
+        want += (some @ weights.clamp_min(0).T) ** 2 + (some @ weights.clamp_max(0).T) ** 2
+    torch.testing.assert_close(weight._of_groups(x, w, 128), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)
