@@ -16,15 +16,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings as property_settings
 
-from tests import drawn, homes  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
-from tests.preforked import Nursery
+from tests import drawn, halves, homes  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
+
+if TYPE_CHECKING:
+    from autosel.workers.nursery import Nursery
 
 # Tests have no deadlines; in CI the examples are the same in each run.
 property_settings.register_profile(
@@ -89,10 +92,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse test names that contain an address, because pytest-xdist's processes must collect the same names."""
+    """Refuse test names that contain an address, because pytest-xdist's processes must collect the same names; skip the
+    files of the other half's day."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
         raise pytest.UsageError(f"a name with an address in it: give the parameter an id: {addressed[0]}")
+    halves.skip_resting(items)
 
 
 def pytest_collection_finish() -> None:
@@ -150,19 +155,24 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Return the process of this pytest worker from which workers are forked."""
-    made = Nursery()
-    yield made
-    made.close()
+    """Return the nursery of this pytest worker."""
+    from autosel.workers.nursery import Nursery
+
+    with Nursery("torch", "autosel.ops", "autosel.candidates.load") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def preforked(nursery: Nursery) -> Iterator[Nursery]:
-    """Fork the workers of a file of tests from a process that has imported torch: see tests/preforked.py."""
+    """Fork all workers of a file of tests from one nursery, those of races too, for tests that do not test how a worker
+    starts."""
+    from autosel.tuning import complete, prove, renew
     from autosel.workers import process
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "start_guardian", nursery.start_guardian)
+        for module in (complete, prove, renew):
+            patch.setattr(module, "nursery", nullcontext)
         yield nursery
 
 

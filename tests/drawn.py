@@ -48,5 +48,13 @@ def share(choices: Sequence[Choice], days: int, shift: int = 0) -> list[Choice]:
     return [c for number, c in enumerate(choices) if every or (turn() + number + shift) % days == 0]
 
 
+def half() -> int:
+    """Return 0 or 1: the parity of the ones in the day's number (Thue and Morse). Every share of days has as many of
+    both (Gelfond 1968), so that a half and a share within it meet in all combinations; three equal days never follow
+    each other.
+    """
+    return turn().bit_count() % 2
+
+
 def options() -> str:
     return f"--on-day {day} --seed {seed}"

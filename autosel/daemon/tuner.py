@@ -9,6 +9,7 @@ Decisions are recorded through the daemon, as in any other process: acknowledged
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ STOP_S = 5.0  # time from the request to stop until the process is gone, in any 
 
 
 def main() -> int:
+    gc.set_threshold(100_000)  # as in cli.main
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background parent may have made the child ignore it
     voice = Voice(_own_stdout())

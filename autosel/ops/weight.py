@@ -40,6 +40,7 @@ from autosel.formats import Part, WeightFormat
 from autosel.ops.codes import CODES, TORCH_DTYPE, Code
 from autosel.ops.draw import Draw
 from autosel.ops.dtypes import DTYPE, TINY_NORMAL, U32, UNIT
+from autosel.ops.one_thread import each
 from autosel.ops.rounding import LAMBDA, matmul_error
 from autosel.ops.scales import SCALES
 from autosel.ops.stored import Stored
@@ -301,7 +302,7 @@ def _by_rows(w: Matrix, made: Callable[[Matrix], Tensor]) -> Tensor:
     rows = max(1, BLOCK // max(1, w.shape[1]))
     if rows >= w.shape[0]:
         return made(w)
-    return torch.cat([made(rows_of(w, slice(at, at + rows))) for at in range(0, w.shape[0], rows)], -1)
+    return torch.cat(each(made, (rows_of(w, slice(at, at + rows)) for at in range(0, w.shape[0], rows))), -1)
 
 
 def _product_error(x: Tensor, w: Matrix, w64: Tensor, dtype: str, apart: float, together: float) -> Tensor:

@@ -33,6 +33,7 @@ from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
 from autosel.parity.truth import Truths
 from autosel.values import Accepted, Failed, Fingerprint, Parity, Passed, Workload
 from autosel.workers import Exit, RaisedError
+from autosel.workers.nursery import Nursery
 
 INPUTS = secrets.token_hex(8)  # one per process: all candidates of a tune get the same inputs, and none can know them
 EVERY_PAIR = range(1 << 20)
@@ -76,30 +77,40 @@ def check(
     return check_all([proof], fp=fp, terms=Terms(inputs=inputs, call_deadline_s=call_deadline_s, device=device))[0]
 
 
-def check_all(proofs: Sequence[Proof], *, fp: Fingerprint | None = None, terms: Terms | None = None) -> list[Parity]:
+def check_all(
+    proofs: Sequence[Proof],
+    *,
+    fp: Fingerprint | None = None,
+    terms: Terms | None = None,
+    nursery: Nursery | None = None,
+) -> list[Parity]:
     """Run the proofs of one build in order; return a parity for each. With `fp`, leave out unsupported cases.
+
+    `nursery`: the process that forks their workers.
 
     Raises EnvironmentFault if a worker does not start, or if the control of a failure fails: parity is then unknown.
     """
     terms, threads = terms or Terms(), torch_threads(proofs)
-    with Prover(fp, terms, threads=threads) as prover:
+    with Prover(fp, terms, threads=threads, nursery=nursery) as prover:
         found = [prover.prove(proof) for proof in proofs]
     failed = [proof for proof, parity in zip(proofs, found, strict=True) if unanswered(parity)]
     if failed:
-        require_control(failed, fp, threads=threads, device=terms.device)
+        require_control(failed, fp, threads=threads, device=terms.device, nursery=nursery)
     return [_controlled(parity) for parity in found]
 
 
-def check_rest(proof: Proof, known: Passed, *, fp: Fingerprint | None, terms: Terms) -> Parity:
+def check_rest(
+    proof: Proof, known: Passed, *, fp: Fingerprint | None, terms: Terms, nursery: Nursery | None = None
+) -> Parity:
     """Run the rows `terms.pairs` of the array, which an earlier proof left out; return that proof with them added.
 
     Raises EnvironmentFault as `check_all` does.
     """
     threads = torch_threads([proof])
-    with Prover(fp, terms, threads=threads) as prover:
+    with Prover(fp, terms, threads=threads, nursery=nursery) as prover:
         found = prover.rest(proof)
     if unanswered(found):
-        require_control([proof], fp, threads=threads, device=terms.device)
+        require_control([proof], fp, threads=threads, device=terms.device, nursery=nursery)
     if isinstance(found, Failed):
         return _controlled(found)
     better, cases = known.worst > found.worst, known.cases + found.cases
@@ -145,10 +156,12 @@ class Prover:
     Outcomes of steps with the same knobs are reused.
     """
 
-    def __init__(self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0) -> None:
-        """`threads`: number of PyTorch's threads in the worker; 0: its default."""
-        self.fp, self.terms, self.threads = fp, terms, threads
-        self.session: Session | None = Session(terms.call_deadline_s, threads, terms.device)
+    def __init__(
+        self, fp: Fingerprint | None, terms: Terms, *, threads: int = 0, nursery: Nursery | None = None
+    ) -> None:
+        """`threads`: number of PyTorch's threads in the worker; 0: its default. `nursery`: what forks it."""
+        self.fp, self.terms, self.threads, self.nursery = fp, terms, threads, nursery
+        self.session: Session | None = self._new_session()
         self.known: dict[tuple[str, str], Tally | RefusedError] = {}
         self._pairs: dict[tuple[str, Workload], list[Case]] = {}
 
@@ -217,8 +230,11 @@ class Prover:
 
     def _started(self) -> Session:
         if self.session is None:
-            self.session = Session(self.terms.call_deadline_s, self.threads, self.terms.device)
+            self.session = self._new_session()
         return self.session
+
+    def _new_session(self) -> Session:
+        return Session(self.terms.call_deadline_s, self.threads, self.terms.device, self.nursery)
 
     def _take(self, session: Session, proof: Proof, steps: Sequence[Step], tally: Tally) -> None:
         for step in steps:

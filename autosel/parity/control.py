@@ -22,6 +22,7 @@ from autosel.parity.session import CALL_S, PROOF_S, Proof, RefusedError, Session
 from autosel.parity.stage import place
 from autosel.values import Failed, Fingerprint, NativeRecipe, Parity, PythonRecipe, Recipe, Workload
 from autosel.workers.environment import control_fault
+from autosel.workers.nursery import Nursery
 
 UNANSWERED = ("raised", "crash", "timeout")
 
@@ -31,9 +32,12 @@ def unanswered(parity: Parity) -> bool:
     return isinstance(parity, Failed) and parity.check in UNANSWERED
 
 
-def require_control(failed: Sequence[Proof], fp: Fingerprint | None, *, threads: int, device: str) -> None:
-    """Call the controls of failed proofs in a new worker. Raises EnvironmentFault if one of them gives no answer."""
-    with _session(threads, device) as session:
+def require_control(
+    failed: Sequence[Proof], fp: Fingerprint | None, *, threads: int, device: str, nursery: Nursery | None
+) -> None:
+    """Call the controls of failed proofs in a new worker, made as theirs was. Raises EnvironmentFault if one of them
+    gives no answer."""
+    with _session(threads, device, nursery) as session:
         for op in dict.fromkeys(proof.candidate.op for proof in failed):
             of_op = [proof for proof in failed if proof.candidate.op == op]
             names = ", ".join(dict.fromkeys(proof.candidate.name for proof in of_op))
@@ -52,8 +56,8 @@ def require_workers(fp: Fingerprint, *, native: bool) -> None:
 
 
 @contextmanager
-def _session(threads: int, device: str) -> Iterator[Session]:
-    session = Session(CALL_S, threads, device)
+def _session(threads: int, device: str, nursery: Nursery | None = None) -> Iterator[Session]:
+    session = Session(CALL_S, threads, device, nursery)
     try:
         session.begin(PROOF_S)
         yield session

@@ -21,6 +21,7 @@ from autosel.parity.stage import Placed
 from autosel.values import Fingerprint, Knobs, NativeRecipe, Recipe, Workload, to_json
 from autosel.workers import Arena, Exit, Worker
 from autosel.workers.arena import Ref
+from autosel.workers.nursery import Nursery
 from autosel.workers.registers import threads_of
 
 T = TypeVar("T")
@@ -87,14 +88,31 @@ class RefusedError(Exception):
         self.check, self.case, self.reason, self.evidence = check, case, reason, evidence
 
 
+def nursery() -> Nursery:
+    """Return a process from which workers for proofs are forked."""
+    return Nursery("autosel.parity.child")
+
+
 class Session:
     """A worker and the requests to it. The worker starts at once, so that it imports while the parent draws inputs."""
 
-    def __init__(self, call_deadline_s: float, threads: int = 0, device: str = devices.HOST) -> None:
-        """Start the worker. `threads`: torch's in the worker; 0 its default. `device`: where candidates run."""
+    def __init__(
+        self,
+        call_deadline_s: float,
+        threads: int = 0,
+        device: str = devices.HOST,
+        nursery: Nursery | None = None,
+    ) -> None:
+        """Start the worker. `threads`: torch's in the worker; 0 its default. `device`: where candidates run. `nursery`:
+        the process that forks a worker on the CPU."""
         self.call_deadline_s, self.device, self.on_host = call_deadline_s, device, devices.named(device).on_host
         self.until = math.inf  # deadline of the current proof, on the monotonic clock
-        self.worker = Worker("autosel.parity.child:serve", threads=threads, start_deadline_s=START_S)
+        self.worker = Worker(
+            "autosel.parity.child:serve",
+            threads=threads,
+            start_deadline_s=START_S,
+            nursery=nursery if self.on_host else None,
+        )
         self.scratch = (Arena(SCRATCH_BYTES), Arena(SCRATCH_BYTES))
         self.case = "load"  # the worker's current task, for the record of a crash
         self.state: Mapping[str, str] | None = None

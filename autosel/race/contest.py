@@ -14,7 +14,7 @@ from autosel.native.compile import compile_source
 from autosel.ops import find
 from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
 from autosel.ops.expected import Expected
-from autosel.ops.one_thread import one_thread
+from autosel.ops.one_thread import spread
 from autosel.ops.stored import leaves, received, sent, tensors
 from autosel.race.plan import Margin, TimeClass
 from autosel.values import Layout, NativeRecipe, Recipe, Scalar, Workload, from_json, to_json
@@ -166,7 +166,7 @@ class SharedOperands:
 
     def check(self, got: Sequence[Tensor], seed: int) -> Mismatch | None:
         """Judge 16 sampled rows of a result in float64, in this process and not in the candidate's."""
-        with one_thread():
+        with spread():
             rows, expected = self._expected(seed)
             found = expected.judge(rows.pick(got))
             return found if isinstance(found, Mismatch) else None
@@ -175,7 +175,7 @@ class SharedOperands:
         """Return the largest bound of each output's elements in 16 sampled rows; empty for an op with a separate
         judgement.
         """
-        with one_thread():
+        with spread():
             _, expected = self._expected(seed)
             if expected.own:
                 return ()

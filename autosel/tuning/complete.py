@@ -14,8 +14,10 @@ from autosel.ledger.commands import Hold, SaveParity
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_rest
+from autosel.parity.session import nursery
 from autosel.tuning.job import Stages
 from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
+from autosel.workers.nursery import Nursery
 
 AT_ONCE = 8  # decisions in one run; then a tune may use the device
 
@@ -34,11 +36,11 @@ def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "
 
     Raises LedgerError if another process measures on the device.
     """
-    with ledger.lock(fp.hw_id, fingerprint.unit(device)):
+    with ledger.lock(fp.hw_id, fingerprint.unit(device)), nursery() as workers:
         left = ledger.incomplete(fp.hw_id, current_mode())[:AT_ONCE]
         for done, (decision, known) in enumerate(left):
             stages.stage("parity", f"completing the proof of {decision.arm.candidate}", done, len(left))
-            found = _rest(ledger, fp, decision, known, device)
+            found = _rest(ledger, fp, decision, known, device, workers)
             ledger.write(SaveParity(hw_id=fp.hw_id, workload=decision.workload, arm=decision.arm, parity=found))
             reason = ""
             if isinstance(found, Failed):
@@ -47,12 +49,14 @@ def complete(ledger: Ledger, fp: Fingerprint, stages: Stages, *, device: str = "
             yield Completion(decision=decision, rows=known.pairs_of - known.pairs, reason=reason)
 
 
-def _rest(ledger: Ledger, fp: Fingerprint, d: Decision, known: Passed, device: str) -> Passed | Failed:
+def _rest(
+    ledger: Ledger, fp: Fingerprint, d: Decision, known: Passed, device: str, workers: Nursery
+) -> Passed | Failed:
     terms = Terms(inputs=known.inputs, pairs=range(known.pairs, known.pairs_of), device=device)
     if d.arm.backend == "TORCH":
-        return check_rest(_proof(d), known, fp=fp, terms=terms)
+        return check_rest(_proof(d), known, fp=fp, terms=terms, nursery=workers)
     with ledger.trial(fp.hw_id, d.op, d.arm):
-        return check_rest(_proof(d), known, fp=fp, terms=terms)
+        return check_rest(_proof(d), known, fp=fp, terms=terms, nursery=workers)
 
 
 def _proof(d: Decision) -> Proof:

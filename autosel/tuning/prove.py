@@ -12,10 +12,12 @@ from autosel.ledger.commands import SaveParity
 from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.parity.control import unanswered
+from autosel.parity.session import nursery
 from autosel.tuning.builds import Builds
 from autosel.tuning.job import Buildable, Job, Tuning
 from autosel.tuning.pool import pool
 from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
+from autosel.workers.nursery import Nursery
 
 FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
 AT_ONCE = 2  # proofs at once; they may share cores, because they are not timed
@@ -37,8 +39,12 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     recipes = (members[0][1].recipe for members in groups)
     native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
     native += spot.builds((job.workload for job in jobs), tuning.fp)  # last, because no proof waits for them
-    with Builds(native, over=lambda: tuning.over) as builds, pool(AT_ONCE) as executor:
-        futures = {executor.submit(_prepare, tuning, builds, members): members for members in groups}
+    with (
+        nursery() as workers,
+        Builds(native, over=lambda: tuning.over) as builds,
+        pool(AT_ONCE) as executor,
+    ):
+        futures = {executor.submit(_prepare, tuning, builds, workers, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):
             members = futures[future]
             try:
@@ -89,7 +95,7 @@ def process_of(way: Buildable) -> str:
     return way.build_digest
 
 
-def _prepare(tuning: Tuning, builds: Builds, members: Sequence[JobBuild]) -> list[Parity]:
+def _prepare(tuning: Tuning, builds: Builds, workers: Nursery, members: Sequence[JobBuild]) -> list[Parity]:
     """Compile the group's recipe, then run the proofs that the ledger does not have; return all parities.
 
     Return [] if the time was over before the proofs started. Raises BuildError.
@@ -106,7 +112,7 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[JobBuild]) -> lis
     if missing and tuning.clock() > tuning.deadline:  # a compiler may have used up the time
         return []
     tuning.tally.stage("parity", way.candidate.name, 0, 0)
-    found = iter(_on_trial(tuning, missing) if missing else [])
+    found = iter(_on_trial(tuning, workers, missing) if missing else [])
     for index, (job, way) in enumerate(members):
         if known[index] is None:
             known[index] = parity = next(found)
@@ -114,7 +120,7 @@ def _prepare(tuning: Tuning, builds: Builds, members: Sequence[JobBuild]) -> lis
     return [parity for parity in known if parity is not None]
 
 
-def _on_trial(tuning: Tuning, members: Sequence[JobBuild]) -> list[Parity]:
+def _on_trial(tuning: Tuning, workers: Nursery, members: Sequence[JobBuild]) -> list[Parity]:
     """Run the proofs of one build, recorded as a trial in case this process or the machine crashes.
 
     PyTorch's ways are not recorded: the baseline is one of them and is never quarantined.
@@ -124,9 +130,9 @@ def _on_trial(tuning: Tuning, members: Sequence[JobBuild]) -> list[Parity]:
     request = tuning.request
     terms = Terms(call_deadline_s=request.call_deadline_s, device=request.device, pairs=FIRST_PAIRS)
     if way.arm.backend == "TORCH":
-        return check_all(proofs, fp=tuning.fp, terms=terms)
+        return check_all(proofs, fp=tuning.fp, terms=terms, nursery=workers)
     with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
-        return check_all(proofs, fp=tuning.fp, terms=terms)
+        return check_all(proofs, fp=tuning.fp, terms=terms, nursery=workers)
 
 
 def _known(tuning: Tuning, job: Job, way: Buildable) -> Parity | None:

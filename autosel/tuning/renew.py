@@ -17,9 +17,11 @@ from autosel.ledger.commands import Renew
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
 from autosel.parity.check import Proof, Terms, check_all
+from autosel.parity.session import nursery
 from autosel.tuning.job import Stages, Tuning
 from autosel.tuning.shortlist import way_of
 from autosel.values import SERVING, WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
+from autosel.workers.nursery import Nursery
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +78,12 @@ def renew(
             continue
         groups.setdefault(old.arm.build or old.arm.backend, []).append(old)
     done = 0
-    for group in groups.values():
-        stages.stage("parity", f"proving {group[0].arm.candidate} again", done, len(stale))
-        for old, parity in zip(group, _proofs(ledger, fp, group, device), strict=True):
-            done += 1
-            yield _renewal(ledger, old, parity)
+    with nursery() as workers:
+        for group in groups.values():
+            stages.stage("parity", f"proving {group[0].arm.candidate} again", done, len(stale))
+            for old, parity in zip(group, _proofs(ledger, fp, group, device, workers), strict=True):
+                done += 1
+                yield _renewal(ledger, old, parity)
 
 
 def serve_meanwhile(tuning: Tuning) -> None:
@@ -116,13 +119,13 @@ def _change(d: Decision) -> str:
     return validity.staleness(d).partition(" is stale: ")[2]
 
 
-def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str) -> list[Parity]:
+def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str, workers: Nursery) -> list[Parity]:
     proofs = [_proof(old) for old in group]
     first, terms = group[0], Terms(device=device)
     if first.arm.backend == "TORCH":  # like the baseline, never quarantined, so not recorded as a trial
-        return check_all(proofs, fp=fp, terms=terms)
+        return check_all(proofs, fp=fp, terms=terms, nursery=workers)
     with ledger.trial(fp.hw_id, first.decision.op, first.arm):
-        return check_all(proofs, fp=fp, terms=terms)
+        return check_all(proofs, fp=fp, terms=terms, nursery=workers)
 
 
 def _proof(old: _Old) -> Proof:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import gc
 import os
 import socket
 import sys
@@ -43,12 +44,15 @@ def main(entry: str, control_fd: int, threads: int) -> None:
 
 
 def _load(entry: str, threads: int) -> Serve:
+    gc.disable()  # a tenth of the imports' time: what they make stays
     if threads:
         import torch
 
         torch.set_num_threads(threads)
     module, _, name = entry.partition(":")
     found: Serve = getattr(import_module(module), name)
+    gc.freeze()
+    gc.enable()
     return found
 
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,8 +66,8 @@ class OutputStream:
 
 
 class Guardian:
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, config: dict[str, Any], become: Callable[[str, list[str]], NoReturn]) -> None:
+        self.config, self.become = config, become
         self.life = socket.socket(fileno=config["life_fd"])
         self.parent = os.getppid()
         self.out, self.err = OutputStream(), OutputStream()
@@ -112,7 +113,7 @@ class Guardian:
             os.sched_setaffinity(0, self.config["cpus"])
         os.chdir(self.config["folder"])
         argv = self.config["argv"]
-        os.execv(argv[0], argv)  # noqa: S606 (our own interpreter)
+        self.become(argv[0], argv)
 
     # --- watch ------------------------------------------------------------------------------------------------------
 
@@ -259,13 +260,14 @@ def read(path: Path) -> str:
         return ""
 
 
-def main() -> None:
+def guard(config: dict[str, Any], become: Callable[[str, list[str]], NoReturn]) -> None:
+    """Start the worker, watch it, and end it. `become` makes its process the interpreter of a command line."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    guardian = Guardian(json.loads(sys.argv[1]))
+    guardian = Guardian(config, become)
     guardian.say({"pid": guardian.pid})
     guardian.say(guardian.end(guardian.watch()))
     guardian.linger()
 
 
 if __name__ == "__main__":
-    main()
+    guard(json.loads(sys.argv[1]), os.execv)

@@ -3,10 +3,11 @@
     with Worker("autosel.parity.child:serve") as worker:
         reply = worker.request({"do": "call", ...}, deadline_s=10)
 
-A worker is a fresh interpreter below a guardian (guardian.py), in its own session, with an allow-listed environment and
-a private folder. Its code may crash, hang, fork, flood its output or send half a reply. `request` returns the complete
-reply by the deadline; otherwise it raises WorkerError with the cause, and nothing of the worker is left. A worker that
-does not start has not run any candidate's code yet: that raises EnvironmentFault.
+A worker is a new interpreter, or a fork of a process that has imported torch (nursery.py), below a guardian
+(guardian.py), in its own session, with an allow-listed environment and a private folder. Its code may crash, hang,
+fork, flood its output or send half a reply. `request` returns the complete reply by the deadline; otherwise it raises
+WorkerError with the cause, and nothing of the worker is left. A worker that does not start has not run any candidate's
+code yet: that raises EnvironmentFault.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from autosel import settings
 from autosel.errors import AutoselError, WorkerError
@@ -47,6 +48,22 @@ UNUSABLE = (
     "uncorrectable ecc error",
 )  # fmt: skip
 NOBODYS_FAULT = (*OUT_OF_MEMORY, *BUSY, *UNUSABLE)
+
+
+class Handle(Protocol):
+    """A guardian's process."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> object: ...
+
+
+class Starter(Protocol):
+    """What starts a guardian: this module, or a nursery."""
+
+    def start_guardian(
+        self, config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]
+    ) -> Handle: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +130,10 @@ class Worker:
         threads: int = 0,
         paths: Sequence[str] = (),
         start_deadline_s: float = START_S,
+        nursery: Starter | None = None,
     ) -> None:
         """`cpus`: affinity; `threads`: torch's number of threads, 0 for its default; `paths`: folders put first on the
-        child's sys.path.
+        child's sys.path; `nursery`: the process that forks it, instead of a new interpreter.
 
         Raises EnvironmentFault if no process can be created.
         """
@@ -123,12 +141,12 @@ class Worker:
         self._ready, self._next_id = False, 1
         self._start_until = time.monotonic() + start_deadline_s
         try:
-            self._spawn(_config(limits or Limits(), cpus), threads, paths)
+            self._spawn(_config(limits or Limits(), cpus), threads, paths, nursery)
         except OSError as error:  # no room for its folder, no descriptor or process left, no interpreter
             raise start_fault(entry, AutoselError(f"it cannot be created: {error}")) from error
         self.pid = self._first_word()
 
-    def _spawn(self, config: Mapping[str, Any], threads: int, paths: Sequence[str]) -> None:
+    def _spawn(self, config: Mapping[str, Any], threads: int, paths: Sequence[str], nursery: Starter | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -137,7 +155,9 @@ class Worker:
             child = ["-m", "autosel.workers.child", self.entry, str(control.fileno()), str(threads)]
             places = {"folder": str(self.folder), "control_fd": control.fileno(), "life_fd": life.fileno()}
             told = {**config, **places, "argv": [sys.executable, "-P", *child]}
-            self._guardian = start_guardian(told, _environment(paths, self.folder), (control.fileno(), life.fileno()))
+            environment = environment_of(paths) | {"TMPDIR": str(self.folder)}
+            start = start_guardian if nursery is None else nursery.start_guardian
+            self._guardian: Handle = start(told, environment, (control.fileno(), life.fileno()))
             undo.pop_all()
             control.close()
             life.close()
@@ -358,12 +378,12 @@ def _config(limits: Limits, cpus: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _environment(paths: Sequence[str], folder: Path) -> dict[str, str]:
+def environment_of(paths: Sequence[str]) -> dict[str, str]:
+    """Return a worker's environment, with these folders first on its path."""
     environment = settings.passed_to_workers()
     package = str(Path(__file__).resolve().parents[2])
     inherited = [str(Path(p).absolute()) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, package, *inherited])
-    environment["TMPDIR"] = str(folder)
     return environment
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autosel.client import Client, socket_path
+from tests.homes import lend_rates
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S = 60.0  # a machine that takes longer to start Python is broken
@@ -54,6 +55,7 @@ def cli(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def start(home: Path, *words: str) -> Daemon:
     """Start the daemon; return when it has sent its ready message over NOTIFY_SOCKET, as to systemd."""
+    lend_rates(home)
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"{folder}/notify")
         manager.settimeout(READY_S)

@@ -1,6 +1,7 @@
 """Provide worker entries that fail in a requested way."""
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -25,6 +26,16 @@ def _none(request, arenas):
         "folder": os.getcwd(),
         "files": sorted(os.listdir("/proc/self/fd")),
     }
+
+
+def _imported(request, arenas):
+    before = request["name"] in sys.modules
+    importlib.import_module(request["name"])
+    return {"before": before}
+
+
+def _wait(request, arenas):
+    _wait_for_ever()
 
 
 def _native(request, arenas):

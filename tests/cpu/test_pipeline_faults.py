@@ -21,8 +21,9 @@ from autosel.parity.check import Prover, Terms
 from autosel.pipeline import Rejection, Report, Request, tune
 from autosel.tuning.shortlist import way_of
 from autosel.values import Decision, Failed
+from autosel.workers.nursery import Nursery
 from tests.cpu.planting import built, proof
-from tests.preforked import Nursery
+from tests.processes import below
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -147,7 +148,7 @@ def test_the_good_candidate_is_promoted_despite_the_faulty_ones(tuned: Tuned) ->
 
 def test_no_process_is_left_and_the_tuner_is_the_same_process(tuned: Tuned, preforked: Nursery) -> None:
     assert os.getpid() == tuned.pid
-    assert preforked.descendants() == []
+    assert below(preforked) == []
 
 
 def test_an_import_that_hangs_ends_at_the_deadline(preforked: Nursery) -> None:
@@ -155,4 +156,4 @@ def test_an_import_that_hangs_ends_at_the_deadline(preforked: Nursery) -> None:
         found = prover.prove(proof("no_matter", module="hangs_at_import"))
     assert isinstance(found, Failed)
     assert (found.check, found.case, found.evidence["cause"]) == ("timeout", "load", "timeout in request")
-    assert preforked.descendants() == []
+    assert below(preforked) == []

@@ -28,9 +28,11 @@ def library():
     return f"{built('planted')}/libplanted.so"
 
 
-@pytest.fixture
-def worker():
-    with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)]) as started:
+@pytest.fixture(params=["new", "forked"])
+def worker(request, nursery):
+    """Return a worker that is a new interpreter, then one that is forked from a nursery."""
+    forked = {"nursery": nursery} if request.param == "forked" else {}
+    with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)], **forked) as started:
         yield started
     assert survivors(started) == []
 
@@ -43,12 +45,15 @@ def torch_worker():
 
 
 def survivors(worker):
-    """Return processes that still have the worker's private folder in their environment."""
+    """Return processes that still have the worker's private folder in their environment, or work there."""
     mark = f"TMPDIR={worker.folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+            if not entry.name.isdigit():
+                continue
+            inside = str((entry / "cwd").readlink()).removesuffix(" (deleted)") == str(worker.folder)
+            if inside or mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except OSError:  # ended in the meantime
             continue

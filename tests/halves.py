@@ -1,0 +1,55 @@
+"""The dearest files of the tiers `compile` and `flows`, in two halves of about six minutes of CPU time: one half runs
+on a day, and both with --every-target. Their subjects are GPU kernels without a GPU, and other projects' engines.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import drawn
+
+ONE = (
+    "compile/test_emulated_attention.py",
+    "compile/test_emulated_knobs.py",
+    "compile/test_emulated_linear.py",
+    "compile/test_liger.py",
+    "compile/test_oldest_triton.py",
+    "compile/test_ptx_cutlass.py",
+    "compile/test_ptx_probes.py",
+    "compile/test_ptx_races.py",
+    "flows/test_integrations_engines_inductor.py",
+    "flows/test_integrations_engines_sglang.py",
+    "flows/test_integrations_sglang_plugin.py",
+    "flows/test_integrations_vllm_codes.py",
+)
+OTHER = (
+    "compile/test_emulated_cutlass.py",
+    "compile/test_emulated_far.py",
+    "compile/test_emulated_rows.py",
+    "compile/test_emulated_step.py",
+    "compile/test_ptx_device.py",
+    "compile/test_ptx_kernels.py",
+    "compile/test_ptx_machine.py",
+    "compile/test_ptx_triton.py",
+    "compile/test_triton.py",
+    "flows/test_benchmarks_gpu.py",
+    "flows/test_integrations_engines_vllm.py",
+    "flows/test_integrations_flashinfer_apply.py",
+    "flows/test_integrations_vllm_plugin.py",
+)
+TESTS = Path(__file__).parent
+
+
+def rests(file: Path) -> bool:
+    """Return True if it is the other half's day."""
+    name = file.relative_to(TESTS).as_posix() if file.is_relative_to(TESTS) else ""
+    return not drawn.every and name in (OTHER, ONE)[drawn.half()]
+
+
+def skip_resting(items: list[pytest.Item]) -> None:
+    why = pytest.mark.skip(reason="the other half's day (tests/halves.py)")
+    for item in items:
+        if rests(item.path):
+            item.add_marker(why)
