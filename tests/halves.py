@@ -15,6 +15,7 @@ ONE = (
     "compile/test_emulated_knobs.py",
     "compile/test_emulated_linear.py",
     "compile/test_liger.py",
+    "compile/test_machine_code.py",
     "compile/test_oldest_triton.py",
     "compile/test_ptx_cutlass.py",
     "compile/test_ptx_probes.py",

@@ -7,6 +7,7 @@ and receipt.json. It is written under another name and renamed, so that it is ei
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from autosel import files, resources, settings
 from autosel.errors import BuildError, EnvironmentFault
-from autosel.native import cuda, cutlass
+from autosel.native import cuda, cutlass, headers
 
 log = logging.getLogger(__name__)
 
@@ -259,11 +260,27 @@ def find_sources(path: Path) -> list[Path]:
 
 def _compile(source: str, flags: tuple[str, ...], output: Path, deadline_s: float) -> tuple[list[str], str]:
     """Return the command that made `output`, and the compiler's output. Raises BuildError."""
-    command = _command(resources.kernels() / source, flags, output)
-    said = _run(command, source, deadline_s)
+    path = resources.kernels() / source
+    command = _command(path, flags, output)
+    said = _with_headers(command, path, source, deadline_s)
+    if said is None or not output.is_file():
+        said = _run(command, source, deadline_s)
     if not output.is_file():
         raise BuildError(f"{source}: {command[0]} is no compiler", why="it left no library")
     return command, said
+
+
+def _with_headers(command: list[str], path: Path, source: str, deadline_s: float) -> str | None:
+    """Compile with headers that the compiler has read before; None if there are none, or if that fails for any reason:
+    the command alone decides."""
+    compiler = find_compiler()
+    assert compiler is not None
+    found = headers.include(compiler.path, compiler.version, path, command)
+    if not found:
+        return None
+    with contextlib.suppress(BuildError):
+        return _run([*command, *found], source, deadline_s)
+    return None
 
 
 def compiled_lines(source: str, flags: tuple[str, ...]) -> dict[Path, set[int]]:

@@ -26,8 +26,6 @@
 #if defined(AUTOSEL_BF16_DOT) && defined(__x86_64__) && defined(__linux__)
 #define AUTOSEL_AMX 1
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace autosel {

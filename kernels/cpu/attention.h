@@ -10,8 +10,6 @@
 // inside one range is written at once. The parts of a unit in several ranges are merged after the join, in order: the
 // same bits every time.
 #pragma once
-#include <cstdlib>
-
 #include "tensor.h"
 
 #define AUTOSEL_NOINLINE __attribute__((noinline))  // a hot loop has all registers, and a name in a profile

@@ -38,8 +38,6 @@
 // Left out with AVX2: vpermps as a table (two lookups and a blend for 8 weights), and products of integers with x to a
 // common exponent (not exact: a large x hides the others of its group).
 #pragma once
-#include <tuple>
-
 #include "fused.h"
 
 namespace autosel {

@@ -6,7 +6,6 @@
 // knobs   threads (knobs/cpu/attention.py: append): one, unless the copy takes longer than two fork-joins (a prompt of
 //         hundreds).
 // Every slot is checked before the first is written: a refused call leaves the cache unchanged.
-#include <cstring>
 
 #include "tensor.h"
 

@@ -8,7 +8,6 @@
 // Greedy: each thread keeps the best logit of its own columns; threads are compared in the order of columns, so the
 // lowest index wins a tie. Logits are compared after rounding to the dtype, and a NaN beats every number, as in
 // torch.argmax(logits): the token is that of a separate argmax if the logits are equal.
-#include <vector>
 
 #include "best.h"
 #include "fused.h"

@@ -4,7 +4,6 @@
 // bytes   V d (bits / 8 + scale / group) + M d b + (M V b or 8 M)      FLOPs   2 M V d
 // roofline at M=1, V=128256, d=4096, on two cores of Zen 4 reading 37 GB/s: 525 MB is 14 ms in int8.
 // knobs   threads, rows (M <= 8) or k_block, m_block (knobs/cpu/linear.py). As lm_head.cpp, with the weights of coded.h.
-#include <vector>
 
 #include "best.h"
 #include "coded_block.h"

@@ -6,7 +6,6 @@
 // knobs   threads, rows (knobs/cpu/linear.py): those of lm_head for few rows of x; the results have the same bits.
 // The method and its figures: packed.h; the greedy choice: lm_head.cpp. If the packed bytes are missing or stale, it
 // works as lm_head.
-#include <vector>
 
 #include "best.h"
 #include "pack.h"

@@ -4,11 +4,7 @@
 // linked: the wheel brings its own copy (torch/lib/libgomp.so.1), and a preloaded libiomp5 exports the same names. A
 // process without a runtime uses Helpers instead (team.h).
 #pragma once
-#include <cstdio>
-#include <cstring>
-
-#include <dlfcn.h>
-#include <link.h>
+#include "system.h"
 
 namespace autosel {
 namespace team_v2 {

@@ -8,10 +8,6 @@
 // A weight without a code costs 4 bytes more: a matrix gains nothing if an eighth of its weights have none; the caller
 // decides from the size. `compare` unpacks with the instructions of the kernels, so kernels read what it found equal.
 #pragma once
-#include <algorithm>
-#include <atomic>
-#include <vector>
-
 #include "packed.h"
 
 namespace autosel {

@@ -49,8 +49,6 @@
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
 // bits per weight.
 #pragma once
-#include <cstddef>
-
 #include "dot.h"
 
 namespace autosel {

@@ -7,15 +7,7 @@
 // caller. Not placed: a worker whose affinity differs from the caller's (another library or `taskset` has bound it),
 // and all workers if OpenMP binds its threads or if there are fewer cores than threads.
 #pragma once
-#include <atomic>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
-#include <vector>
-
-#include <sched.h>
+#include "system.h"
 
 namespace autosel {
 namespace team_v2 {

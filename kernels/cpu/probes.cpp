@@ -6,11 +6,6 @@
 // us), and short compared with the scheduler's tick, so that on a shared machine some windows are undisturbed.
 //
 // Threads come from team.h and are not pinned: the probes measure the rates that a kernel of this process gets.
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <sys/mman.h>
-#include <time.h>
 
 #include "simd.h"
 #include "team.h"

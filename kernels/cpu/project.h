@@ -1,7 +1,5 @@
 // Parts shared by the projections (gemv, gemm, norm_qkv, gate_up, lm_head): matrices, memory, the norm before them.
 #pragma once
-#include <cstdlib>
-
 #include "tensor.h"
 
 namespace autosel {

@@ -14,8 +14,6 @@
 //   top_p   tokens of less than (1 - p) / V of the mass cannot be needed: together they are less than 1 - p. The rest is
 //           sorted; if it is still large (a flat distribution), a histogram of mass first finds the bin of the edge.
 // The kept set is always {logit > edge} and, of the logits equal to it, the lowest indices: a Cut.
-#include <algorithm>
-#include <vector>
 
 #include "tensor.h"
 

@@ -4,12 +4,7 @@
 // Storage types are bf16, f16 and float; arithmetic is always fp32. Stores round to nearest even.
 // Flush-to-zero of bf16 subnormals is legal by contract: vdpbf16ps and vcvtneps2bf16 flush.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "system.h"
 
 namespace autosel {
 

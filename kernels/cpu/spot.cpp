@@ -13,8 +13,6 @@
 // bytes   linear, norm_qkv, gate_up, lm_head: kElements rows of each weight attn: one head's keys and values
 // A thread team's attention (step.cpp) has no separate op: step_attend checks norm, rotation, append and attention.
 // time (Zen 4, bf16, llama-1b): linear 2048x2048 2 us, gate_up 8192x2048 5 us, attn L 2048 20 us, the others below 1 us
-#include <algorithm>
-#include <vector>
 
 #include "project.h"
 #include "rotate.h"

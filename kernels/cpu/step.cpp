@@ -11,10 +11,6 @@
 // a query head, Gemma's sandwich norms). So a layer has five barriers: after the q/k/v projection, attention, the
 // output projection, gate and up, down; a sixth if the keys of a KV head are split between two threads. The arithmetic
 // is that of the kernels for single ops, from the same headers and in the same order: results have the same bits.
-#include <algorithm>
-#include <atomic>
-#include <exception>
-#include <vector>
 
 #include "activation.h"
 #include "add_rmsnorm.h"
@@ -225,7 +221,6 @@ template <class T> class Walker {
   void stamp(int64_t i, int64_t which) {
     if (run_.times) run_.times[(rank_ * run_.count + i) * 2 + which] = team_v2::now_ns();
   }
-
 
   // --- embedding -----------------------------------------------------------------------------------------------------
 

@@ -9,17 +9,7 @@
 // header share one team even under RTLD_LOCAL. Its layout is therefore an ABI: if you change it, change the namespace's
 // number.
 #pragma once
-#include <atomic>
-#include <climits>
-#include <cstdint>
-#include <exception>
-#include <mutex>
-#include <thread>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "system.h"
 
 #include "openmp.h"
 #include "placement.h"

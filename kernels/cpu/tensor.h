@@ -1,5 +1,7 @@
 // The handling of arguments in every entry point: check, get pointers, choose the storage type.
 #pragma once
+#include "system.h"
+
 #if defined(AUTOSEL_PLAIN_C)
 #include "plain_c.h"
 #else

@@ -1,7 +1,5 @@
 // Rows that run along K become lanes: the transposition of x or of weights for products whose lanes run along M or N.
 #pragma once
-#include <type_traits>
-
 #include "project.h"
 
 namespace autosel {

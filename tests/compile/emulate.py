@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -100,6 +102,22 @@ def held_back(build: Path) -> Iterator[None]:
         raise RuntimeError(said.decode())
 
 
+@cache
+def harness() -> Path:
+    """Return the harness for all builds of this process, read once by the compiler: CUDA's headers take it a second."""
+    compiler = find_compiler()
+    assert compiler is not None
+    folder = Path(tempfile.mkdtemp(prefix="autosel-simt-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = folder / "simt.h"
+    header.write_text(f'#include "{HERE / "simt.h"}"\n')
+    alone = [flag for flag in (*FLAGS, *includes()) if flag != "-shared" and not flag.startswith(("-L", "-l"))]
+    command = [compiler.path, *alone, "-DAUTOSEL_DEVICE=kDLCPU", "-x", "c++-header", str(header)]
+    done = subprocess.run([*command, "-o", f"{header}.gch"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[:4000]
+    return header
+
+
 def _built(source: str, macros: tuple[str, ...]) -> Path:
     """Return the compiled library, cached by the digest of its inputs."""
     compiler = find_compiler()
@@ -115,7 +133,7 @@ def _built(source: str, macros: tuple[str, ...]) -> Path:
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         output = Path(folder) / made.name
-        command = [compiler.path, *flags, "-x", "c++", "-include", str(HERE / "simt.h"), str(file), "-o", str(output)]
+        command = [compiler.path, *flags, "-x", "c++", "-include", str(harness()), str(file), "-o", str(output)]
         done = subprocess.run([*command, *includes()], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[:4000]
         output.rename(made)

@@ -1,4 +1,4 @@
-"""Run a third of the guides each day: their Python code and short commands, in the order of the page; other commands
+"""Run a sixth of the guides each day: their Python code and short commands, in the order of the page; other commands
 are only parsed, all of them each day."""
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def copied(folder: Path) -> None:
         shutil.copytree(ROOT / part, folder / part, ignore=ignored)
 
 
-@pytest.mark.parametrize("guide", drawn.share(GUIDES, days=4), ids=lambda p: p.stem)
+@pytest.mark.parametrize("guide", drawn.share(GUIDES, days=6), ids=lambda p: p.stem)
 def test_a_guide_runs(guide: Path, tmp_path: Path) -> None:
     if guide.stem == "transformers":
         pytest.importorskip("transformers", reason="needs the `hf` extra")
