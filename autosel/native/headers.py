@@ -19,6 +19,7 @@ from autosel import files, settings
 
 NAME = "system.h"
 WORTH_IT = 3  # compilations with the same flags: reading the headers for later takes as long as three of them save
+AGAIN = 64  # compilations until it is tried again, if it failed or was interrupted
 READ_S = 120.0
 MOST_BYTES = 1 << 20
 
@@ -28,8 +29,8 @@ def folder() -> Path:
 
 
 def include(compiler: str, version: str, source: Path, flags: Sequence[str]) -> list[str]:
-    """Return the flags that make the compiler use the headers it has read; from the third compilation with the same
-    flags on, it reads them first if it has not. [] for other compilers than GCC, and for sources without system.h.
+    """Return the flags that make the compiler use the headers it has read; at the third compilation with the same flags
+    it reads them first. [] before, for other compilers than GCC, and for sources without system.h.
     """
     header = source.parent / NAME
     if "clang" in version.lower() or source.suffix != ".cpp" or not header.is_file():
@@ -40,7 +41,7 @@ def include(compiler: str, version: str, source: Path, flags: Sequence[str]) -> 
         key = hashlib.sha256("\0".join((compiler, version, *relevant)).encode() + b"\0" + text).hexdigest()
         kept = folder() / key / NAME
         if not _read(kept).is_file():
-            if _uses(kept.parent) < WORTH_IT:
+            if _uses(kept.parent) % AGAIN != WORTH_IT:
                 return []
             _make(kept, text, [compiler, *relevant])
         return ["-include", str(kept)]

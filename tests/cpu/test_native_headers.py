@@ -99,14 +99,15 @@ def test_a_compiler_that_cannot_read_ahead_still_compiles(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "c++"
-    script.write_text('#!/bin/sh\ncase "$*" in *c++-header*) exit 1 ;; esac\nexec g++ "$@"\n')
+    tried = tmp_path / "tried"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *c++-header*) echo >>{tried}; exit 1 ;; esac\nexec g++ "$@"\n')
     script.chmod(0o700)
     monkeypatch.setenv("AUTOSEL_CXX", str(script))
     settings.read.cache_clear()
     find_compiler.cache_clear()
     try:
-        assert len({build(number) for number in range(4)}) == 1
-        assert read_ahead(empty) == []
+        assert len({build(number) for number in range(5)}) == 1
+        assert read_ahead(empty) == [] and tried.read_text() == "\n", "once, not in each compilation"
     finally:
         monkeypatch.undo()
         settings.read.cache_clear()
