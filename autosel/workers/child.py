@@ -44,7 +44,7 @@ def main(entry: str, control_fd: int, threads: int) -> None:
 
 
 def _load(entry: str, threads: int) -> Serve:
-    gc.disable()  # a tenth of the imports' time: what they make stays
+    gc.disable()  # saves a tenth of the imports' time
     if threads:
         import torch
 

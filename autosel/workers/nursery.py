@@ -69,10 +69,12 @@ class Nursery:
         """Do what process.start_guardian does, by a fork."""
         message = json.dumps({"config": dict(config), "environment": dict(environment)}).encode()
         with self._lock:
-            try:
-                return self._forked(message, fds) if not self._lost else start_guardian(config, environment, fds)
-            except (OSError, ValueError):  # it has ended, it hangs, or it cannot fork
-                self._lost = True
+            if not self._lost:
+                try:
+                    return self._forked(message, fds)
+                except (OSError, ValueError):  # it has ended, it hangs, or it cannot fork
+                    self._lost = True
+                    self.close()  # it must not fork later what is a new interpreter now
         return start_guardian(config, environment, fds)
 
     def _forked(self, message: bytes, fds: Sequence[int]) -> Forked:

@@ -59,7 +59,7 @@ class Handle(Protocol):
 
 
 class Starter(Protocol):
-    """What starts a guardian: this module, or a nursery."""
+    """Starter of guardians: a nursery."""
 
     def start_guardian(
         self, config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]

@@ -123,7 +123,7 @@ def test_an_error_and_a_receipt_have_the_kernels_own_command(there: tuple[Path, 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_every_kernel_begins_with_the_headers(path: Path) -> None:
-    """Check that no header from outside is read before, whatever the kernel includes first."""
+    """Check that no header from outside is read earlier."""
     found = first_from_outside(path)
     assert found is not None and found.name == headers.NAME
 

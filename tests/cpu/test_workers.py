@@ -30,7 +30,7 @@ def library():
 
 @pytest.fixture(params=["new", "forked"])
 def worker(request, nursery):
-    """Return a worker that is a new interpreter, then one that is forked from a nursery."""
+    """Start a worker as a new interpreter, and for a second run of the test by a fork from a nursery."""
     forked = {"nursery": nursery} if request.param == "forked" else {}
     with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)], **forked) as started:
         yield started
