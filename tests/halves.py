@@ -1,5 +1,7 @@
-"""The dearest files of the tiers `compile` and `flows`, in two halves of about six minutes of CPU time: one half runs
-on a day, and both with --every-target. Their subjects are GPU kernels without a GPU, and other projects' engines.
+"""The dearest files of the tiers `compile` and `flows`, in two parts of eight and five minutes of CPU time: one part
+runs on a day, and both with --every-target. Their subjects are GPU kernels without a GPU, and other projects' engines.
+
+CI's day runs the shorter part (`OTHER`).
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ from tests import drawn
 
 ONE = (
     "compile/test_emulated_attention.py",
+    "compile/test_emulated_decode.py",
     "compile/test_emulated_knobs.py",
     "compile/test_emulated_linear.py",
+    "compile/test_emulated_overlap.py",
+    "compile/test_emulated_probes.py",
     "compile/test_liger.py",
     "compile/test_machine_code.py",
     "compile/test_oldest_triton.py",
     "compile/test_ptx_cutlass.py",
     "compile/test_ptx_probes.py",
     "compile/test_ptx_races.py",
+    "flows/test_benchmarks_gpu.py",
+    "flows/test_integrations_engines_flashinfer.py",
     "flows/test_integrations_engines_inductor.py",
     "flows/test_integrations_engines_sglang.py",
+    "flows/test_integrations_flashinfer_bench.py",
     "flows/test_integrations_sglang_plugin.py",
     "flows/test_integrations_vllm_codes.py",
 )
@@ -35,7 +43,6 @@ OTHER = (
     "compile/test_ptx_machine.py",
     "compile/test_ptx_triton.py",
     "compile/test_triton.py",
-    "flows/test_benchmarks_gpu.py",
     "flows/test_integrations_engines_vllm.py",
     "flows/test_integrations_flashinfer_apply.py",
     "flows/test_integrations_vllm_plugin.py",
