@@ -46,10 +46,10 @@ static inline bool amx_permitted() {
          syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Whether m rows of T are multiplied here.
-template <class T> static inline bool by_amx(int64_t m) {
+// Whether the tiles multiply T here.
+template <class T> static inline bool has_amx() {
   static const bool permitted = amx_permitted();
-  return std::is_same_v<T, bf16> && m >= kFewestForAmx && permitted;
+  return std::is_same_v<T, bf16> && permitted;
 }
 
 // GCC does not see that the tile instructions read and write memory: before they read, and after they wrote.
@@ -60,37 +60,47 @@ struct AmxShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};  // of a row
   uint8_t rows[16] = {};
+  void set(int tile, int64_t height, int64_t width) { rows[tile] = uint8_t(height), bytes[tile] = uint16_t(width); }
 };
 static_assert(sizeof(AmxShapes) == 64);
 
-// The tiles of this thread, for m rows of x (0: not used) and `columns` columns of y, while it lives:
-//   0 sums, 1 weights, of kAmxColumns columns      2 sums, 3 weights, of at most kAmxFew      4 x
-class Amx {
+// Shapes of this thread's tiles while it lives, if `used`.
+class AmxTiles {
  public:
-  AUTOSEL_WITH_AMX Amx(int64_t m, int64_t columns) : used_(m > 0 && columns > 0) {
+  AUTOSEL_WITH_AMX AmxTiles(bool used, const AmxShapes& shapes) : used_(used) {
     if (!used_) return;
-    AmxShapes shapes;
-    auto set = [&](int tile, int64_t rows, int64_t bytes) {
-      shapes.rows[tile] = uint8_t(rows), shapes.bytes[tile] = uint16_t(bytes);
-    };
-    const int64_t few = columns < kAmxFew ? columns : kAmxFew;
-    set(0, kAmxColumns, 4 * m), set(1, kAmxColumns, 64), set(2, few, 4 * m), set(3, few, 64), set(4, 16, 4 * m);
     _tile_storeconfig(&before_);
     amx_fence();
     _tile_loadconfig(&shapes);
   }
-  AUTOSEL_WITH_AMX ~Amx() {
+  AUTOSEL_WITH_AMX ~AmxTiles() {
     if (!used_) return;
     amx_fence();
     if (before_.palette) _tile_loadconfig(&before_);
     else _tile_release();
   }
-  Amx(const Amx&) = delete;
-  Amx& operator=(const Amx&) = delete;
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
 
  private:
   bool used_;
   AmxShapes before_;
+};
+
+// The tiles for m rows of x (0: not used) and `columns` columns of y:
+//   0 sums, 1 weights, of kAmxColumns columns      2 sums, 3 weights, of at most kAmxFew      4 x
+class Amx : AmxTiles {
+ public:
+  Amx(int64_t m, int64_t columns) : AmxTiles(m > 0 && columns > 0, shapes(m, columns)) {}
+
+ private:
+  static AmxShapes shapes(int64_t m, int64_t columns) {
+    AmxShapes s;
+    const int64_t few = columns < kAmxFew ? columns : kAmxFew;
+    s.set(0, kAmxColumns, 4 * m), s.set(1, kAmxColumns, 64), s.set(2, few, 4 * m), s.set(3, few, 64);
+    s.set(4, 16, 4 * m);
+    return s;
+  }
 };
 
 template <bool Few> AUTOSEL_WITH_AMX static inline void amx_clear() {
@@ -122,9 +132,12 @@ template <bool Few> AUTOSEL_WITH_AMX static inline void amx_sums(int64_t m, int6
 }
 
 #else
-template <class T> static inline bool by_amx(int64_t) { return false; }
+template <class T> static inline bool has_amx() { return false; }
 struct Amx { Amx(int64_t, int64_t) {} };
 #endif
+
+// Whether m rows of T are multiplied here.
+template <class T> static inline bool by_amx(int64_t m) { return m >= kFewestForAmx && has_amx<T>(); }
 
 // Columns of y of one call: `taken` of them from n on, after `skipped` ones that are computed again.
 struct AmxColumns {

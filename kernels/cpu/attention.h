@@ -10,7 +10,7 @@
 // inside one range is written at once. The parts of a unit in several ranges are merged after the join, in order: the
 // same bits every time.
 #pragma once
-#include "tensor.h"
+#include "project.h"
 
 #define AUTOSEL_NOINLINE __attribute__((noinline))  // a hot loop has all registers, and a name in a profile
 #define AUTOSEL_PREFETCH_L2 2                       // __builtin_prefetch's locality: into L2, past L1
@@ -154,25 +154,6 @@ static inline vreg cap(vreg s, float softcap) {
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
-
-// Grow-only and aligned to a line: no allocation once the largest call has been seen.
-class Scratch {
- public:
-  ~Scratch() { free(memory_); }
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      free(memory_);
-      size_ = size_t(round_up(int64_t(bytes), 4096));
-      memory_ = static_cast<char*>(aligned_alloc(64, size_));
-      if (!memory_) size_ = 0;
-    }
-    return memory_;
-  }
-
- private:
-  char* memory_ = nullptr;
-  size_t size_ = 0;
-};
 
 // The rows of a tile: equally spaced (contiguous cache), or anywhere (pages).
 template <class T> struct Spaced {
@@ -454,6 +435,14 @@ static void gather_rows(int64_t rows, float* o, int64_t width, const Factor<T>* 
   gather_rows<1, T>(o, width, p, ld, v, n, d, keep, ahead);
 }
 
+}  // namespace attention
+}  // namespace autosel
+
+#include "attention_amx.h"
+
+namespace autosel {
+namespace attention {
+
 // --- one unit: the R rows of a (sequence, KV head) -------------------------------------------------------------------
 
 struct Shape {
@@ -469,21 +458,27 @@ template <class T> struct Strided4 {
   T* at(int64_t i, int64_t j, int64_t k) const { return data + i * s0 + j * s1 + k * s2; }
 };
 
-// A thread's state: packed queries, accumulators, running maximum and sum of each row, weights of one block.
+// A thread's state: packed queries, accumulators, running maximum and sum of each row, weights of one block (of all
+// rows if tiles multiply them; then also the queries in pairs, and room for 16 keys).
 template <class T> struct Bench {
-  Factor<T>* q;
+  Factor<T>*q, *pairs, *room;
   float *o, *m, *l, *s;
   int64_t ld;  // floats of s a row
+  int64_t padded;
+  bool tiles;
 
-  explicit Bench(const Shape& a) {
+  explicit Bench(const Shape& a) : padded(round_up(a.rows, kRows)), tiles(by_tiles<T>(a.rows, a.d)) {
     static thread_local Scratch scratch;
-    int64_t padded = round_up(a.rows, kRows);
     ld = round_up(a.tile, 16) + 16;  // 16 more, so that four rows do not share an L1 set
+    const int64_t block = tiles ? padded : kRows;
     size_t q_bytes = size_t(round_up(padded * a.width * int64_t(sizeof(Factor<T>)), 64));
-    size_t o_bytes = size_t(padded * a.width) * 4, s_bytes = size_t(kRows * ld) * 4;
-    char* p = scratch.reserve(q_bytes + o_bytes + s_bytes + size_t(padded) * 8);
-    q = reinterpret_cast<Factor<T>*>(p), o = reinterpret_cast<float*>(p + q_bytes);
-    s = o + padded * a.width, m = s + kRows * ld, l = m + padded;
+    size_t room_bytes = tiles ? size_t(kTileRows * a.d) * sizeof(Factor<T>) : 0;
+    size_t o_bytes = size_t(padded * a.width) * 4, s_bytes = size_t(block * ld) * 4;
+    char* p = scratch.get<char>(int64_t((tiles ? 2 : 1) * q_bytes + room_bytes + o_bytes + s_bytes) + padded * 8);
+    auto take = [&p](size_t bytes) { return (p += bytes) - bytes; };
+    q = reinterpret_cast<Factor<T>*>(take(q_bytes)), pairs = reinterpret_cast<Factor<T>*>(take(tiles ? q_bytes : 0));
+    room = reinterpret_cast<Factor<T>*>(take(room_bytes)), o = reinterpret_cast<float*>(p);
+    s = o + padded * a.width, m = s + block * ld, l = m + padded;
   }
 
   // Row r is query head h * group + r % group at position r / group: neighbours see (nearly) the same keys.
@@ -505,13 +500,46 @@ template <class T> struct Bench {
         }
       }
     }
+#if defined(AUTOSEL_AMX)
+    if constexpr (std::is_same_v<T, bf16>)
+      if (tiles) pair_queries(q, padded, a.width, a.d, pairs);
+#endif
   }
+
+#if defined(AUTOSEL_AMX)
+  // `tile`, if all rows see all keys.
+  template <class Rows>
+  void tile_by_amx(const Shape& a, int64_t n, const Rows& k, const Rows& v, Coming<Rows> coming) {
+    tile_scores(pairs, padded, k, n, a.d, s, ld, room, coming);
+    for (int64_t r0 = 0; r0 < a.rows; r0 += kRows) {
+      float keep[kRows];
+      soften<T, kRows>(s + r0 * ld, ld, n, nullptr, nullptr, a.scale, a.softcap, m + r0, l + r0, keep,
+                       [&](int64_t slot) {
+                         if (slot % 2) coming.ask();
+                       });
+      for (int64_t r = r0; r < r0 + kRows && r < a.rows; ++r)
+        for (int64_t c = 0; c < a.d; c += kLanes)
+          store(o + r * a.width + c, load(o + r * a.width + c) * splat(keep[r - r0]));
+    }
+    const T* p = reinterpret_cast<const T*>(s);
+    int64_t c = 0;
+    for (; c + 2 * kPair <= a.d; c += 2 * kPair) tile_gather<2>(o, a.width, p, 2 * ld, v, n, c, coming);
+    if (c < a.d) tile_gather<1>(o, a.width, p, 2 * ld, v, n, c, coming);
+  }
+#endif
 
   // Keys [first, first + n) of a sequence of `length` keys.
   template <class Rows>
   void tile(const Shape& a, int64_t length, int64_t first, int64_t n, Rows k, Rows v, Ahead<Rows> next_k,
             Ahead<Rows> next_v) {
     const int64_t row_bytes = a.d * int64_t(sizeof(T));
+#if defined(AUTOSEL_AMX)
+    if constexpr (std::is_same_v<T, bf16>) {
+      const bool all_see = first + n <= length - a.positions + 1 && (a.window <= 0 || length - a.window <= first);
+      if (tiles && all_see)
+        return tile_by_amx(a, n, k, v, Coming<Rows>{next_k.rows, next_v.rows, next_k.n, row_bytes});
+    }
+#endif
     for (int64_t r0 = 0; r0 < a.rows; r0 += kRows) {
       int64_t rows = a.rows - r0 < kRows ? a.rows - r0 : kRows, begin[kRows] = {}, end[kRows] = {};
       bool whole = true, some = false;
@@ -655,6 +683,7 @@ static void attend_share(const Shape& a, const Cut& cut, const Unfinished& saved
                          const Strided4<T>& out, int64_t prefetch, const Source& source, int64_t begin, int64_t end,
                          int64_t beyond, int rank, const Ready& ready) {
   Bench<T> bench(a);
+  AttentionTiles tiles(bench.tiles ? a.rows : 0);
   auto fill = [&](int64_t i) -> int64_t {  // readies tile i in slot i & 1; returns its keys
     int64_t b = cut.of(a, i);
     const Sequence& q = cut.sequences[b];
@@ -726,7 +755,7 @@ static void attend(const Shape& a, const Strided4<const T>& query, const Strided
   if (threads > 255) threads = 255;
   if (threads < 1) threads = 1;
   size_t head = size_t(round_up(a.batch * int64_t(sizeof(Sequence)), 64));
-  char* memory = scratch.reserve(head + Unfinished::bytes(a, threads));
+  char* memory = scratch.get<char>(int64_t(head + Unfinished::bytes(a, threads)));
   Cut cut(a, lengths, threads, chunk, reinterpret_cast<Sequence*>(memory));
   Unfinished saved(a, threads, memory + head);
   for (int64_t b = 0; b < a.batch; ++b)

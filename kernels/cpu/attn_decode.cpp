@@ -32,6 +32,16 @@
 //     scores with two keys' halves per vector (16 keys per step, one level less to add)        no faster; rejected
 //     sums by blends and one shuffle per join instead of two shuffles                          slower
 //   fp32 P V by widening: kept for fp16, fp32 and cores without the dot; P split into two bf16 parts costs as much
+// Emerald Rapids (AMX; two cores read 25 to 30 GB/s): tiles (attention_amx.h) against the dots before, with the knobs
+// of each, in turn, operands in memory, three runs, and the share of the read probe:
+//   32/8 heads, D=64, batch 4, L=2048   1.24-1.36 times as fast, 62-76 %    one core, L=8192   1.32-1.40, 72-78 %
+//   64/8 heads, D=128, L=8192           1.67-1.90, 62-68 %                  32/8 heads, D=128  1.08-1.37, 52-71 %
+//   ns a key and KV head from L2 on one core, without prefetches: D=64, G=1 13.5 -> 8.5, G=4 18 -> 9, G=8 36 -> 12;
+//   D=128, G=4 32 -> 16, G=8 63 -> 24
+// Orders of its prefetches, shares of the probe at 32/8, D=64, batch 4, in two runs of their own:
+//   the next tile's keys, then its values 51 %; in turn 66 %; two parts of each in turn 68 %
+//   two parts 52 %, four as now 57 %, eight 55 %; all of them during the scores, from four parts, 50 %
+//   as for the dots (keys during scores, values during P V) 43 %, without a second prefetch 44 %, every second line 39 %
 #include "attention.h"
 
 namespace autosel {

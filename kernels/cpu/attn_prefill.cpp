@@ -118,7 +118,7 @@ template <class T> struct Block {
   explicit Block(const Packing& p) {
     static thread_local Scratch scratch;
     size_t q_bytes = size_t(round_up(kQueries * p.depth * int64_t(sizeof(Factor<T>)), 64));
-    char* at = scratch.reserve(q_bytes + size_t(kQueries * (kScoreLd + p.width + 2)) * 4);
+    char* at = scratch.get<char>(int64_t(q_bytes) + kQueries * (kScoreLd + p.width + 2) * 4);
     q = reinterpret_cast<Factor<T>*>(at), s = reinterpret_cast<float*>(at + q_bytes);
     o = s + kQueries * kScoreLd, m = o + kQueries * p.width, l = m + kQueries;
   }
@@ -173,7 +173,7 @@ static void prefill(const Shape& a, const Strided4<const T>& q, const Strided4<c
   int64_t s = a.positions;
   Packing p = packing_of<T>(s, a.d);
   size_t packed_bytes = size_t(a.batch * a.kv_heads * p.head) * sizeof(Factor<T>);
-  auto* packed = reinterpret_cast<Factor<T>*>(scratch.reserve(packed_bytes));
+  auto* packed = reinterpret_cast<Factor<T>*>(scratch.get<char>(int64_t(packed_bytes)));
   parallel(threads, a.batch * a.kv_heads * p.tiles, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       int64_t head = i / p.tiles, first = i % p.tiles * kTile, b = head / a.kv_heads, h = head % a.kv_heads;

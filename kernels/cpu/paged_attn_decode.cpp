@@ -50,7 +50,7 @@ void paged_attn_decode(TensorView q, TensorView k, TensorView v, TensorView tabl
     using namespace attention;
     static thread_local Scratch scratch;
     Shape a = shape_of(q, k.size(2), scale, window, softcap, tile);
-    auto** rows = reinterpret_cast<const T**>(scratch.reserve(size_t(threads * 4 * a.tile) * sizeof(T*)));
+    const T** rows = scratch.get<const T*>(threads * 4 * a.tile);
     Paged<T> source{strided4<const T>(k), strided4<const T>(v), data<int32_t>(table), table.stride(0), table.stride(1),
                     k.size(0), k.size(1), a.tile, rows, &stray};
     attend<T>(a, strided4<const T>(q), strided4<T>(o), Lengths(given, max_len, table.size(1) * k.size(1)), threads,

@@ -394,13 +394,13 @@ template <class T> class Walker {
   // Returns false if a thread failed.
   bool attend(const Attend<T>& p) {
     using namespace attention;
-    static thread_local attention::Scratch scratch, heads;
+    static thread_local Scratch scratch, heads;
     Shape a = shape_of_task(p);
-    Sequence* room = reinterpret_cast<Sequence*>(scratch.reserve(size_t(p.batch) * sizeof(Sequence)));
+    Sequence* room = scratch.get<Sequence>(p.batch);
     Cut cut(a, Lengths(p.lengths, p.room), size_, p.chunk, room);
     Unfinished saved(a, size_, run_.unfinished);
     int64_t row = p.q_heads * p.d;
-    T* turned = reinterpret_cast<T*>(heads.reserve(size_t((p.batch * row + p.d) * int64_t(sizeof(T)))));
+    T* turned = heads.get<T>(p.batch * row + p.d);
     Strided4<T> out{p.out, row, p.d, row};
     typename Contiguous<T>::Tile tiles[1][2];
     Contiguous<T> source{cached<const T>(p, p.k_cache), cached<const T>(p, p.v_cache), tiles};
@@ -567,14 +567,14 @@ void step(TensorView tasks, TensorView like, Optional<TensorView> times, int64_t
     AUTOSEL_CHECK(times->numel() == threads * tasks.size(0) * 2, "step: times must be int64 [threads, tasks, 2]");
   by_dtype(like, [&](auto tag) {
     using T = decltype(tag);
-    static thread_local attention::Scratch memory;
+    static thread_local Scratch memory;
     static thread_local std::vector<Best> best;
     static thread_local std::vector<Left> left;
     Run run{};
     run.tasks = data<int64_t>(tasks), run.count = tasks.size(0), run.times = times ? data<int64_t>(*times) : nullptr;
     size_t unfinished = 0;
     run.most_rows = check<T>(run, &unfinished, threads);
-    run.unfinished = memory.reserve(unfinished);
+    run.unfinished = memory.get<char>(int64_t(unfinished));
     best.assign(size_t(threads * run.most_rows), Best{0, -1});
     run.best = best.data();
     if (int64_t(left.size()) < run.count * threads) left = std::vector<Left>(size_t(run.count * threads));

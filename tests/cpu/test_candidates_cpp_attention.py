@@ -121,7 +121,7 @@ def test_any_head_width_is_right(width: int, dtype: DTypeName) -> None:
             assert not isinstance(found, Mismatch), (name, cut, found)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 16, 17])
 def test_any_number_of_query_heads_a_kv_head_is_right(group: int) -> None:
     op = OPS["attn"]
     for s in (1, 2, 4):
@@ -130,6 +130,18 @@ def test_any_number_of_query_heads_a_kv_head_is_right(group: int) -> None:
         for cut in DECODE_CUTS:
             found = op.verify(inputs, run(op, w, inputs, cut))
             assert not isinstance(found, Mismatch), (s, cut, found)
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128, 256])
+def test_any_number_of_keys_is_right(width: int) -> None:
+    for name in ("attn", "paged_attn"):
+        op, (dims, _) = OPS[name], SHAPES[name][0]
+        for length in (1, 15, 16, 17, 31, 33, 65, 130):
+            w = op.workload("bf16", {**dims, "B": 1, "D": width, "L": length})
+            inputs = op.inputs(w, 3)
+            for cut in DECODE_CUTS:
+                found = op.verify(inputs, run(op, w, inputs, cut))
+                assert not isinstance(found, Mismatch), (name, length, cut, found)
 
 
 # --- what must not be read -------------------------------------------------------------------------------------------
@@ -310,6 +322,18 @@ def test_a_tile_has_enough_keys_if_they_fit_l1_without_the_values() -> None:
     wide = dataclasses.replace(TWO_CORES, l1d_bytes=48 << 10)
     for width, tile in ((128, 64), (256, 64), (288, 32)):  # 64 keys of 288 are 36 of 48 KB
         assert knobs.decode(OPS["attn"].workload("bf16", {**LLAMA, "D": width}), wide)["tile"] == tile
+
+
+def test_amx_takes_long_tiles_if_each_thread_gets_some() -> None:
+    tiles = dataclasses.replace(TWO_CORES, amx=True, l2_bytes=2 << 20)
+    for dims, tile in (
+        ({}, 256),
+        ({"L": 200}, 128),  # 8 heads * 200 keys / (4 * 2 threads) = 200
+        ({"D": 2048}, 64),  # 2 MB / (8 * 4 KB)
+        ({"Hkv": 1}, 64),  # 32 rows of a KV head: as without AMX
+        ({"D": 120}, 64),
+    ):
+        assert knobs.decode(OPS["attn"].workload("bf16", {**LLAMA, **dims}), tiles)["tile"] == tile, dims
 
 
 def test_threads_grow_with_the_arithmetic_a_key_needs() -> None:

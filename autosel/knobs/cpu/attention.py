@@ -13,6 +13,10 @@ from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 # Below the minimum, softmax and loop ends dominate; above the maximum, scores leave L1 without a gain.
 LEAST_TILE, ENOUGH_TILE, MOST_TILE = 16, 64, 128
+# The same for AMX, which reads a tile once: on Emerald Rapids 256 keys take 2 to 6 % less than 128, and those less than
+# 64. A thread gets some tiles at least, so that shares are equal.
+MOST_AMX_TILE, TILES_A_THREAD = 256, 4
+AMX_ROWS, AMX_WIDTH = 16, 32  # query rows of a KV head, and multiples of D, that kernels/cpu/attention_amx.h takes
 # Share of the multiplier's peak that scores, softmax and P V together reach: on Zen 4 50 cycles per key at D=128, of
 # which the dots alone take 32; at D=64 28 and 16.
 PEAK_SHARE = 0.6
@@ -93,6 +97,8 @@ def _tile(w: Workload, f: CpuFacts) -> Knob:
     third of Zen 5's 48 KB free, take 3 % less; on Zen 3, where K alone takes all 32 KB, 6 % longer. Not used: with one
     query row per KV head, twice as many take up to 11 % less on Zen 4, and longer on the others.
     """
+    if f.amx and _by_amx(w):
+        return _amx_tile(w, f)
     row_bytes = w["D"] * DTYPE_BYTES[w.dtype]
     fits = max(LEAST_TILE, min(MOST_TILE, 1 << (max(1, f.l1d_bytes // (2 * row_bytes)).bit_length() - 1)))
     keys_alone = fits < ENOUGH_TILE and ENOUGH_TILE * row_bytes <= f.l1d_bytes * 2 // 3
@@ -103,6 +109,24 @@ def _tile(w: Workload, f: CpuFacts) -> Knob:
         f"at least {ENOUGH_TILE} where so many * D * b <= 2/3 L1",
         inputs={"L1": f.l1d_bytes, "D*b": row_bytes},
         reason="further blocks of query rows find the tile in L1; the next tile is fetched into L2 meanwhile",
+    )
+
+
+def _by_amx(w: Workload) -> bool:
+    return w.dtype == "bf16" and w["Hq"] // w["Hkv"] * w["S"] <= AMX_ROWS and w["D"] % AMX_WIDTH == 0
+
+
+def _amx_tile(w: Workload, f: CpuFacts) -> Knob:
+    """Return the number of keys of a tile that AMX multiplies: the more, the fewer pages are begun in memory."""
+    keys, threads, row_bytes = _keys(w) * w["B"] * w["Hkv"], _threads(w, f).value, w["D"] * DTYPE_BYTES[w.dtype]
+    most = max(1, min(keys // (TILES_A_THREAD * int(threads)), f.l2_bytes // (8 * row_bytes)))
+    return Knob(
+        name="tile",
+        value=max(LEAST_TILE, min(MOST_AMX_TILE, 1 << (most.bit_length() - 1))),
+        formula=f"largest power of two <= min(keys / ({TILES_A_THREAD} * threads), L2 / (8 * D * b)), "
+        f"within {LEAST_TILE}..{MOST_AMX_TILE}",
+        inputs={"keys": keys, "threads": threads, "L2": f.l2_bytes, "D*b": row_bytes},
+        reason="all query rows are multiplied at once; two tiles of K and V take half of L2",
     )
 
 

@@ -41,6 +41,7 @@ class CpuFacts:
     exp_per_s_1: float
     dram_latency_s: float
     fork_join_s: float  # one empty parallel region of all cpus
+    amx: bool = False  # tiles multiply bf16
     contended: bool = False  # other work disturbed the rates, so their ratios are unreliable
 
 
@@ -73,6 +74,7 @@ def facts(fp: Fingerprint) -> CpuFacts:
         exp_per_s_1=rate("exp_per_s@1", flops_1 / 20),
         dram_latency_s=rate("dram_latency_s", 120e-9),
         fork_join_s=fork_join_s,
+        amx="amx_bf16" in identity["isa"],
         contended=fp.contended,
     )
 
