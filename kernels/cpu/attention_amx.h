@@ -78,11 +78,10 @@ static inline const bf16* sixteen(const Rows& k, int64_t t, int64_t n, int64_t d
   return room;
 }
 
-// What to prefetch while a tile is in use: the rows of the next one. Intel's core waits for 16 lines at most, its
-// prefetcher for more, once it has seen a few lines of a page one after another. So eight sequences of rows, four of
-// keys and four of values, are asked for in turn: while one page is begun, the others arrive.
+// What to prefetch while a tile is in use: the rows of the next one, of eight sequences in turn, four of keys and four
+// of values (kInTurn).
 template <class Rows> struct Coming {
-  static constexpr int kParts = 4;
+  static constexpr int kParts = kInTurn;
   Rows k, v;
   int64_t n, bytes, each = (n + kParts - 1) / kParts;  // rows, bytes of one, rows of a part
   int64_t row = 0, next = 0;                           // of the first part; of the part in turn

@@ -78,6 +78,10 @@ AUTOSEL_WITH_AMX static void amx_codes(const Coded& w, int64_t n, const bf16* x,
   constexpr auto registers = std::make_integer_sequence<int, C::kRegisters>{};
   const int64_t rows = w.rows - n < kTall ? w.rows - n : kTall, pieces = whole_pieces<bf16, F>(w.columns);
   const int64_t left = w.columns - (pieces - 1) * C::kCodes;  // codes of the last piece
+  // Sequences in turn: int8-row 1.07 times as fast at M=4, 1.14 at 8. Where groups have scales, the conversion takes
+  // longer than memory: 0.97-0.99 with four.
+  constexpr int64_t kSequences = S::kOfRow ? kInTurn : 1;
+  const int64_t sequence = kAmxColumns / kSequences * w.stride;
   alignas(64) bf16 weights[2][kTall][C::kCodes];
   const uint8_t *codes_of[kTall], *scales_of[kTall];
   for (int64_t i = 0; i < rows; ++i) codes_of[i] = w.row(n + i), scales_of[i] = w.scales_of(n + i);
@@ -88,7 +92,8 @@ AUTOSEL_WITH_AMX static void amx_codes(const Coded& w, int64_t n, const bf16* x,
         prefetch_l2(coming.scales + S::template bytes<C>(p * kTall) + at);
     for (int64_t i = 0; i < rows; ++i) {
       const uint8_t *codes = codes_of[i], *scales = scales_of[i];
-      for (int64_t at = 0; at < C::kBytes; at += 64) prefetch_l2(coming.codes + (p * kTall + i) * C::kBytes + at);
+      const int64_t ahead = i % kSequences * sequence + (p * kTall + i) / kSequences * C::kBytes;
+      for (int64_t at = 0; at < C::kBytes; at += 64) prefetch_l2(coming.codes + ahead + at);
       vu words[C::kWords] = {};
       if (whole || C::kFilled)
         for (int line = 0; line < C::kWords; ++line) words[line] = C::word(codes, p, line);

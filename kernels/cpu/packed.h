@@ -44,6 +44,10 @@
 // Granite Rapids (AVX-512-BF16, 165 ns to memory), at 32 GB/s, M=1, K=2048 (K=8192): all three lines 48 ahead, as now,
 // 1.33 (1.40) of dot.h's speed; two of three lines 24 ahead 1.20 (1.27), 36 1.19 (1.31), 48 1.30 (1.34), 60 1.23 (1.28),
 // 144 1.26 (1.18); three lines 24 ahead 1.23, 144 1.27 (1.29); none 0.99. M=2: 1.04 times as fast as 40 ahead.
+// Emerald Rapids, at 26 to 30 GB/s: the rows behind these asked for in turn (UnitsAhead) against lines 48 or 96 ahead, in
+// turn, M=1, 2, 3: K=1024 1.08-1.12, 1.06-1.07, 1.02-1.04; K=2048 1.01-1.06, 1.06-1.09, 1.04-1.05; K=8192 1.06-1.09,
+// 1.11-1.20, 1.15-1.22; K=14336 1.08, 1.16-1.19, 1.21; M=1 with four sequences 1.01-1.09, M=2 and 3 with two 1.07-1.13.
+// Not used without AMX: not measured on Zen.
 // Whole steps of llama-1b: benchmarks/bench_step.py.
 // Source of the idea that exponents carry 3 bits of information: Zhang et al., "70% Size, 100% Accuracy: Lossless LLM
 // Compression for Efficient GPU Inference via Dynamic-Length Float (DFloat11)", arXiv 2504.11651: Huffman codes, 11
@@ -145,11 +149,6 @@ static inline void unpack(const uint8_t* unit, int, Bytes table, Bytes* v) {
   v[2] = _mm512_unpacklo_epi8(high, b), v[3] = _mm512_unpackhi_epi8(high, b);
 }
 
-static inline void ask_ahead(const uint8_t* unit, int) {
-  const uint8_t* ahead = unit + kAheadOfPacked;
-  prefetch_l2(ahead), prefetch_l2(ahead + 128), prefetch_l2(ahead + 64);
-}
-
 #else
 
 using Bytes = __m256i;
@@ -166,14 +165,33 @@ static inline void unpack(const uint8_t* unit, int part, Bytes table, Bytes* v) 
   v[0] = _mm256_unpacklo_epi8(lower, upper), v[1] = _mm256_unpackhi_epi8(lower, upper);
 }
 
-// Every line, twice: 28 loads per unit leave L1 no time to wait for L2.
-static inline void ask_ahead(const uint8_t* unit, int part) {
-  if (part == 3) return;
-  prefetch_l2(unit + kAheadOfPacked + part * 64);
-  __builtin_prefetch(unit + kAheadIntoL1 + part * 64, 0, 3);
-}
-
 #endif
+
+// What is prefetched while the units of rows that are stored together are multiplied: three lines for each unit.
+template <int M> struct UnitsAhead {
+  const uint8_t* at;  // for the first row of the unit in use
+  int64_t other, pair, step;  // bytes to every other row's lines, to those of the third row, to the next unit's
+
+  // `next`: the units that this thread reads behind these, of which sequences are asked for in turn: two for one row of
+  // x, otherwise four.
+  UnitsAhead(const uint8_t* units, const uint8_t* next, int64_t count) {
+    if (asks_in_turn()) {
+      at = next, step = (M == 1 ? 2 : 1) * kUnitBytes;
+      other = count * step, pair = M == 1 ? kUnitBytes : 2 * other;
+    } else {
+      at = units + (kSpread<M> ? kAheadOfSpread : kAheadOfPacked);
+      other = kUnitBytes, pair = 2 * kUnitBytes, step = kRowsTogether * kUnitBytes;
+    }
+  }
+  const uint8_t* of(int row) const { return at + row % 2 * other + row / 2 * pair; }
+  // With AVX-512, a unit is one part; otherwise four, of which three ask for a line, twice: 28 loads per unit leave L1 no
+  // time to wait for L2.
+  void ask(const uint8_t* unit, int row, int part) const {
+    const uint8_t* lines = of(row);
+    if (kLanes == 16) prefetch_l2(lines), prefetch_l2(lines + 128), prefetch_l2(lines + 64);
+    else if (part < 3) prefetch_l2(lines + part * 64), __builtin_prefetch(unit + kAheadIntoL1 + part * 64, 0, 3);
+  }
+};
 
 static inline Step<bf16> step_of(Bytes v) {
 #if defined(AUTOSEL_BF16_DOT)
@@ -195,7 +213,7 @@ static inline void unpack_half(const uint8_t* unit, int half, Bytes table, Bytes
 // One unit of R rows against several rows of x: two rows of weights share each load of x, half a unit at a time.
 template <int M, int R>
 static inline __attribute__((always_inline)) void multiply_unit(const uint8_t* p, const bf16* x, Bytes table,
-                                                                vreg (&acc)[R][M][1]) {
+                                                                const UnitsAhead<M>& ahead, vreg (&acc)[R][M][1]) {
   constexpr int W = Step<bf16>::kWidth;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half)
@@ -206,11 +224,11 @@ static inline __attribute__((always_inline)) void multiply_unit(const uint8_t* p
       for (int i = 0; i < 2; ++i) {
         const uint8_t* unit = p + (r + i) * kUnitBytes;
         if constexpr (kSpread<M>) {
-          const uint8_t* ahead = unit + kAheadOfSpread;
-          if (!half) prefetch_l2(ahead), prefetch_l2(ahead + 128);
-          else prefetch_l2(ahead + 64);
+          const uint8_t* lines = ahead.of(r + i);
+          if (!half) prefetch_l2(lines), prefetch_l2(lines + 128);
+          else prefetch_l2(lines + 64);
         } else if (!half) {
-          ask_ahead(unit, 0);
+          ahead.ask(unit, r + i, 0);
         }
         unpack_half(unit, half, table, v[i]);
       }
@@ -225,15 +243,17 @@ static inline __attribute__((always_inline)) void multiply_unit(const uint8_t* p
 #endif
 
 // out[m * R + r] = (row + r) . x[m] for R rows that are stored together. Sums: `Chains` per output, used in turn.
-using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out);
+// `next`: the units that this thread reads then.
+using PackedBlock = void (*)(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, const uint8_t* next, float* out);
 
 template <int M, int R, int Chains>
-static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, float* out) {
+static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x, const uint8_t* next, float* out) {
   static_assert((M * R * Chains <= kAccumulators || Chains == 4) && kRowsTogether % R == 0);
   constexpr int W = Step<bf16>::kWidth;
   const Bytes table = packed_table(w);
   const int64_t units = units_in(w.head->columns);
   const uint8_t* p = w.row(row);
+  UnitsAhead<M> ahead(p, next, units);
   Others others[R];
   for (int r = 0; r < R; ++r) others[r] = Others(w, row + r);
   vreg acc[R][M][Chains] = {};
@@ -246,14 +266,14 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
       for (int m = 0; m < M; ++m) acc[r][m][s % Chains] = weights.add(acc[r][m][s % Chains], x + (s * M + m) * W);
     }
   };
-  auto next_unit = [&] { p += kRowsTogether * kUnitBytes, x += kUnit * M; };
+  auto next_unit = [&] { p += kRowsTogether * kUnitBytes, x += kUnit * M, ahead.at += ahead.step; };
   for (int64_t u = 0;; ++u, next_unit()) {
     int64_t stop = units;
     for (int r = 0; r < R; ++r) stop = others[r].unit() < stop ? others[r].unit() : stop;
     for (; u < stop; ++u, next_unit()) {
 #if defined(AUTOSEL_BF16_DOT)
       if constexpr (M > 1) {
-        multiply_unit<M, R>(p, x, table, acc);
+        multiply_unit<M, R>(p, x, table, ahead, acc);
         continue;
       }
 #endif
@@ -262,7 +282,7 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const uint8_t* unit = p + r * kUnitBytes;
-          ask_ahead(unit, part);
+          ahead.ask(unit, r, part);
           Bytes v[kTaken];
           unpack(unit, part, table, v);
           multiply(r, part, v);
@@ -273,7 +293,7 @@ static void packed_block(const PackedMatrix& w, int64_t row, const Wide<bf16>* x
     for (int r = 0; r < R; ++r) {
       Bytes v[kParts * kTaken];
       for (int part = 0; part < kParts; ++part) {
-        ask_ahead(p + r * kUnitBytes, part);
+        ahead.ask(p + r * kUnitBytes, r, part);
         unpack(p + r * kUnitBytes, part, table, v + part * kTaken);
       }
       others[r].put(u, v);
@@ -353,7 +373,7 @@ AUTOSEL_WITH_AMX static void amx_packed(const PackedMatrix& w, int64_t row, cons
   constexpr int64_t kTall = Few ? kAmxFew : kAmxColumns;
   const int64_t rows = w.head->rows - row < kTall ? w.head->rows - row : kTall, units = units_in(w.head->columns);
   const Bytes table = packed_table(w);
-  const char* ahead = static_cast<const char*>(next);
+  const char* ahead = static_cast<const char*>(next);  // its four blocks of rows in turn
   const uint8_t* at[kTall];
   Others others[kTall];
   for (int64_t r = 0; r < kTall; ++r) at[r] = w.row(r < rows ? row + r : row);
@@ -362,8 +382,10 @@ AUTOSEL_WITH_AMX static void amx_packed(const PackedMatrix& w, int64_t row, cons
   int64_t stop = -1;  // the next unit with a weight without a code
   auto unpack_rows = [&](int64_t u) AUTOSEL_WITH_AMX {
     auto& to = unpacked[u % 2];
-    for (int64_t r = 0; r < kTall; ++r, ahead += kUnitBytes) {
-      prefetch_l2(ahead), prefetch_l2(ahead + 64), prefetch_l2(ahead + 128);
+    for (int64_t r = 0; r < kTall; ++r) {
+      const int64_t block = r % kRowsTogether, of_block = r / kRowsTogether;
+      const char* line = ahead + ((block * units + u) * kRowsTogether + of_block) * kUnitBytes;
+      prefetch_l2(line), prefetch_l2(line + 64), prefetch_l2(line + 128);
       Bytes v[4];
       unpack(at[r] + u * kRowsTogether * kUnitBytes, 0, table, v);
       for (int i = 0; i < 4; ++i) _mm512_store_si512(to[r] + 32 * i, v[i]);
@@ -420,10 +442,11 @@ struct PackedColumns {
       return columns.taken;
     }
 #endif
-    if (n + rows >= to)  // otherwise the stream continues by itself
+    const uint8_t* next = n + rows < to ? w.row(n + rows) : static_cast<const uint8_t*>(then);
+    if (n + rows >= to && !asks_in_turn())  // otherwise the stream continues by itself
       for (int64_t line = 0; line < kAheadOfPacked; line += 64) prefetch_l2(static_cast<const char*>(then) + line);
     for (int64_t g = 0, i = 0; g < groups.count; i += groups.of(g++))
-      block[g >= groups.larger](w, n, panel + packed_panel_elements(i, w.head->columns), out + i * rows);
+      block[g >= groups.larger](w, n, panel + packed_panel_elements(i, w.head->columns), next, out + i * rows);
     return rows;
   }
 };
