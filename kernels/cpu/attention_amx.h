@@ -3,13 +3,14 @@
 // Scores: a tile of 16 keys as they lie in the cache, times the queries, whose neighbours along D were paired once for
 // a unit; the product has a key in each row, and is turned. P V: the weights of 32 keys, times the values, of which two
 // keys are interleaved on their way through L1; that leaves the channels in the order of `gather`, which store2 undoes.
-// The softmax between them, masks and memory are those of attention.h. Both round like the dots: weights to bf16, sums
-// to fp32.
+// The softmax between them is attention_tile.h's, masks and memory are attention.h's. Both products round like the dots:
+// weights to bf16, sums to fp32.
 //
 // Intel starts a dot of 512 bits in two cycles, so four rows at D = 64 need 32 cycles a key for the dots alone, and as
 // tiles 4: each takes 16 cycles for any number of rows (Intel's optimisation manual). Figures: attn_decode.cpp.
 #pragma once
 #include "amx.h"
+#include "attention_tile.h"
 
 namespace autosel {
 namespace attention {
