@@ -1,6 +1,6 @@
 """Tune on two real workers of a local Ray cluster, of which one is killed; tests/soak/test_ray.py presses Ctrl-C.
 
-A cluster is some ten processes on two cores: run this file without other tests (`.ci/run` does), or give it time.
+A cluster is some ten processes on two cores: run this file in a session of its own (`.ci/run` does), or give it time.
 """
 
 from __future__ import annotations
