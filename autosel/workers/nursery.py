@@ -74,7 +74,7 @@ class Nursery:
                     return self._forked(message, fds)
                 except (OSError, ValueError):  # it has ended, it hangs, or it cannot fork
                     self._lost = True
-                    self.close()  # it must not fork later what is a new interpreter now
+                    self.close()  # a late fork would be a second worker
         return start_guardian(config, environment, fds)
 
     def _forked(self, message: bytes, fds: Sequence[int]) -> Forked:

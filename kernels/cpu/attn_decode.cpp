@@ -8,6 +8,7 @@
 //   tile      keys at a time: a tile of K and V fills L1
 //   chunk     fewest keys in a thread's share: for fewer, waking the thread costs more than it saves
 //   prefetch  keys between the second prefetch of a row and its use (the loaded latency in keys); 0 = no prefetch
+//             (by tiles: 0, or the next tile's rows while one is in use)
 // design  attention.h: packed queries, tiles, masks as intervals, equal shares of the work.
 //
 // Measured on Zen 4 (2 cores, shared machine) with the shape above; figures are fractions of a read probe interleaved

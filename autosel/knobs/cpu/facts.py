@@ -57,7 +57,7 @@ def facts(fp: Fingerprint) -> CpuFacts:
     read_all = rate(f"read_bytes_per_s@{cpus}", read_1 * min(cpus, 4))
     domains = int(identity.get("l3_domains", 1))
     fork_join_s = rate(f"fork_join_s@{cpus}", FORK_JOIN_S)
-    if fp.contended:  # then it measured a wait for a busy core, and is no better than a missing rate
+    if fp.contended:  # the measured time includes waits for a busy core
         fork_join_s = min(fork_join_s, FORK_JOIN_S)
     return CpuFacts(
         isa=best_isa(tuple(identity["isa"])),
