@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings as property_settings
 
-from tests import drawn, halves, homes  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
+from tests import drawn, homes, thirds  # noqa: F401  (homes: sets AUTOSEL_HOME and OMP_WAIT_POLICY)
 
 if TYPE_CHECKING:
     from autosel.workers.nursery import Nursery
@@ -93,11 +93,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse test names that contain an address, because pytest-xdist's processes must collect the same names; skip the
-    files of the other half's day."""
+    files of another part's day."""
     addressed = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if addressed:
         raise pytest.UsageError(f"a name with an address in it: give the parameter an id: {addressed[0]}")
-    halves.skip_resting(items)
+    thirds.skip_resting(items)
 
 
 def pytest_collection_finish() -> None:
@@ -181,10 +181,18 @@ def _leaves_the_process_as_found() -> Iterator[None]:
     """Undo changes to the process, which would make another file fail, but only if both files run in one process."""
     before = _of_the_process()
     yield
+    _close_boards()
     after = _of_the_process()
     left = {name: (before.get(name), now) for name, now in after.items() if before.get(name, now) != now}
     left |= {name: (was, "gone") for name, was in before.items() if name not in after}
     assert not left, f"left behind for the next file (before, after): {left}"
+
+
+def _close_boards() -> None:
+    """Close the boards that serve: a process keeps that of its first home, and the next file has another home."""
+    dispatch = sys.modules.get("autosel.dispatch")
+    while dispatch is not None and dispatch._stack:
+        dispatch._stack.pop().close()
 
 
 def _of_the_process() -> dict[str, object]:

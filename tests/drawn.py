@@ -48,12 +48,15 @@ def share(choices: Sequence[Choice], days: int, shift: int = 0) -> list[Choice]:
     return [c for number, c in enumerate(choices) if every or (turn() + number + shift) % days == 0]
 
 
-def half() -> int:
-    """Return 0 or 1: the parity of the ones in the day's number (Thue and Morse). Every share of days has as many of
-    both (Gelfond 1968), so that a half and a share within it meet in all combinations; three equal days never follow
-    each other.
+def third() -> int:
+    """Return 0, 1 or 2: the digit sum of the day's number in base 3, modulo 3. Every share of days has as many of each
+    (Gelfond 1968), so that a third and a share within it meet in all combinations; a third returns within five days.
     """
-    return turn().bit_count() % 2
+    left, total = turn(), 0
+    while left:
+        left, digit = divmod(left, 3)
+        total += digit
+    return total % 3
 
 
 def options() -> str:
