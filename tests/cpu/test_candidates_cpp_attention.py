@@ -29,6 +29,7 @@ from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Inputs, Mismatch, Op
 from autosel.values import DTypeName, Workload
 from tests import drawn
+from tests.cpu import faulty
 from tests.cpu.side_by_side import mismatches
 
 pytestmark = [
@@ -142,6 +143,56 @@ def test_any_number_of_keys_is_right(width: int) -> None:
             for cut in DECODE_CUTS:
                 found = op.verify(inputs, run(op, w, inputs, cut))
                 assert not isinstance(found, Mismatch), (name, length, cut, found)
+
+
+# --- faults that the battery must find -------------------------------------------------------------------------------
+
+# One fault each in kernels/cpu/attention_amx.h: the line, and the wrong line.
+WRONG_AMX = {
+    "two rows' scores exchanged": (
+        "s + (r + 2) * ld, _mm512_unpacklo_pd(e, f)",
+        "s + (r + 2) * ld, _mm512_unpackhi_pd(e, f)",
+    ),
+    "a key's scores as its neighbour's": (
+        "c + (4 * lane + i) * padded + r",
+        "c + (4 * lane + (i == 3 ? 2 : i)) * padded + r",
+    ),
+    "the first row's queries for all": ("q + r * width + c, 2", "q + c, 2"),
+    "the last channels left out of scores": ("at < d; at += kAmxWidth", "at < d - kAmxWidth; at += kAmxWidth"),
+    "the last keys as the first": ("k(t + j < n ? t + j : n - 1)", "k(t + j < n ? j : n - 1)"),
+    "values of two keys exchanged": (
+        "to[2 * i][pair], _mm512_unpacklo_epi16(a, b)",
+        "to[2 * i][pair], _mm512_unpacklo_epi16(b, a)",
+    ),
+    "the last value left out": ("key < n ?", "key < n - 1 ?"),
+    "the last value counted twice": (
+        "v(key) + c + i * kPair) : _mm512_setzero_si512()",
+        "v(key) + c + i * kPair) : _mm512_loadu_si512(v(n - 1) + c + i * kPair)",
+    ),
+    "the next tile's sums begin at zero": ("_tile_loadd(1, o + c + kLanes, row);", "_tile_zero(1);"),
+    "the second channels of the first": ("v(key) + c + i * kPair) :", "v(key) + c) :"),
+    "the last sums not stored": ("_tile_stored(3, o + c + 3 * kLanes, row);", ";"),
+}
+
+
+def test_every_fault_is_a_change_of_todays_source() -> None:
+    assert all(faulty.header_of(right, ["attention_amx.h"]) for right, _ in WRONG_AMX.values())
+
+
+@pytest.mark.skipif("amx_bf16" not in FLAGS, reason="the faults are in code for AMX")
+@pytest.mark.parametrize("name", drawn.share(list(WRONG_AMX), days=len(WRONG_AMX)))
+def test_the_battery_refuses_a_kernel_with_one_fault(name: str, tmp_path: Path) -> None:
+    op, source = OPS["attn"], SOURCES["attn"]
+    digest = faulty.build(f"cpu/{source}.cpp", "attention_amx.h", *WRONG_AMX[name], ISA_FLAGS[NATIVE], tmp_path)
+    kernel = load_entry(digest, source)
+
+    def made(case: Case, inputs: Inputs) -> list[Tensor]:
+        outputs = [o for o in op.allocate(case.workload, fill=float("nan")) if o is not None]
+        kernel(*op.arguments(inputs), *outputs, *DECODE_CUTS[0])
+        return outputs
+
+    cases = op.cases(op.workload("bf16", CACHE))
+    assert any(any(mismatches(op, case, 7, {NATIVE: partial(made, case)})) for case in cases)
 
 
 # --- what must not be read -------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import copy
 import ctypes
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import resources
 from autosel.candidates.cpp.base import CppKernel
 from autosel.candidates.cpp.linear import KERNELS
 from autosel.candidates.load import load, reader_of
@@ -37,6 +35,7 @@ from autosel.ops.contract import DTYPE, Case, Inputs, Match, Op
 from autosel.ops.weight import Weight, empty, quantise
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
 from tests import drawn
+from tests.cpu import faulty
 from tests.cpu.side_by_side import mismatches
 from tests.operands import traits_of
 
@@ -621,36 +620,27 @@ WRONG_BUILDS = [
 ]
 
 
-def header_with(source: str, name: str) -> tuple[str, str, str]:
+def fault(source: str, name: str) -> tuple[str, str, str]:
     """Return the header that holds a fault's line, the line, and the wrong one."""
     right, wrong, _ = (WRONG | WRONG_AMX if source == "gemv_coded" else WRONG_BLOCKS)[name]
     headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("codes.h", "coded_block.h")
-    found = [h for h in headers if right in (resources.kernels() / "cpu" / h).read_text()]
-    assert found, f"no line of {', '.join(headers)} has {right!r}"
-    return found[0], right, wrong
+    return faulty.header_of(right, headers), right, wrong
 
 
 def test_every_fault_is_a_change_of_todays_source() -> None:
     """The test below builds a thirtieth of them a day."""
-    assert all(header_with(source, name) for source, name, _ in WRONG_BUILDS)
+    assert all(fault(source, name) for source, name, _ in WRONG_BUILDS)
 
 
 @pytest.mark.skipif(NATIVE != "avx512bf16", reason="the faults are in code for AVX-512-BF16")
 @pytest.mark.parametrize(("source", "name", "format_"), drawn.share(WRONG_BUILDS, days=30))
 def test_the_battery_refuses_a_kernel_with_one_fault(source: str, name: str, format_: str, tmp_path: Path) -> None:
-    header, right, wrong = header_with(source, name)
-    shutil.copytree(resources.kernels() / "cpu", tmp_path / "cpu")
-    for file in resources.kernels().glob("*.h"):
-        shutil.copy(file, tmp_path)
-    faulty = tmp_path / "cpu" / header
-    text = faulty.read_text()
-    space = "namespace autosel {\n"
-    faulty.write_text(text.replace(right, wrong).replace(space, space + ROUNDED, 1))
+    header, right, wrong = fault(source, name)
     kernel, op = variant(source, NATIVE), OPS["linear"]
     w = op.workload("bf16", {"M": 17, "N": 64, "K": 416}, weight=format_)
     recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
-    built = compile_source(str(tmp_path / recipe.source), recipe.flags).digest
+    built = faulty.build(recipe.source, header, right, wrong, recipe.flags, tmp_path, also=ROUNDED)
 
     def refused(case: Case) -> bool:
         function = load(op, recipe, built, kernel.knobs(case.workload, device()).values)
