@@ -29,7 +29,7 @@ from autosel.ops import OPS, eager
 from autosel.ops.contract import Case, Inputs, Mismatch, Op
 from autosel.values import DTypeName, Workload
 from tests import drawn
-from tests.cpu import faulty
+from tests.cpu import wrong_line
 from tests.cpu.side_by_side import mismatches
 
 pytestmark = [
@@ -176,14 +176,14 @@ WRONG_AMX = {
 
 
 def test_every_fault_is_a_change_of_todays_source() -> None:
-    assert all(faulty.header_of(right, ["attention_amx.h"]) for right, _ in WRONG_AMX.values())
+    assert all(wrong_line.header_of(right, ["attention_amx.h"]) for right, _ in WRONG_AMX.values())
 
 
 @pytest.mark.skipif("amx_bf16" not in FLAGS, reason="the faults are in code for AMX")
 @pytest.mark.parametrize("name", drawn.share(list(WRONG_AMX), days=len(WRONG_AMX)))
 def test_the_battery_refuses_a_kernel_with_one_fault(name: str, tmp_path: Path) -> None:
     op, source = OPS["attn"], SOURCES["attn"]
-    digest = faulty.build(f"cpu/{source}.cpp", "attention_amx.h", *WRONG_AMX[name], ISA_FLAGS[NATIVE], tmp_path)
+    digest = wrong_line.build(f"cpu/{source}.cpp", "attention_amx.h", *WRONG_AMX[name], ISA_FLAGS[NATIVE], tmp_path)
     kernel = load_entry(digest, source)
 
     def made(case: Case, inputs: Inputs) -> list[Tensor]:

@@ -35,7 +35,7 @@ from autosel.ops.contract import DTYPE, Case, Inputs, Match, Op
 from autosel.ops.weight import Weight, empty, quantise
 from autosel.values import Accepted, DTypeName, Fingerprint, NativeRecipe, Rate, Rejected, Workload
 from tests import drawn
-from tests.cpu import faulty
+from tests.cpu import wrong_line
 from tests.cpu.side_by_side import mismatches
 from tests.operands import traits_of
 
@@ -624,7 +624,7 @@ def fault(source: str, name: str) -> tuple[str, str, str]:
     """Return the header that holds a fault's line, the line, and the wrong one."""
     right, wrong, _ = (WRONG | WRONG_AMX if source == "gemv_coded" else WRONG_BLOCKS)[name]
     headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("codes.h", "coded_block.h")
-    return faulty.header_of(right, headers), right, wrong
+    return wrong_line.header_of(right, headers), right, wrong
 
 
 def test_every_fault_is_a_change_of_todays_source() -> None:
@@ -640,7 +640,7 @@ def test_the_battery_refuses_a_kernel_with_one_fault(source: str, name: str, for
     w = op.workload("bf16", {"M": 17, "N": 64, "K": 416}, weight=format_)
     recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
-    built = faulty.build(recipe.source, header, right, wrong, recipe.flags, tmp_path, also=ROUNDED)
+    built = wrong_line.build(recipe.source, header, right, wrong, recipe.flags, tmp_path, also=ROUNDED)
 
     def refused(case: Case) -> bool:
         function = load(op, recipe, built, kernel.knobs(case.workload, device()).values)
