@@ -15,6 +15,7 @@ from playwright.sync_api import sync_playwright
 
 from autosel.ledger import open_ledger
 from autosel.ledger.key import current_mode
+from tests import drawn
 from tests.cpu.daemons import Daemon, cli, running
 from tests.cpu.test_ledger import ATTN, record
 from tests.flows.test_daemon import here
@@ -85,7 +86,7 @@ def test_charts_are_drawn_from_the_pages_own_data(tab: Any, daemon: Daemon) -> N
     assert tab.locator("#times .scatterlayer .trace path.js-line").count() >= 1
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", drawn.share(PAGES, days=3))
 def test_a_phone_scrolls_down_and_never_sideways(browser: Any, daemon: Daemon, path: str) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     page = context.new_page()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import drawn
+
 ROOT = Path(__file__).resolve().parents[2]
 ORDERS = {
     "torch first": "import torch, autosel",
@@ -31,7 +33,7 @@ def python(home: Path, code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", drawn.share(list(ORDERS), days=2))
 def test_the_ops_are_there_after_both_imports_in_either_order(order: str, tmp_path: Path) -> None:
     code = f"""
 {ORDERS[order]}

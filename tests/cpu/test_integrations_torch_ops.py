@@ -18,6 +18,7 @@ from autosel.ops.cached import Cached
 from autosel.ops.contract import Op
 from autosel.ops.weight import Weight
 from autosel.values import Workload
+from tests import drawn
 
 DIMS = {"M": 2, "N": 24, "K": 16, "B": 2, "Hq": 4, "Hkv": 2, "D": 16, "L": 20, "page": 16, "I": 24, "V": 32, "R": 16}
 FORMATS = {"weight": WEIGHT_FORMATS, "cache": CACHE_FORMATS}
@@ -110,7 +111,7 @@ def parts_of(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(op, name) for op, kind in STORED.items() for name in FORMATS[kind] if name != "plain"],
+    drawn.share([(op, name) for op, kind in STORED.items() for name in FORMATS[kind] if name != "plain"], days=3),
 )
 def test_a_stored_form_takes_the_parts_of_operands_in_a_format(op: str, name: str) -> None:
     """Skip PyTorch's schema check, which multiplies values to compare them and fails in fp8; parity covers it."""
