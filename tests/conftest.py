@@ -155,13 +155,10 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Return the nursery of this pytest worker, already started: its first test may have an environment of its own."""
-    from autosel.workers import Worker
+    """Return the nursery of this pytest worker."""
     from autosel.workers.nursery import Nursery
 
     with Nursery("torch", "autosel.ops", "autosel.candidates.load") as made:
-        with Worker("autosel.candidates.probe:serve", nursery=made) as first:
-            first.wait_ready()
         yield made
 
 
