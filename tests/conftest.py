@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,10 +156,13 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    """Return the nursery of this pytest worker."""
+    """Return the nursery of this pytest worker, already started: its first test may have an environment of its own."""
+    from autosel.workers import Worker
     from autosel.workers.nursery import Nursery
 
     with Nursery("torch", "autosel.ops", "autosel.candidates.load") as made:
+        with Worker("autosel.candidates.probe:serve", nursery=made) as first:
+            first.wait_ready()
         yield made
 
 
@@ -205,5 +209,6 @@ def _of_the_process() -> dict[str, object]:
     }
     if torch:  # not imported: how many it will take is its own affair
         of_torch["PyTorch's threads"] = torch.get_num_threads()
+    limits = {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")}
     signals = {f"on {s.name}": signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    return of_torch | signals | {"folder": os.getcwd()} | {f"${n}": os.environ.get(n, "") for n in ENVIRONMENT}
+    return of_torch | limits | signals | {"folder": os.getcwd()} | {f"${n}": os.environ.get(n, "") for n in ENVIRONMENT}

@@ -109,6 +109,9 @@ class Guardian:
             hard = resource.getrlimit(kind)[1]
             bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (bound, bound))
+        _, hard = resource.getrlimit(resource.RLIMIT_STACK)  # stays: compilers raise their own limit up to it
+        stack = self.config["stack_bytes"]
+        resource.setrlimit(resource.RLIMIT_STACK, (stack if hard == resource.RLIM_INFINITY else min(stack, hard), hard))
         if self.config["cpus"]:
             os.sched_setaffinity(0, self.config["cpus"])
         os.chdir(self.config["folder"])

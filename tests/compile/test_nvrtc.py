@@ -4,6 +4,8 @@ nvcc, which brings its headers.)"""
 from __future__ import annotations
 
 import ctypes
+import resource
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +18,16 @@ FLAGS = (b"-std=c++17", b"-ftz=true")  # our options, and cupy's
 
 
 @pytest.fixture(scope="module")
-def nvrtc() -> ctypes.CDLL:
+def nvrtc() -> Iterator[ctypes.CDLL]:
+    """Return the library. What it compiles leaves this process without a limit of its stack."""
     if missing("nvrtc"):
         pytest.skip(missing("nvrtc"))
     (library,) = (ENGINES / "nvrtc").rglob("libnvrtc.so.*")
     for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))
-    return ctypes.CDLL(str(library))
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    yield ctypes.CDLL(str(library))
+    resource.setrlimit(resource.RLIMIT_STACK, before)
 
 
 @pytest.mark.parametrize("cc", sorted(TARGETS), ids=lambda cc: f"sm_{cc[0]}{cc[1]}")

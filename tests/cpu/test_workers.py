@@ -1,6 +1,7 @@
 """Test workers with real processes and faults: each fault is contained, its cause is known, no process is left."""
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import to_json
 from autosel.workers import Arena, Limits, RaisedError, Worker
+from autosel.workers.nursery import Nursery
 from tests.cpu.planting import built
 
 HERE = Path(__file__).parent
@@ -184,6 +187,20 @@ def test_a_crash_is_contained_and_named(worker, library, function, args, cause):
     assert failure(worker, "none").cause == cause  # a second request gives the same error
     if cause != "exit 0":
         assert "faulty.py" in error.why  # the Python frames it died under
+
+
+@pytest.mark.parametrize("how", ["new", "forked"])
+def test_an_endless_recursion_is_a_crash_though_this_process_has_no_limit_of_its_stack(library, how):
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (before[1], before[1]))
+    try:
+        with ExitStack() as stack:
+            forked = {"nursery": stack.enter_context(Nursery())} if how == "forked" else {}
+            worker = stack.enter_context(Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)], **forked))
+            error = failure(worker, "native", library=library, function="stack_overflow", args=[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, before)
+    assert error.cause == "SIGSEGV"
 
 
 @pytest.mark.parametrize("function", ["spin", "signal_proof_spin"])
