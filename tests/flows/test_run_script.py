@@ -274,7 +274,7 @@ def test_after_a_kill_the_next_start_waits_for_the_orphaned_pip_and_makes_the_en
         pipe.close()
     assert "waiting for it" in first_words
     assert second.returncode == 0, err
-    assert "making .venv anew" in err
+    assert "making .venv again" in err
     assert json.loads(out)["arguments"] == ["status"]
     assert not debris.exists()
     assert not (checkout / ".venv" / "autosel-installing").exists()
@@ -573,7 +573,7 @@ def test_to_reuse_a_missing_torch_is_an_error(tmp_path):
     checkout = make_checkout(tmp_path)
     refused = run(checkout, "--reuse-torch", "status", python=BARE)
     assert refused.returncode == 1
-    assert "the active environment has no torch of its own" in refused.stderr
+    assert "the active environment has no torch to reuse" in refused.stderr
     assert not (tmp_path / ".venv").exists()
 
 
