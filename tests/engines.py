@@ -1,7 +1,7 @@
 """Real serving engines, kernel libraries and compilers for the tests: their published wheels, unpacked without the
 dependencies that pin another torch.
 
-    python tests/engines.py        fetches them below .venv/engines (about 1.3 GB; kept: 1.7 GB, a third of it a Triton)
+    python tests/engines.py     needs pip; about 1.3 GB, of which 1.7 GB are kept below .autosel/engines, a third a Triton
 
 Releases come from locks/engines.txt, and from locks/engines-imports.txt for their imports. Only the Python and JSON
 files of an engine are kept. They suffice for its lookups, parsers, registries and function signatures, and for
@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ENGINES = ROOT / ".venv" / "engines"
+ENGINES = ROOT / ".autosel" / "engines"
 LOCK = ROOT / "locks" / "engines.txt"
 DEPENDENCIES = ROOT / "locks" / "engines-imports.txt"
 FETCHED = ENGINES / "dependencies" / DEPENDENCIES.name  # the list of the day of the run
