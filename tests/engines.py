@@ -1,7 +1,7 @@
 """Real serving engines, kernel libraries and compilers for the tests: their published wheels, unpacked without the
 dependencies that pin another torch.
 
-    python tests/engines.py     needs pip; about 1.3 GB, of which 1.7 GB are kept below .autosel/engines, a third a Triton
+    python tests/engines.py     fetches 1.3 GB with pip; keeps 1.7 GB in .autosel/engines, a third of it a Triton
 
 Releases come from locks/engines.txt, and from locks/engines-imports.txt for their imports. Only the Python and JSON
 files of an engine are kept. They suffice for its lookups, parsers, registries and function signatures, and for
