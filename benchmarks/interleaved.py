@@ -92,22 +92,16 @@ def ours(kernels: Sequence[Candidate], w: Workload, fp: Fingerprint) -> Callable
     return load(OPS[w.op], recipe, compile_source(recipe.source, recipe.flags).digest, knobs.values)
 
 
-def reader(streamed: Sequence[str], fp: Fingerprint) -> Callable[[dict[str, Any]], float]:
+def reader(streamed: Sequence[str], fp: Fingerprint) -> Callable[[Mapping[str, Any]], float]:
     """Return a function that reads these operands once on all cores by the fingerprint's probe; it returns seconds."""
-    library, out = probe.load().library, (ctypes.c_double * 1)()
+    probes, threads = probe.load(), int(fp.identity["cpus"])
 
-    def read(operands: dict[str, Any]) -> float:
+    def read(operands: Mapping[str, Any]) -> float:
         total = 0.0
         for name in streamed:
             size = operands[name].numel() * operands[name].element_size()
-            library.autosel_probe_read(
-                ctypes.c_void_p(operands[name].data_ptr()),
-                *(ctypes.c_int64(v) for v in (size, size, int(fp.identity["cpus"]))),
-                ctypes.c_double(0.0),
-                out,
-                ctypes.c_int64(1),
-            )
-            total += size / out[0]
+            at = ctypes.c_void_p(operands[name].data_ptr())
+            total += size / probes.windows("read", at, size, size, 0, threads, seconds=0.0)[0]
         return total
 
     return read
