@@ -140,13 +140,23 @@ template <bool Few> AUTOSEL_WITH_AMX static inline void amx_sums(int64_t m, int6
     for (int64_t n = 0; n < taken; ++n) out[i * taken + n] = c[(skipped + n) * m + i];
 }
 
+// Whether this core is Intel's. A hypervisor may hide its tiles.
+static inline bool of_intel() {
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && d == signature_INTEL_edx;
+  }();
+  return found;
+}
+
 #else
 template <class T> static inline bool has_amx() { return false; }
+static inline bool of_intel() { return false; }
 struct Amx { Amx(int64_t, int64_t) {} };
 #endif
 
-// Whether this core wants sequences in turn: one with tiles is Intel's.
-static inline bool asks_in_turn() { return has_amx<bf16>(); }
+// Whether this core wants sequences in turn.
+static inline bool asks_in_turn() { return of_intel(); }
 
 // Whether m rows of T are multiplied here.
 template <class T> static inline bool by_amx(int64_t m) { return m >= kFewestForAmx && has_amx<T>(); }

@@ -12,7 +12,7 @@
 //   q4_0 1.10 and 1.10 at 32 GB/s, 1.44 for the first at 58 GB/s; int4-g128 1.40, 1.00 (45 GB/s); q4_k 1.11, 1.13 (1.22
 //   at 40 GB/s); q6_k 1.03-1.10, 1.07-1.15; q8_0 1.02, 1.04; int8-row 1.00. M=2 and 4: q4_0 1.13, 1.10, int4-g128
 //   1.20, 1.04. Distances of 6 to 32 KB differ by less than 5 %; q4_0's codes alone 12 KB ahead: 1.29 of the 1.44.
-// With AMX (an Intel core, kInTurn) the four rows are sequences in turn. Emerald Rapids, N 4096, K 14336, M=1, in turn:
+// On an Intel core (kInTurn) four rows of 4 KB or more are sequences in turn. Emerald Rapids, N 4096, K 14336, M=1:
 //   int8-row 1.13, int4-g128 1.14, q8_0 1.05, q4_0 1.11, q4_k 1.03, q6_k 1.15 (bench_quantised.py --before)
 //
 // From the fifth row of x on, x no longer fits L1 and every load of it comes from L2, so two rows of codes share it: with
@@ -117,7 +117,7 @@ static void coded_block(const Coded& w, int64_t n, const Wide<T>* x, const Comin
     x += kRegistersOfX<T, F> * M * W;
   };
   const int64_t whole = w.columns / C::kCodes;
-  const bool turn = R > 1 && asks_in_turn();  // rows are sequences of lines
+  const bool turn = R > 1 && w.stride >= kShortRow && asks_in_turn();  // rows are sequences of lines
   const int64_t next_row = turn ? w.stride : C::kBytes, next_piece = turn ? C::kBytes : R * C::kBytes;
   for (int64_t p = 0; p < whole; ++p) {
     vu words[R][C::kWords];
