@@ -39,10 +39,10 @@ from autosel.workers.environment import start_fault
 T = TypeVar("T")
 START_S = 120.0  # importing torch from a cold, slow disk
 END_S = 10.0  # the guardian sweeps for 2 s at most; after this it has failed
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
 # Linux's default. NVRTC 13 makes it unlimited for its process and all that it starts: an endless recursion would then
 # fill the memory until the deadline.
 STACK_BYTES = 8 << 20
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "memoryerror")
 BUSY = ("device or resource busy", "resource temporarily unavailable", "device is busy")
 # CUDA's messages for a device or driver that no process could use: exclusive mode, a lost device, a driver older than
 # the toolkit, a switch that is not ready, failed memory.
