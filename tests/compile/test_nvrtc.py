@@ -19,7 +19,7 @@ FLAGS = (b"-std=c++17", b"-ftz=true")  # our options, and cupy's
 
 @pytest.fixture(scope="module")
 def nvrtc() -> Iterator[ctypes.CDLL]:
-    """Return the library. What it compiles leaves this process without a limit of its stack."""
+    """Return the library. Its compiler removes the stack limit of this process."""
     if missing("nvrtc"):
         pytest.skip(missing("nvrtc"))
     (library,) = (ENGINES / "nvrtc").rglob("libnvrtc.so.*")
