@@ -118,15 +118,16 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 STUDENT_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantiles of Student's t, by degrees of freedom
 
 
-def ratio_interval(medians: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of Student's t for the mean of the logarithms; the value itself for a single one.
+def rerun_interval(medians: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval for the mean that another run of as many sessions gives; the value itself for one.
 
-    `medians`: up to five ratios, each of a separate process.
+    `medians`: up to five ratios, each of a separate process. Student's t for the difference of two means of n
+    logarithms, whose variance is 2/n of that of one (Student's prediction interval).
     """
     logs = [log(value) for value in medians]
     mean, n = fsum(logs) / len(logs), len(logs)
     if n == 1:
         return medians[0], medians[0]
     deviation = sqrt(fsum((x - mean) ** 2 for x in logs) / (n - 1))
-    half = STUDENT_975[n - 1] * deviation / sqrt(n)
+    half = STUDENT_975[n - 1] * deviation * sqrt(2 / n)
     return exp(mean - half), exp(mean + half)

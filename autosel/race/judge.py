@@ -21,7 +21,7 @@ from autosel.race.evidence import (
     median_interval,
     quantile,
     quantile_lower,
-    ratio_interval,
+    rerun_interval,
     tail_crossed,
     tail_futile,
 )
@@ -126,6 +126,27 @@ def nominees(screening: RaceSession, incumbent: str, delta: float, excluded: Seq
         and (incumbent not in screening.arms or _ratio(screening, arm, incumbent) > 1)
     ]
     return sorted(crossed_arms, key=lambda arm: -_ratio(screening, arm, base))
+
+
+def leaders(screening: RaceSession, found: Sequence[str], delta: float) -> Sequence[str]:
+    """Return the first nominee, and the second if the first does not beat it beyond doubt. One session may favour
+    either of two kernels that are about equally fast: the state of memory differs from minute to minute.
+    """
+    level = len(found) > 1 and not has_won(screening, found[0], [found[1]], delta)
+    return found[:2] if level else found[:1]
+
+
+def favoured(confirming: Sequence[RaceSession], finalists: Sequence[str], rivals: Sequence[str], delta: float) -> str:
+    """Return the finalist to judge: of two level ones the first by name, so that another run decides the same, unless
+    the other beats it beyond doubt over all confirming sessions or it fails in one of them.
+    """
+    first, *others = sorted(finalists)
+    for other in others:
+        counts = [wins(session, other, first, delta) for session in confirming]
+        better = crossed(sum(n for _, n in counts), sum(k for k, _ in counts))
+        if better or not all(has_won(session, first, rivals, delta) for session in confirming):
+            return other
+    return first
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -262,7 +283,7 @@ def _pair_ratios(sessions: Sequence[RaceSession], candidate: str, rival: str) ->
 
 
 def _effect(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:
-    """Return the median of the pair ratios with an interval for future sessions.
+    """Return the median of the pair ratios with an interval for another run of these sessions.
 
     Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
     sessions is widened to that of their medians, each taken as one observation. Sessions in which memory was read at
@@ -271,7 +292,7 @@ def _effect(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effe
     seen = _seen(sessions, candidate, rival)
     if not _one_state(sessions):
         return seen
-    low, high = ratio_interval([_ratio(s, candidate, rival) for s in sessions])
+    low, high = rerun_interval([_ratio(s, candidate, rival) for s in sessions])
     return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
 
 
@@ -352,13 +373,19 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Quota
         timings=timings,
         e_values=tuple(_e_value(s, finalist, race) for s in confirming) if finalist else (),
         wins=tuple(wins(s, finalist, race.baseline, race.delta) for s in confirming) if finalist else (),
-        false_promotion_bound=max(race.pi, race.alpha_session) ** SESSIONS if outcome == "promote" else None,
+        false_promotion_bound=_false_promotion_bound(race, confirming) if outcome == "promote" else None,
         read_bytes_per_s=max((s.read_bytes_per_s for s in told.all), default=0.0),
         conditions=conditions_of(told.all),
         prepared=next((s.prepared[winner] for s in told.all if s.prepared and winner in s.prepared), None),
         checked=checked_of(race.sessions, winner),
         deployed=_deployed_timings(quoted, winner, race.baseline),
     )
+
+
+def _false_promotion_bound(race: Race, confirming: Sequence[RaceSession]) -> float:
+    """Return the bound of each finalist's promotion, summed: two level ones each had their chance."""
+    finalists = {arm for session in confirming for arm in session.arms} - {*_rivals(race), CLONE}
+    return len(finalists) * max(race.pi, race.alpha_session) ** SESSIONS
 
 
 def checked_of(sessions: Sequence[RaceSession], arm: str) -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """Races: one screening session, three confirming sessions of the finalist, by the same rules for every instrument.
 
+If screening does not tell the two fastest apart, both are in the confirming sessions (`runner_up`).
+
     for found in run(contests, terms, Workers(threads=8, rng=rng)):     # race.worker: each stage in a fresh process
         ...                                                             # Disqualified, or (contest, its Race)
 
@@ -21,7 +23,7 @@ from autosel.devices.cpu.neighbours import Reading
 from autosel.ops.contract import Mismatch
 from autosel.race.contest import COLD_OVER_LLC, Contest
 from autosel.race.evidence import median
-from autosel.race.judge import CLONE, has_lost, nominees, pair_medians
+from autosel.race.judge import CLONE, favoured, has_lost, leaders, nominees, pair_medians
 from autosel.race.plan import SESSIONS, VOIDS_ALLOWED, Margin, TrialPlan
 from autosel.race.session import BUSY, Duel, Instrument, Phase, SessionRules, confirm, screen
 from autosel.values import Conditions, Deployed, Prepared, Race, RaceSession
@@ -182,6 +184,7 @@ class _Attempt:
     plan: TrialPlan | None = None
     screening: RaceSession | None = None
     finalist: str | None = None
+    runner_up: str | None = None  # level with the finalist in screening
     nominees: list[str] = field(default_factory=list)
     sessions: list[RaceSession] = field(default_factory=list)
     out: dict[str, str] = field(default_factory=dict)  # disqualified candidates, with the reasons
@@ -214,6 +217,9 @@ class _Attempt:
     def rivals(self) -> list[str]:
         c = self.contest
         return list(dict.fromkeys((c.baseline.candidate, c.incumbent.candidate)))
+
+    def finalists(self) -> list[str]:
+        return [arm for arm in (self.finalist, self.runner_up) if arm is not None]
 
     def race(self) -> Race:
         margin = self.margin
@@ -283,8 +289,7 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) ->
             if terms.over:
                 return
             attempt.place = before, len(pending)
-            assert attempt.finalist is not None
-            seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
+            seat = room.seat(attempt.contest, [*attempt.rivals(), *attempt.finalists()], attempt.plan)
             held = _held(attempt, seat, _confirm, terms)
             yield from _consequences(attempt, held, room, terms)
             _advance(attempt, held.session)
@@ -452,18 +457,19 @@ def _nominate(attempt: _Attempt) -> None:
         attempt.notes.append(f"{fresh[0]} leads, but this key's lifetime error budget is spent")
         attempt.done = True
     else:
-        attempt.finalist = fresh[0]
-        attempt.nominees.append(fresh[0])
+        first, *level = leaders(attempt.screening, fresh, attempt.delta)
+        allowed = [name for name in level if attempt.debit(attempt.contest, name, attempt.margin)]
+        attempt.finalist, attempt.runner_up = first, allowed[0] if allowed else None
+        attempt.nominees.extend(attempt.finalists())
         attempt.attempts += 1
 
 
 def _advance(attempt: _Attempt, session: RaceSession) -> None:
+    if attempt.runner_up in attempt.out:
+        attempt.runner_up = None
     if attempt.finalist in attempt.out:
         attempt.notes.append(f"{attempt.finalist} fell: {attempt.out[attempt.finalist]}")
-        before = attempt.finalist
-        _nominate(attempt)
-        if attempt.finalist == before:
-            attempt.finalist = None
+        _replace_finalist(attempt)
     elif session.voided:
         if attempt.voids >= VOIDS_ALLOWED:
             attempt.notes.append(session.voided)
@@ -471,3 +477,12 @@ def _advance(attempt: _Attempt, session: RaceSession) -> None:
     else:
         lost = has_lost(session, str(attempt.finalist), attempt.rivals(), attempt.delta)
         attempt.done = lost or len(attempt.confirming) >= SESSIONS
+        if attempt.done and not lost:
+            attempt.finalist = favoured(attempt.confirming, attempt.finalists(), attempt.rivals(), attempt.delta)
+
+
+def _replace_finalist(attempt: _Attempt) -> None:
+    """Go on with the runner-up, which was in the same sessions, otherwise with the next nominee."""
+    attempt.finalist, attempt.runner_up = attempt.runner_up, None
+    if attempt.finalist is None:
+        _nominate(attempt)

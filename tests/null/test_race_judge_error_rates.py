@@ -109,7 +109,7 @@ def test_a_session_ends_at_the_first_pair_at_which_the_judge_would_end_it(kind: 
     """The counts kept pair by pair equal the judge's counts from all samples."""
     for form, ratio, seed in ((SHORT, 1.05, 1), (LONG, 1.03, 2), (LONG, 1.0, 3)):
         s, random = setting(ratio, kind, form, DELTA_CALIBRATED), Random(seed)
-        session = confirmed(s, "same", random, screened(s, random))
+        session = confirmed(s, ["same"], random, screened(s, random))
 
         def over(pairs: int) -> bool:
             part = replace(session, pairs=session.pairs[:pairs])  # noqa: B023

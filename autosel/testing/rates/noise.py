@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from autosel.race.judge import CLONE, has_lost, has_won, nominees
+from autosel.race.judge import CLONE, favoured, has_lost, has_won, leaders, nominees
 from autosel.race.plan import SESSIONS, Margin, TrialPlan
 from autosel.race.session import Duel, SessionRules, confirm, screen
 from autosel.values import Race, RaceSession, Workload
@@ -229,28 +229,35 @@ def screened(setting: Scenario, random: Random) -> RaceSession:
 
 
 def confirmed(
-    setting: Scenario, finalist: str, random: Random, screening: RaceSession, earlier: Sequence[RaceSession] = ()
+    setting: Scenario,
+    finalists: Sequence[str],
+    random: Random,
+    screening: RaceSession,
+    earlier: Sequence[RaceSession] = (),
 ) -> RaceSession:
-    """Run one confirming session of the finalist in a new process."""
-    arms = (*setting.rivals, finalist, *([CLONE] if CLONE in setting.true_ns else []))
-    duel = Duel(arms=arms, finalist=finalist, rivals=setting.rivals)
+    """Run one confirming session of the finalist, and of the one that is level with it, in a new process."""
+    arms = (*setting.rivals, *finalists, *([CLONE] if CLONE in setting.true_ns else []))
+    duel = Duel(arms=arms, finalist=finalists[0], rivals=setting.rivals)
     return confirm(setting.bench(random), duel, setting.trial(random), screening, earlier)
 
 
 def attempt(setting: Scenario, random: Random, *, nominate: str = "") -> Race:
-    """Run screening, then the finalist's confirming sessions until it has lost or there are three.
+    """Run screening, then the finalists' confirming sessions until the first has lost or there are three.
 
     `nominate` names the finalist regardless of screening, the maximum effect of luck in screening. A finalist that can
     no longer be promoted is not raced to the end.
     """
     screening = screened(setting, random)
-    found = [nominate] if nominate else nominees(screening, setting.incumbent, setting.delta)
+    delta = setting.delta
+    found = [nominate] if nominate else leaders(screening, nominees(screening, setting.incumbent, delta), delta)
     sessions = [screening]
     while found and len(sessions) <= SESSIONS:
-        session = confirmed(setting, found[0], random, screening, sessions[1:])
+        session = confirmed(setting, found, random, screening, sessions[1:])
         sessions.append(session)
-        if has_lost(session, found[0], setting.rivals, setting.delta) or not won(setting, session, found[0]):
+        if has_lost(session, found[0], setting.rivals, delta) or not any(won(setting, session, one) for one in found):
             break
+    if len(sessions) > SESSIONS:
+        found = [favoured(sessions[1:], found, setting.rivals, delta)]
     return Race(
         workload=WORK,
         baseline="base",

@@ -185,7 +185,7 @@ def sessions(s: Scenario, races: int, random: Random) -> Count:
     brief = RaceSession(
         kind="screening", seed=0, arms=screening.arms, pairs=screening.pairs[:1], calls_per_sample=(1, 1)
     )
-    crossings = sum(won(s, confirmed(s, "same", random, brief), "same") for _ in range(races))
+    crossings = sum(won(s, confirmed(s, ["same"], random, brief), "same") for _ in range(races))
     return Count(events=crossings, races=races)
 
 
