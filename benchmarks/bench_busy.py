@@ -9,8 +9,9 @@ Every load is tuned in its own home, with the proofs of the reference and none o
 one tune, so that minutes lie between the sessions of each. `--load` is the number of competing processes, each in its
 own session: endless loops, or with --copy copies of 64 MiB. They end with this script. Each workload is stored in
 --home once decided; the output covers all stored results. A decision misses if the interval of its effect excludes the
-quiet ratio: the geometric mean of those runs of the reference in which memory was read at the decision's rate (of all
-its runs if there are none). It misses by more than 10 % if the nearer end of the interval does.
+quiet ratio: the geometric mean of those runs of the reference that had the same winner and in which memory was read at
+the decision's rate (of all with this winner if there are none). It misses by more than 10 % if the nearer end of the
+interval does. A winner differs if no run of the reference had it.
 """
 
 from __future__ import annotations
@@ -212,14 +213,14 @@ def _stored(path: Path) -> dict[str, Any]:
 def _joined(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """Add new workloads to those tuned earlier under this load; a decided one is not replaced by an undecided one.
 
-    `runs` of a row has (ratio, read rates) of each time that it was decided.
+    `runs` of a row has (winner, ratio, read rates) of each time that it was decided.
     """
     rows = dict(before["rows"])
     for key, row in found["rows"].items():
         former = rows.get(key, {})
         if row["outcome"] == "undecided" and former:
             continue
-        runs = [[row["effect"][0], row["read_gb_per_s"]]] if row["effect"] else []
+        runs = [[row["winner"], row["effect"][0], row["read_gb_per_s"]]] if row["effect"] else []
         rows[key] = {**row, "runs": [*former.get("runs", ()), *runs]}
     return {**found, "rows": rows, "seconds": before["seconds"] + found["seconds"]}
 
@@ -248,7 +249,8 @@ def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
     """
     known = {key: row for key, row in rows.items() if key in reference and reference[key]["outcome"] != "undecided"}
     decided = {key: row for key, row in known.items() if row["outcome"] != "undecided"}
-    differ = [key for key, row in decided.items() if row["winner"] != reference[key]["winner"]]
+    quiet_winners = {key: {winner for winner, *_ in reference[key]["runs"]} for key in decided}
+    differ = [key for key, row in decided.items() if row["winner"] not in quiet_winners[key]]
     quiet = {key: quiet_ratio(row, reference[key]) for key, row in decided.items() if key not in differ}
     misses = {key: miss(decided[key], ratio) for key, ratio in quiet.items() if ratio is not None}
     return {
@@ -263,13 +265,16 @@ def summary(rows: Rows, reference: Rows) -> dict[str, Any]:
 
 
 def quiet_ratio(row: Row, reference: Row) -> float | None:
-    """Return the reference's ratio: from its runs at the row's read rate, else from all its runs; None for no effect.
+    """Return the reference's ratio of this winner: from its runs at the row's read rate, else from all; None for no
+    effect.
 
     If a hypervisor moves its guest's cores apart, the rate doubles and barriers slow down, and ratios change.
     """
-    now = row["read_gb_per_s"]
-    same = [ratio for ratio, then in reference["runs"] if not then or (_alike(then, then) and _alike(now, then))]
-    return statistics.geometric_mean(same or [ratio for ratio, _ in reference["runs"]]) if row["effect"] else None
+    if not row["effect"]:
+        return None
+    now, runs = row["read_gb_per_s"], [run[1:] for run in reference["runs"] if run[0] == row["winner"]]
+    same = [ratio for ratio, then in runs if not then or (_alike(then, then) and _alike(now, then))]
+    return statistics.geometric_mean(same or [ratio for ratio, _ in runs])
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
