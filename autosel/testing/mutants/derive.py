@@ -46,7 +46,6 @@ class Reach:
 
 
 def reach_of(inputs: Iterable[Operands]) -> dict[str, Reach]:
-    """Return the reach of every tensor in the inputs."""
     found: dict[str, Reach] = {}
     for some in inputs:
         for name, x in leaves(some).items():

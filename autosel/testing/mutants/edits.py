@@ -49,13 +49,10 @@ def _without_inf(x: Tensor) -> Tensor:
 
 def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: bool) -> Mapping[str, Edit]:
     """Return faults in the values of a float operand with magnitudes of zero and from `least` to `largest`."""
-    edits: dict[str, Edit] = {
-        f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype and dtype.itemsize > 1
-    }
     if dtype.itemsize == 1:
         return {}
     return {
-        **edits,
+        **{f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype},
         "taken for 0": torch.zeros_like,
         "taken for 1": torch.ones_like,
         **({"without its sign": torch.abs} if negative else {}),
@@ -89,12 +86,10 @@ def of_integers(largest: float) -> Mapping[str, Edit]:
 
 
 def of_results(dtype: torch.dtype) -> Mapping[str, Edit]:
-    """Return faults in the values of a result."""
     if not dtype.is_floating_point:
         return {"off by +1": lambda y: y + 1, "taken for 0": torch.zeros_like}
-    narrow = {name: to for name, to in NARROW.items() if to != dtype}
     return {
-        **{f"narrowed to {name}": narrowed(to) for name, to in narrow.items()},
+        **{f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype},
         "truncated": _truncated,
         "a unit too large": lambda y: (y.float() * (1 + 2 * torch.finfo(dtype).eps)).to(dtype),
         "without its sign": torch.abs,

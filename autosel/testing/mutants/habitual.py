@@ -124,7 +124,6 @@ class Habitual:
         return arguments
 
     def _first_scalars(self, arguments: list[Any]) -> list[Any]:
-        """Replace the float arguments by the values of the first call."""
         places = [i for i, a in enumerate(self.op.args) if a.kind == "float"]
         self.scalars = self.scalars or [arguments[i] for i in places]
         for i, value in zip(places, self.scalars, strict=True):

@@ -50,8 +50,8 @@ class Lognormal:
         return self.level(now) * np.exp(rng.normal(0, self.spread, CHUNK))
 
 
-def iid(spread: float = 0.02) -> Noise:
-    return Lognormal(spread=spread)
+def iid() -> Noise:
+    return Lognormal()
 
 
 def warm_up_drift() -> Noise:
@@ -171,7 +171,6 @@ class SimulatedBench:
         return taken, ""
 
     def take(self, samples: int) -> list[float]:
-        """Return the noise of the next samples."""
         while len(self.ahead) < samples:
             start = self.now + len(self.ahead)
             self.ahead += self.noise.factors(self.rng, start).tolist()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from multiprocessing import get_context
 from random import Random
 from typing import Any, Literal
@@ -57,23 +57,27 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyCell:
-    """One count. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some noise."""
+class Limited:
+    """A rate with a limit. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some
+    noise."""
 
     study: str
     what: str
     noise: str
-    count: Callable[[int, Random], Count]
     must: Must
     limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyCell(Limited):
+    """One count."""
+
+    count: Callable[[int, Random], Count]
     scale: float = 1.0  # share of the requested number of races
 
-    @property
-    def name(self) -> str:
-        return f"{self.study}|{self.what}|{self.noise}"
-
     def measure(self, races: int) -> ErrorRate:
-        found = self.count(max(1, round(races * self.scale)), Random(self.name))
+        name = f"{self.study}|{self.what}|{self.noise}"
+        found = self.count(max(1, round(races * self.scale)), Random(name))
         return ErrorRate(
             study=self.study,
             what=self.what,
@@ -86,29 +90,15 @@ class StudyCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorRate:
+class ErrorRate(Limited):
     """A measured cell."""
 
-    study: str
-    what: str
-    noise: str
-    must: Must
-    limit: float
     events: int
     races: int
 
     @property
-    def name(self) -> str:
-        return f"{self.study}|{self.what}|{self.noise}"
-
-    @property
     def rate(self) -> float:
         return self.events / self.races
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % interval (Clopper-Pearson)."""
-        return binomial_interval(self.races, self.events)
 
     @property
     def slack(self) -> float:
@@ -126,43 +116,22 @@ class ErrorRate:
 
 
 def measure(cells: Sequence[StudyCell], races: int, jobs: int = 1) -> list[ErrorRate]:
-    return list(measured(cells, races, jobs))
-
-
-def measured(cells: Sequence[StudyCell], races: int, jobs: int) -> Iterator[ErrorRate]:
-    """Yield the cells in order, measured by this many processes; closing the iterator stops them."""
+    """Return the cells' rates in order, measured by this many processes."""
     if jobs == 1:
-        yield from (cell.measure(races) for cell in cells)
-        return
+        return [cell.measure(races) for cell in cells]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        try:
-            yield from pool.map(partial(_measure, races), cells)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _measure(races: int, cell: StudyCell) -> ErrorRate:
-    return cell.measure(races)
-
-
-def binomial_interval(n: int, x: int, confidence: float = 0.95) -> tuple[float, float]:
-    one_sided = (1 + confidence) / 2
-    high = clopper_pearson_upper(n, x, one_sided)
-    return 1 - clopper_pearson_upper(n, n - x, one_sided), high
+        return list(pool.map(StudyCell.measure, cells, repeat(races)))
 
 
 def broken(rates: Sequence[ErrorRate]) -> list[str]:
     """Return the violations. A control must fail under at least one noise; everything else must hold under each."""
-    found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in rates if not _fine(r)]
+    failed = [r for r in rates if not (r.holds or r.must == "fail")]
+    found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in failed]
     controls = dict.fromkeys((r.study, r.what) for r in rates if r.must == "fail")
     for study, what in controls:
         if not any(r.holds for r in rates if (r.study, r.what) == (study, what)):
             found.append(f"{study}: {what} fails under no noise: the simulator is toothless")
     return found
-
-
-def _fine(rate: ErrorRate) -> bool:
-    return rate.holds or rate.must == "fail"
 
 
 # --- counting with the rules of a race -------------------------------------------------------------------------------
