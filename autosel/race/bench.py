@@ -161,7 +161,6 @@ class Bench:
         return {name: seat.prepared for name, seat in self.seats.items() if seat.prepared is not None}
 
     def release(self) -> None:
-        """Drop the seats, and all that was copied and prepared for them."""
         self.seats.clear()
         gc.collect()
         STORE.sweep()
@@ -297,11 +296,9 @@ class Bench:
         self.runtime = arm.runtime
 
     def read_bytes_per_s(self) -> float:
-        """Return the memory's read rate right now."""
         return read_rate(self.device.read_windows, self.watch)
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
-        """Return the result of the arm's last call."""
         seat = self.seats[name]
         return seat.written(seat.timed.slot, seat.timed.result)
 

@@ -135,20 +135,6 @@ class Disqualified:
 Finished = tuple[Contest, Race]
 
 
-def _always(*_: object) -> bool:
-    """Debit nothing: a race outside a ledger."""
-    return True
-
-
-def _silent(*_: object) -> None:
-    """Ignore progress: there is no watcher."""
-
-
-def _unkept(*_: object) -> AbstractContextManager[None]:
-    """Write no journal."""
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceTerms:
     """The terms that all races of a run share. At `deadline` (on `clock`) no new work starts.
@@ -160,9 +146,9 @@ class RaceTerms:
     """
 
     rng: Random
-    debit: Debit = _always
-    progress: OnTick = _silent
-    journal: Journal = _unkept
+    debit: Debit = lambda *_: True  # outside a ledger
+    progress: OnTick = lambda tick: None
+    journal: Journal = lambda *_: nullcontext()
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
     look: Callable[[], Reading] = neighbours.read
@@ -178,7 +164,6 @@ class _Attempt:
     """A contest and its progress through the sessions."""
 
     contest: Contest
-    debit: Debit
     plan: TrialPlan | None = None
     screening: RaceSession | None = None
     finalist: str | None = None
@@ -187,7 +172,6 @@ class _Attempt:
     out: dict[str, str] = field(default_factory=dict)  # disqualified candidates, with the reasons
     notes: list[str] = field(default_factory=list)
     voids: int = 0
-    attempts: int = 0
     done: bool = False
     place: tuple[int, int] = (0, 1)  # contests before this one in the present stage, contests of the stage
 
@@ -204,12 +188,8 @@ class _Attempt:
         return self.margin.delta
 
     def arms(self) -> list[str]:
-        c = self.contest
-        names = [c.baseline.candidate]
-        if c.incumbent.candidate != c.baseline.candidate:
-            names.append(c.incumbent.candidate)
-        names += [e.candidate for e in c.challengers if e.candidate not in (*names, *self.out)]
-        return names
+        challengers = [e.candidate for e in self.contest.challengers if e.candidate not in self.out]
+        return list(dict.fromkeys([*self.rivals(), *challengers]))
 
     def rivals(self) -> list[str]:
         c = self.contest
@@ -241,7 +221,7 @@ def run(contests: Sequence[Contest], terms: RaceTerms, venue: Venue) -> Iterator
     Contests that are unfinished at the deadline are yielded unfinished, and are judged undecided. Raises
     EnvironmentFault if the venue or its control fails.
     """
-    attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
+    attempts = [_Attempt(contest=c) for c in contests]
     try:
         yield from _screen_all(attempts, venue, terms)
         while (pending := [a for a in attempts if not a.done]) and not terms.over:
@@ -268,7 +248,7 @@ def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: RaceTerms) ->
                 yield from _consequences(attempt, held, room, terms)
                 if not held.session.voided:
                     attempt.screening = held.session
-            _nominate(attempt)
+            _nominate(attempt, terms)
             if attempt.done:
                 yield attempt.contest, attempt.race()
     finally:
@@ -287,7 +267,7 @@ def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) ->
             seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
             held = _held(attempt, seat, _confirm, terms)
             yield from _consequences(attempt, held, room, terms)
-            _advance(attempt, held.session)
+            _advance(attempt, held.session, terms)
             if attempt.done:
                 yield attempt.contest, attempt.race()
     finally:
@@ -350,7 +330,9 @@ def _held(
     except seat.failures as error:
         kind: Phase = "confirming" if attempt.screening else "screening"
         culprits = seat.blame(error)
-        return _EndedSession(session=_void(kind, seat.arms, str(error).splitlines()[0]), culprits=culprits)
+        why, arms = str(error).splitlines()[0], tuple(seat.arms)
+        void = RaceSession(kind=kind, seed=0, arms=arms, pairs=(), calls_per_sample=(), voided=why)
+        return _EndedSession(session=void, culprits=culprits)
 
 
 def _with_conditions(session: RaceSession, seat: Seat, before: Reading, after: Reading) -> RaceSession:
@@ -364,10 +346,6 @@ def _with_conditions(session: RaceSession, seat: Seat, before: Reading, after: R
     checked = tuple(seat.checked.get(arm, (0, 0)) for arm in session.arms)
     session = replace(session, checked=checked if any(timed for _, timed in checked) else ())
     return replace(session, conditions=conditions, prepared=seat.prepared or None, voided=voided)
-
-
-def _void(kind: Phase, arms: Sequence[str], why: str) -> RaceSession:
-    return RaceSession(kind=kind, seed=0, arms=tuple(arms), pairs=(), calls_per_sample=(), voided=why)
 
 
 def near_floor(earlier: Sequence[RaceSession], session: RaceSession) -> RaceSession:
@@ -438,7 +416,7 @@ def _consequences(attempt: _Attempt, held: _EndedSession, room: Room, terms: Rac
             yield Disqualified(contest=attempt.contest, candidate=name, check=mismatch.check, reason=mismatch.reason)
 
 
-def _nominate(attempt: _Attempt) -> None:
+def _nominate(attempt: _Attempt, terms: RaceTerms) -> None:
     """Choose the next finalist, or record that there is none."""
     if attempt.screening is None:
         attempt.done = True
@@ -446,22 +424,21 @@ def _nominate(attempt: _Attempt) -> None:
     fresh = nominees(
         attempt.screening, attempt.contest.incumbent.candidate, attempt.delta, [*attempt.nominees, *attempt.out]
     )
-    if not fresh or attempt.attempts >= MAX_ATTEMPTS:
+    if not fresh or len(attempt.nominees) >= MAX_ATTEMPTS:
         attempt.done = True
-    elif not attempt.debit(attempt.contest, fresh[0], attempt.margin):
+    elif not terms.debit(attempt.contest, fresh[0], attempt.margin):
         attempt.notes.append(f"{fresh[0]} leads, but this key's lifetime error budget is spent")
         attempt.done = True
     else:
         attempt.finalist = fresh[0]
         attempt.nominees.append(fresh[0])
-        attempt.attempts += 1
 
 
-def _advance(attempt: _Attempt, session: RaceSession) -> None:
+def _advance(attempt: _Attempt, session: RaceSession, terms: RaceTerms) -> None:
     if attempt.finalist in attempt.out:
         attempt.notes.append(f"{attempt.finalist} fell: {attempt.out[attempt.finalist]}")
         before = attempt.finalist
-        _nominate(attempt)
+        _nominate(attempt, terms)
         if attempt.finalist == before:
             attempt.finalist = None
     elif session.voided:

@@ -91,15 +91,11 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Opens a process for each stage of a race.
-
-    `clone_share` is the chance that a contest carries the A/A comparison; a calibration sets it to 1.
-    """
+    """Opens a process for each stage of a race."""
 
     threads: int
     rng: Random
     device: str = devices.HOST
-    clone_share: float = CLONE_SHARE
     realtime: bool = False  # samples are repeated at real-time priority
     shelf: dict[str, SharedOperands] = field(default_factory=dict)  # by workload, drawn once
 
@@ -249,7 +245,7 @@ class WorkerSeat:
     def _carries_clone(self, base_ns: float, time_class: TimeClass) -> bool:
         assert self.operands is not None
         size = self.operands.streamed_bytes * self.operands.copies
-        wanted = time_class not in self.process.cloned and self.rng.random() < self.process.workers.clone_share
+        wanted = time_class not in self.process.cloned and self.rng.random() < CLONE_SHARE
         limit = CLONE_LIMIT_BYTES if self.process.on_host else CLONE_LIMIT_BYTES_ELSEWHERE
         return wanted and base_ns <= CLONE_LIMIT_NS and size <= limit
 
@@ -304,8 +300,7 @@ class WorkerSeat:
 
     @property
     def checked(self) -> Mapping[str, tuple[int, int]]:
-        """Return (calls whose results were compared in full, timed calls) by arm."""
-        return self.kept.told()
+        return self.kept.counts
 
     @property
     def slots(self) -> int:
