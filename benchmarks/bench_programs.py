@@ -206,7 +206,6 @@ def timed(call: Callable[[], Any], before: Callable[[], Any], turns: int) -> dic
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
-    """Return the goals that an op misses."""
     times = row["us"]
     hot = times["back to back"]["median"]
     found = []

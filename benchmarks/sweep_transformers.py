@@ -18,7 +18,6 @@ import dataclasses
 import importlib.metadata
 import inspect
 import io
-import json
 import sys
 import tempfile
 import time
@@ -240,7 +239,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a norm of any kind."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
@@ -271,20 +269,19 @@ class Moving(dispatch.Board):
         return moved
 
 
-def _by_element(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda bound: torch.randint(0, 2, bound.shape, generator=generator) * 2.0 - 1.0
+def _signs(generator: torch.Generator, *, by_row: bool) -> Callable[[Tensor], Tensor]:
+    def drawn(bound: Tensor) -> Tensor:
+        shape = (*bound.shape[:-1], 1) if by_row else bound.shape
+        return torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
 
-
-def _by_row(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda bound: torch.randint(0, 2, (*bound.shape[:-1], 1), generator=generator) * 2.0 - 1.0
+    return drawn
 
 
 def _bounds(model: Any, board: Moving, ours: list[Tensor]) -> list[float]:
     """Return the bound of the logits of each pass."""
     found = [0.0] * len(ours)
     for draw in range(MOVES):
-        generator = torch.Generator().manual_seed(draw)
-        board.signs = (_by_element, _by_row)[draw % 2](generator)
+        board.signs = _signs(torch.Generator().manual_seed(draw), by_row=bool(draw % 2))
         for i, moved in enumerate(passes(model, len(ours))):
             found[i] = max(found[i], 2 * _distance(ours[i], moved))
     board.signs = None
@@ -435,8 +432,9 @@ def tiny_model(name: str) -> Any:
 
 def tiny_config(kind: Any) -> Any:
     """Return a small configuration: all known sizes reduced, one layer of each kind, at least two layers."""
-    plain = kind()
-    given = dict(vars(plain))
+    from transformers import PretrainedConfig
+
+    given = dict(vars(kind()))
     aliases = {target: alias for alias, target in kind.attribute_map.items()}
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -445,7 +443,7 @@ def tiny_config(kind: Any) -> Any:
             values[name] = known
         elif name in TOKENS:
             values[name] = TOKENS[name]
-        elif isinstance(value, transformers_config()):
+        elif isinstance(value, PretrainedConfig):
             values[name] = tiny_config(type(value))
     layers, lists = _layers(given, aliases)
     values |= lists
@@ -455,12 +453,6 @@ def tiny_config(kind: Any) -> Any:
         values["num_key_value_heads"] = HEADS
     values |= MORE.get(kind.__name__, {})
     return kind(**values)
-
-
-def transformers_config() -> Any:
-    from transformers import PretrainedConfig
-
-    return PretrainedConfig
 
 
 def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[str, list[Any]]]:
@@ -547,10 +539,7 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": [{**dataclasses.asdict(r), "share": r.share, "worst": r.worst} for r in rows],
     }
-    if options.json:
-        print(json.dumps(told, indent=1))
-    else:
-        print(table(rows))
+    command_line.show(options, told, lambda _: table(rows))
     if options.write:
         keep(RESULT, told)
     return int(any(r.outcome in ("wrong", "failed") for r in rows))

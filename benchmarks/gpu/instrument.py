@@ -83,8 +83,7 @@ class Timer:
         self.inputs = {**self.inputs, **new}
         self.bench.refresh(new)
         for seat in self.bench.seats.values():
-            for output in (output for one in seat.outputs for output in one):
-                output.fill_(float("nan") if output.is_floating_point() else -1)
+            seat.poison()
 
     def wrong(self, arm: str) -> str:
         """Return the error in the arm's last result, or "": sampled rows against the float64 reference."""
@@ -123,7 +122,6 @@ class Timer:
         return self.fp.kind != "cpu" or others_share(before, self._looked) <= MOST_OTHERS
 
     def read_bytes_per_s(self) -> float:
-        """Return the current read rate."""
         return self.bench.read_bytes_per_s()
 
     def close(self) -> None:
