@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
@@ -151,7 +151,6 @@ class RaceTerms:
     journal: Journal = lambda *_: nullcontext()
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
-    look: Callable[[], Reading] = neighbours.read
     quiet: Callable[[], None] | None = None
 
     @property
@@ -222,56 +221,51 @@ def run(contests: Sequence[Contest], terms: RaceTerms, venue: Venue) -> Iterator
     EnvironmentFault if the venue or its control fails.
     """
     attempts = [_Attempt(contest=c) for c in contests]
-    try:
-        yield from _screen_all(attempts, venue, terms)
+    with closing(venue):
+        yield from _stage(attempts, _screened, venue, terms)
         while (pending := [a for a in attempts if not a.done]) and not terms.over:
-            yield from _confirm_all(pending, venue, terms)
+            yield from _stage(pending, _confirmed, venue, terms)
         for attempt in attempts:
             if not attempt.done:
                 attempt.notes.append("the budget ended before three sessions were complete")
                 yield attempt.contest, attempt.race()
-    finally:
-        venue.close()
 
 
-def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
-    """Screen every contest in one room; those without a nominee are finished."""
-    room = venue.room()
-    try:
+def _stage(
+    attempts: Sequence[_Attempt],
+    hold: Callable[[_Attempt, Room, RaceTerms], Iterator[Disqualified]],
+    venue: Venue,
+    terms: RaceTerms,
+) -> Iterator[Finished | Disqualified]:
+    """Hold the sessions of one stage in a fresh room; yield the contests that are then finished."""
+    with closing(venue.room()) as room:
         for before, attempt in enumerate(attempts):
             if terms.over:
                 return
             attempt.place = before, len(attempts)
-            while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
-                seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
-                held = _held(attempt, seat, _screen, terms)
-                yield from _consequences(attempt, held, room, terms)
-                if not held.session.voided:
-                    attempt.screening = held.session
-            _nominate(attempt, terms)
+            yield from hold(attempt, room, terms)
             if attempt.done:
                 yield attempt.contest, attempt.race()
-    finally:
-        room.close()
 
 
-def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
-    """Hold one confirming session of every pending contest, in one fresh room."""
-    room = venue.room()
-    try:
-        for before, attempt in enumerate(pending):
-            if terms.over:
-                return
-            attempt.place = before, len(pending)
-            assert attempt.finalist is not None
-            seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
-            held = _held(attempt, seat, _confirm, terms)
-            yield from _consequences(attempt, held, room, terms)
-            _advance(attempt, held.session, terms)
-            if attempt.done:
-                yield attempt.contest, attempt.race()
-    finally:
-        room.close()
+def _screened(attempt: _Attempt, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
+    """Screen a contest; without a nominee it is finished."""
+    while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
+        seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
+        held = _held(attempt, seat, _screen, terms)
+        yield from _consequences(attempt, held, room, terms)
+        if not held.session.voided:
+            attempt.screening = held.session
+    _nominate(attempt, terms)
+
+
+def _confirmed(attempt: _Attempt, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
+    """Hold one confirming session of a contest."""
+    assert attempt.finalist is not None
+    seat = room.seat(attempt.contest, [*attempt.rivals(), attempt.finalist], attempt.plan)
+    held = _held(attempt, seat, _confirm, terms)
+    yield from _consequences(attempt, held, room, terms)
+    _advance(attempt, held.session, terms)
 
 
 # --- the two kinds of session ----------------------------------------------------------------------------------------
@@ -323,8 +317,8 @@ def _held(
                 seat.sit()
         finally:
             attempt.plan = seat.plan or attempt.plan
-        before = terms.look()
-        session = _with_conditions(take(attempt, seat, terms), seat, before, terms.look())
+        before = neighbours.read()
+        session = _with_conditions(take(attempt, seat, terms), seat, before, neighbours.read())
         seat.release()
         return _below_ceiling(attempt, seat, near_floor(attempt.sessions, session))
     except seat.failures as error:
