@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import bits
 from autosel.testing.mutants.mutant import Edit
 
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CAPACITIES = (4, 32, 256, 4096, 65536)
 TILE = 16
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # the value that shows a fault
 
 
@@ -137,7 +137,7 @@ def along(axis: int, longest: int) -> Mapping[str, Edit]:
             if not where.any():
                 return None
             made = x.clone(memory_format=torch.contiguous_format)
-            made.view(BITS[x.itemsize]).index_fill_(axis, where.nonzero()[:, 0], 0)
+            bits(made).index_fill_(axis, where.nonzero()[:, 0], 0)
             return made
 
         return edit

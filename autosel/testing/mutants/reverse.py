@@ -36,18 +36,17 @@ class Reverse:
     hand_made: Mapping[str, str]
 
 
-def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
-    """Remove each domain (by default all domains) alone and search for a survivor."""
+def reverse(op: Op, seed: int) -> Reverse:
+    """Remove each domain alone and search for a survivor."""
     trial = Trial(op, DTYPES[0], seed)
-    wanted = [f.name for f in trial.array.factors if len(f.levels) > 1 and (not domains or f.name in domains)]
-    found = dict.fromkeys(wanted, "")
+    found = dict.fromkeys([f.name for f in trial.array.factors if len(f.levels) > 1], "")
     with one_thread():
         for dtype in DTYPES:
             trial = Trial(op, dtype, seed)
             for name in [name for name, survivor in found.items() if not survivor]:
                 survivor = next(_survivors(trial, name, seed), "")
                 found[name] = f"{survivor} ({dtype})" if survivor else ""
-        hand_made = {} if domains else _needed_cases(Trial(op, DTYPES[0], seed))
+        hand_made = _needed_cases(Trial(op, DTYPES[0], seed))
     return Reverse(
         op=op.name,
         survivors=found,

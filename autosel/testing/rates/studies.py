@@ -34,7 +34,7 @@ from autosel.race.plan import (
     clopper_pearson_upper,
     plan,
 )
-from autosel.testing.rates.common import RULES
+from autosel.testing.rates.common import PAIRED, RULES
 from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Scenario, attempt, confirmed, screened, won
 from autosel.values import RaceSession
 
@@ -390,8 +390,8 @@ def controls() -> Iterator[StudyCell]:
     """Race identical arms by common rules: in blocks, one arm after the other; in pairs, the candidate always first."""
     for noise in NOISES:
         cell = partial(StudyCell, study="controls", noise=noise, must="fail", limit=ALPHA_SESSION)
-        for rule in RULES.values():
-            yield cell(what=rule.name, count=partial(usual, rule.name, noise))
+        for name in RULES:
+            yield cell(what=name, count=partial(usual, name, noise))
         s = setting(1.0, noise, SHORT, DELTA_CALIBRATED, fixed_order=True)
         yield cell(what="ours, 2 %, without the coin", count=partial(sessions, s))
 
@@ -403,11 +403,11 @@ def usual(name: str, noise: str, races: int, random: Random) -> Count:
     factors = [(n.factors(rng, 0), n.later_slots) for n in drawn]
     assert 2 * BLOCK <= CHUNK
     times = np.array([f[: 2 * BLOCK] for f, _ in factors])
-    if not rule.paired:
+    if rule not in PAIRED:
         base, own = times[:, :BLOCK], times[:, BLOCK:]
     else:
         own, base = times[:, ::2], times[:, 1::2] * np.array([[later] for _, later in factors])
-    return Count(events=int(rule.decide(base, own).sum()), races=races)
+    return Count(events=int(rule(base, own).sum()), races=races)
 
 
 # --- demotion ---------------------------------------------------------------------------------------------------------
