@@ -75,11 +75,7 @@ SWEEP_SHARE = 0.4  # share of a cell's time
 FRESH_SEED = 2  # seed of the contents for checking the final's settings
 CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
 
-GOALS = {
-    "decode": (0.03, 0.08),
-    "gemm": (0.06, None),
-    "route": (None, 0.05),
-}  # (geomean, p95); route: (None, worst)
+GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95); route: (None, worst)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +96,8 @@ class RegretCell:
 PROJECTIONS = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "1b o": (2048, 2048), "1b k": (512, 2048)}
 # Every M at which dot products may win, up to twice the most rows that share one; then larger M where they must lose.
 ROUTE_ROWS = (*range(1, 17), 31, 32, 33, 64)
-TILE_ROWS = (
-    48,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    320,
-    512,
-)  # around the device's M2, 64 to 256
-WAYS: dict[str, Formula] = {
-    "stream": gemm_form.stream,
-    "large": gemm_form.large,
-}  # triton:gemm on either side of M2
+TILE_ROWS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)  # around the device's M2, 64 to 256
+WAYS: dict[str, Formula] = {"stream": gemm_form.stream, "large": gemm_form.large}  # triton:gemm on either side of M2
 
 
 def cells(device: str) -> list[RegretCell]:
@@ -256,13 +236,7 @@ def _named(op: str, name: str) -> Candidate | None:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-FACTORS = {
-    "k_block": 2,
-    "k_ahead": 2,
-    "m_block": 2,
-    "chunk": 4,
-    "grid": 2,
-}  # steps around the closed form
+FACTORS = {"k_block": 2, "k_ahead": 2, "m_block": 2, "chunk": 4, "grid": 2}  # steps around the closed form
 LISTS: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 3, 4, 8),
     "tile": (16, 32, 64, 128),

@@ -163,22 +163,16 @@ def _compared(
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-class Ticks:
-    """Record the time of each token; a stopping criterion that never stops."""
-
-    def __init__(self) -> None:
-        self.ns: list[int] = []
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.ns.append(time.perf_counter_ns())
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
-
-
 def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[float], Tensor]:
     """Return the ms between the tokens of one greedy `generate`, and the tokens."""
     from transformers import StoppingCriteriaList
 
-    ticks = Ticks()
+    ends: list[int] = []
+
+    def never(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ends.append(time.perf_counter_ns())
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
     more: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     tokens = model.generate(
         prompt,
@@ -187,10 +181,9 @@ def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([ticks]),
+        stopping_criteria=StoppingCriteriaList([never]),
         **more,
     )
-    ends = ticks.ns
     return [(b - a) / 1e6 for a, b in itertools.pairwise(ends)], tokens[:, prompt.shape[1] :]
 
 

@@ -47,7 +47,8 @@ def run_stage(
     Raises AutoselError if the process reports that it cannot run the stage.
     """
     started, unit_s = time.monotonic(), unit_s or stage(name).UNIT_S
-    with Child(name, scope, kept, end=started + budget_s if budget_s else float("inf")) as child:
+    end = started + budget_s if budget_s else float("inf")
+    with contextlib.closing(Child(name, scope, kept, end=end)) as child:
         first = child.begin()
         if first.get("refused"):
             raise AutoselError(f"stage {name} cannot begin", why=first["error"])
@@ -212,12 +213,6 @@ class Child:
                 pipe.close()  # type: ignore[union-attr]
         self.process.wait()
         self.process = None
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
