@@ -30,14 +30,6 @@ def narrowed(to: torch.dtype) -> Edit:
     return edit
 
 
-def _clamped(most: float) -> Edit:
-    return lambda x: torch.where(x.isfinite(), x.clamp(-most, most), x)
-
-
-def _flushed(least: float) -> Edit:
-    return lambda x: torch.where(x.abs() < least, torch.zeros_like(x), x)
-
-
 def _without_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.zeros_like(x), x)
 
@@ -56,8 +48,8 @@ def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: boo
         "taken for 0": torch.zeros_like,
         "taken for 1": torch.ones_like,
         **({"without its sign": torch.abs} if negative else {}),
-        **({"above 1000 clamped": _clamped(1000.0)} if largest > 1000 else {}),
-        **({"below 2^-14 flushed": _flushed(2.0**-14)} if least < 2.0**-14 else {}),
+        **({"above 1000 clamped": lambda x: x.clamp(-1e3, 1e3).where(x.isfinite(), x)} if largest > 1000 else {}),
+        **({"below 2^-14 flushed": lambda x: x.where(~(x.abs() < 2.0**-14), 0)} if least < 2.0**-14 else {}),
         "with NaN swallowed": _without_nan,
         "with infinity clamped": _without_inf,
     }
@@ -65,10 +57,6 @@ def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: boo
 
 def _wrapped(n: int, x: Tensor) -> Tensor:
     return torch.where(x > 0, x % n, x)
-
-
-def _clipped(most: int, x: Tensor) -> Tensor:
-    return x.clamp(max=most)
 
 
 def of_integers(largest: float) -> Mapping[str, Edit]:
@@ -79,7 +67,7 @@ def of_integers(largest: float) -> Mapping[str, Edit]:
         "off by +1": lambda x: x + 1,
         "off by -1": lambda x: x - 1,
         **{f"wrapped at {n}": partial(_wrapped, n) for n in powers},
-        **{f"clipped to {n - 1}": partial(_clipped, n - 1) for n in powers},
+        **{f"clipped to {n - 1}": partial(torch.clamp, max=n - 1) for n in powers},
         "narrowed to fp16": lambda x: x.half().clamp(-65504, 65504).to(x.dtype),
         "narrowed to bf16": lambda x: x.bfloat16().to(x.dtype) if x.abs().max() < 2**30 else None,
     }

@@ -291,7 +291,8 @@ LOOKS = 400  # A/A sessions of a device; the calibration is checked after each
 def calibration() -> Iterator[StudyCell]:
     """Count the devices that are ever believed to cross in at most 5 % of A/A sessions, by their true rate pi."""
     ours = partial(StudyCell, study="calibration", noise="iid")
-    first, usual = first_looks(calibrated), first_looks(_by_interval)
+    first = first_looks(calibrated)
+    usual = first_looks(lambda sessions, crossings: clopper_pearson_upper(sessions, crossings) <= ALPHA_SESSION)
     for pi in (ALPHA_SESSION, 0.07):
         yield ours(what=f"pi {pi:.2f}", count=partial(believed, first, pi), must="at most", limit=ALPHA_SESSION)
     for pi in (0.02, 0.01, 0.0):
@@ -308,10 +309,6 @@ def first_looks(shown: Callable[[int, int], bool]) -> list[int]:
         if not sessions:
             return looks
         looks.append(sessions)
-
-
-def _by_interval(sessions: int, crossings: int) -> bool:
-    return clopper_pearson_upper(sessions, crossings) <= ALPHA_SESSION
 
 
 def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Count:
