@@ -140,7 +140,8 @@ class Child:
                 return self._not_done(first["error"], started)
         limit_s = min(deadline_s, self.left_s)
         if not self.told:
-            self._say(json.dumps(self._from(unit)))
+            at = self.coming.index(unit) if unit in self.coming else len(self.coming)
+            self._say(json.dumps(self.coming[at:] or [unit]))
             self.told = True
         self._say(unit)
         found = self.hear(limit_s)
@@ -149,9 +150,6 @@ class Child:
         if found.pop("leaving", False):
             self.close()
         return {"seconds": round(time.monotonic() - started, 2), **found}
-
-    def _from(self, unit: str) -> list[str]:
-        return self.coming[self.coming.index(unit) :] if unit in self.coming else [unit]
 
     def _say(self, line: str) -> None:
         assert self.process is not None

@@ -118,17 +118,6 @@ def test_a_heavier_tail_stops_a_promotion() -> None:
     assert "tail" in found.reason or "p95" in found.reason
 
 
-def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
-    class Throttled(SimulatedBench):
-        def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
-            return {}, "the cgroup was throttled"
-
-    bench = Throttled({"base": 1.0, "fast": 0.5}, iid(), Random(0))
-    session = screen(bench, ["base", "fast"], drawn(plan(2e6), 0))
-    assert session.voided == "the cgroup was throttled"
-    assert session.pairs == ()
-
-
 def test_screening_drops_slow_candidates_early_but_keeps_visiting_the_baseline() -> None:
     screening = run_race({"base": 2e6, "fast": 1e6, "hopeless": 9e6}).sessions[0]
     visits = [sum(bool(p.samples_ns[i]) for p in screening.pairs) for i in range(3)]
@@ -226,20 +215,26 @@ def test_the_interval_of_an_effect_follows_from_how_its_sessions_differ(
 
 
 class Disturbed(SimulatedBench):
-    """A bench on which other processes disturb every pair after the first `good` ones."""
+    """A bench on which every pair after the first `good` ones is disturbed."""
 
     good: int = 0
+    why: str = BUSY
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
         self.good -= 1
         taken, _ = super().pair(order, calls, samples)
-        return taken, "" if self.good >= 0 else BUSY
+        return taken, "" if self.good >= 0 else self.why
 
 
-def screened_beside_others(good: int) -> RaceSession:
+def screened_beside_others(good: int, why: str = BUSY) -> RaceSession:
     bench = Disturbed({"base": 2e6, "fast": 1e6}, iid(), Random(3))
-    bench.good = good
+    bench.good, bench.why = good, why
     return screen(bench, ["base", "fast"], drawn(plan(2e6), 1))
+
+
+def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
+    session = screened_beside_others(good=0, why="the cgroup was throttled")
+    assert (session.voided, session.pairs) == ("the cgroup was throttled", ())
 
 
 def test_a_session_without_clean_pairs_ends_soon_and_is_void() -> None:

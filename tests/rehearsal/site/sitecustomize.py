@@ -57,13 +57,10 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
         "cost": {"READS": 20, "COPIED_BYTES": 1 << 20, "ANSWERS": 5},
     }
 
-    def with_smaller(values: dict[str, Any]) -> Callable[[ModuleType], None]:
-        return lambda module: vars(module).update(values)
-
     AFTER: dict[str, Callable[[ModuleType], None]] = {
         "torch": of_torch,
         "cupy_backends.cuda.api.runtime": of_cupy,
-        **{f"autosel.devices.cuda.{name}": with_smaller(values) for name, values in SMALLER.items()},
+        **{f"autosel.devices.cuda.{n}": lambda module, new=new: vars(module).update(new) for n, new in SMALLER.items()},
     }
 
     class AfterImport(MetaPathFinder):
