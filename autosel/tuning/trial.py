@@ -64,7 +64,12 @@ def try_candidate(
     entered: dict[str, Tried] = {}
     ready: list[Contest] = []
     for n, contest in contests:
-        parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s, device)
+        way = way_of(candidate, n.workload, fp)
+        if isinstance(way.recipe, NativeRecipe):
+            listener.stage("build", way.recipe.source, 0, 1)
+            compile_source(way.recipe.source, way.recipe.flags)
+        listener.stage("parity", candidate.name, 0, 1)
+        parity = check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s, device=device)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
         else:
@@ -77,23 +82,6 @@ def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
     way, base = way_of(candidate, n.workload, fp), way_of(registry.baseline(n.workload.op), n.workload, fp)
     margins = {kind: margin(0, 0, SAMPLE_NS) for kind in TIME_CLASSES}
     return contest_of(Job(named=n, mode="", baseline=base, incumbent=base, ways=[way]), fp, margins)
-
-
-def _prove(
-    candidate: Candidate,
-    n: Named,
-    fp: Fingerprint,
-    listener: TuneListener,
-    inputs: str,
-    call_deadline_s: float,
-    device: str,
-) -> Parity:
-    way = way_of(candidate, n.workload, fp)
-    if isinstance(way.recipe, NativeRecipe):
-        listener.stage("build", way.recipe.source, 0, 1)
-        compile_source(way.recipe.source, way.recipe.flags)
-    listener.stage("parity", candidate.name, 0, 1)
-    return check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s, device=device)
 
 
 def _race(
