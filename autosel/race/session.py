@@ -102,10 +102,7 @@ def confirm(
             return recorder.finish()
 
 
-class _Tally(Protocol):
-    """Running counts of the pairs, so that the cost of a pair does not grow with the session."""
-
-    def add(self, times: Mapping[str, Sequence[float]]) -> None: ...
+# Running counts of the pairs, so that the cost of a pair does not grow with the session.
 
 
 class _Score:
@@ -178,7 +175,7 @@ class _Recorder:
         instrument: Instrument,
         arms: Sequence[str],
         trial: SessionRules,
-        tallies: Sequence[_Tally],
+        tallies: Sequence[_Score | _Tail],
     ) -> None:
         self.twins = _Twins(arms[0], trial.plan) if CLONE in arms else None
         self.tallies = [*tallies, self.twins] if self.twins else tallies

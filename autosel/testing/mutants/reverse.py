@@ -35,6 +35,11 @@ class Reverse:
     cases: int
     hand_made: Mapping[str, str]
 
+    @property
+    def lacking(self) -> list[str]:
+        """Return the domains without a survivor or a reason to stay."""
+        return [name for name, survivor in self.survivors.items() if not survivor and not self.redundant[name]]
+
 
 def reverse(op: Op, seed: int) -> Reverse:
     """Remove each domain alone and search for a survivor."""
