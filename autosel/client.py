@@ -65,7 +65,6 @@ class Client:
 
     @property
     def there(self) -> bool:
-        """Return True if the socket's file exists."""
         return self.path.exists()
 
     def get(self, target: str) -> Any:

@@ -120,14 +120,12 @@ def resolve(environment: Mapping[str, str], file: tuple[str, Mapping[str, Any]],
         raise BadConfig(f"{path}: home = {_shown(entries['home'])}", why="the file is in the home: set AUTOSEL_HOME")
     found: dict[str, Value] = {}
     for setting in SETTINGS:
+        value, origin = setting.default, "default"
         if setting.variable in environment:
-            found[setting.name] = Value(
-                value=_parse(setting, environment[setting.variable], setting.variable), origin="environment"
-            )
+            value, origin = _parse(setting, environment[setting.variable], setting.variable), "environment"
         elif setting.name in entries:
-            found[setting.name] = Value(value=_parse(setting, entries[setting.name], path), origin=path)
-        else:
-            found[setting.name] = Value(value=setting.default, origin="default")
+            value, origin = _parse(setting, entries[setting.name], path), path
+        found[setting.name] = Value(value=value, origin=origin)
     found["home"] = Value(value=home, origin=found["home"].origin)
     return found
 

@@ -2,13 +2,13 @@
 
     autosel record -o asked.json -- python benchmarks/bench_engine.py --record       record vLLM's workloads
     autosel tune --recorded asked.json --threads N                                   N: threads printed by that run
-    python benchmarks/bench_engine.py [--model llama-1b] [--batch 1 --batch 8] [--rounds 5] [--keep FILE] [--json]
+    python benchmarks/bench_engine.py [--model llama-1b] [--batch 1 --batch 8] [--rounds 5] [--json]
 
 A round starts vLLM once with the plug-in and once without (AUTOSEL_DISABLE), in random order, each in its own process
 with no other load. Weights are vLLM's dummies; prompts and outputs have 32 tokens. The first generation of a process
 is not timed: it compiles, prepares weights, and compares the plug-in's kernels with vLLM's. Then every batch is
 generated twice. The ratio of a round is that of the medians; with fewer than eight rounds the interval is their whole
-range. --keep adds each round to a file, and the rounds in the file count.
+range.
 
 Needs `python tests/engines.py` (vLLM's wheel), and decisions in AUTOSEL_HOME for the threads of vLLM's worker; without
 decisions both arms are the same.
@@ -45,23 +45,19 @@ def main() -> int:
         (options.folder / RESULT).write_text(json.dumps(found))  # vLLM writes to stdout until its end
         return 0
     rounds: list[dict[str, Any]] = []
-    if options.keep and options.keep.exists():
-        rounds = json.loads(options.keep.read_text())
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         _write_config(options.model, folder)
         if options.record:
             sys.stderr.write(f"threads: {_run('on', folder, options.batch or [1, 8])['threads']}\n")
             return 0
-        rng = Random(options.seed + len(rounds))
+        rng = Random(options.seed)
         for _ in range(options.rounds):
             order = rng.sample(ARMS, 2)
             rounds.append({arm: _run(arm, folder, options.batch or [1, 8]) for arm in order})
-            if options.keep:
-                options.keep.write_text(json.dumps(rounds))
             sys.stderr.write(f"{len(rounds)}: {' '.join(order)}  {_told(rounds[-1])}\n")
     found = _summary(rounds)
-    sys.stdout.write(json.dumps(found) + "\n" if options.json else _table(found))
+    command_line.show(options, found, _table)
     return 0
 
 
@@ -71,7 +67,6 @@ def _parsed() -> argparse.Namespace:
     made.add_argument("--batch", type=int, action="append", help="sequences at once; repeatable  [1, 8]")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--keep", type=Path, help="add the rounds to this file")
     made.add_argument("--record", action="store_true", help="run the plug-in's arm once, for `autosel record`")
     made.add_argument("--child", choices=ARMS, help="measure in this process")
     made.add_argument("--folder", type=Path, help="folder of config.json")
@@ -193,7 +188,7 @@ def _table(found: dict[str, Any]) -> str:
         interval = f"({b['lo']:.3f} .. {b['hi']:.3f})"
         lines.append(f"{batch:>5} {b['off']:6.1f} {b['on']:6.1f}        {b['ratio']:.3f}x {interval}")
     lines += [f"  {name}: {count} calls" for name, count in found["calls"].items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ in parallel with `--load` busy processes. It counts the checks of each kind and 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -90,11 +89,7 @@ def main() -> int:
         "share of the step": min(asked_us, spot.SHARE * step_us) / step_us,
         "share of calls that are spot-checked": spot_rate,
     }
-    if options.json:
-        json.dump(found, sys.stdout, indent=1)
-        print()
-    else:
-        show(found)
+    command_line.show(options, found, of_faults)
     return 0
 
 
@@ -113,12 +108,7 @@ def row(label: str, w: Workload, calls: int) -> dict[str, Any]:
     assert right <= 1.0, f"{label}: a correct result is suspected ({right:.2f} times its tolerance)"
     check_us = statistics.median(timed(lambda: check(args, outs, random.getrandbits(60))) for _ in range(TIMED))
     chances = {size: seen(check, args, outs, results, make, random) for size, make in FAULTS.items()}
-    return {
-        "op": label,
-        "calls a step": calls,
-        "check_us": check_us,
-        "chance": chances,
-    }
+    return {"op": label, "calls a step": calls, "check_us": check_us, "chance": chances}
 
 
 def timed(check: Callable[[], float]) -> float:
@@ -171,15 +161,18 @@ def until_demotion(chances: dict[str, float], spot_rate: float) -> dict[str, Any
 
 
 def calls_until(fault: float, chance: float, shadow_sees: bool, spot_rate: float) -> dict[str, int] | None:
-    """Return the median and 95th percentile of the calls until a check detects the fault.
+    shadow_rate = Policy().shadow_rate
+    return until_seen(fault * (shadow_rate * shadow_sees + (1 - shadow_rate) * spot_rate * chance))
+
+
+def until_seen(chance: float) -> dict[str, int] | None:
+    """Return the median and 95th percentile of the calls until a check detects a fault, if one call has this chance.
 
     The distribution is geometric, because calls are checked independently of each other.
     """
-    shadow_rate = Policy().shadow_rate
-    sees = shadow_rate * shadow_sees + (1 - shadow_rate) * spot_rate * chance
-    if not sees:
+    if not chance:
         return None
-    each = -math.log1p(-fault * sees)
+    each = -math.log1p(-min(chance, 1 - 1e-12))
     return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
 
 
@@ -197,15 +190,7 @@ def right_kernels(options: argparse.Namespace) -> int:
     names = options.op or spot.OPS
     with bench_busy.competing(options.load, bench_busy.SPIN):
         found = [one for name in names if (one := right_kernel(name, options.right, options.most_s)) is not None]
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print("| op | calls | load | shadow checks | spot checks | pairs lost | demoted |")
-        print("| --- | --- | --- | --- | --- | --- | --- |")
-        for f in found:
-            lost = f"{f['lost']} of {f['pairs']}"
-            print(f"| {f['op']} | {f['calls']:,} | {f['load']:.1f} | {f['shadow']} | {f['spot']} | {lost}", end=" ")
-            print(f"| {f['given up'] or 'no'} |")
+    command_line.show(options, found, of_right_kernels)
     return 1 if any(one["given up"] for one in found) else 0
 
 
@@ -247,22 +232,31 @@ def right_kernel(name: str, calls: int, most_s: float) -> dict[str, Any] | None:
 # --- output ----------------------------------------------------------------------------------------------------------
 
 
-def show(found: dict[str, Any]) -> None:
+def of_faults(found: dict[str, Any]) -> str:
     heads = [f"{size} {rate:g}" for size in FAULTS for rate in RATES]
-    print("| op | calls a step | check, us | " + " | ".join(heads) + " |")
-    print("| --- | --- | --- | " + " | ".join("---" for _ in heads) + " |")
+    lines = ["| op | calls a step | check, us | " + " | ".join(heads) + " |", "|" + " --- |" * (3 + len(heads))]
     for r in found["rows"]:
-        cells = [r["calls until demotion"][head] for head in heads]
-        told = [f"{c['median']} ({c['p95']})" if c else "not seen" for c in cells]
-        print(f"| {r['op']} | {r['calls a step']} | {r['check_us']:.1f} | {' | '.join(told)} |")
-    print()
-    print(f"calls until demotion: median (p95). Step {found['step_us'] / 1e3:.1f} ms by its bytes;", end=" ")
-    print(f"checks take {found['share of the step']:.2%} of it", end=" ")
-    print(
-        f"({found['checks wanted, us a step']:.0f} us wanted, {found['allowed, us a step']:.0f} allowed);",
-        end=" ",
+        told = [shown(r["calls until demotion"][head]) for head in heads]
+        lines += [f"| {r['op']} | {r['calls a step']} | {r['check_us']:.1f} | {' | '.join(told)} |"]
+    wanted, allowed = found["checks wanted, us a step"], found["allowed, us a step"]
+    told = (
+        f"calls until demotion: median (p95). Step {found['step_us'] / 1e3:.1f} ms by its bytes; checks take "
+        f"{found['share of the step']:.2%} of it ({wanted:.0f} us wanted, {allowed:.0f} allowed); "
+        f"1 call in {1 / found['share of calls that are spot-checked']:.0f} is spot-checked"
     )
-    print(f"1 call in {1 / found['share of calls that are spot-checked']:.0f} is spot-checked")
+    return "\n".join([*lines, "", told])
+
+
+def shown(calls: dict[str, int] | None) -> str:
+    return f"{calls['median']} ({calls['p95']})" if calls else "not seen"
+
+
+def of_right_kernels(found: Sequence[dict[str, Any]]) -> str:
+    lines = ["| op | calls | load | shadow checks | spot checks | pairs lost | demoted |", "|" + " --- |" * 7]
+    for f in found:
+        checks, lost = f"{f['shadow']} | {f['spot']}", f"{f['lost']} of {f['pairs']}"
+        lines += [f"| {f['op']} | {f['calls']:,} | {f['load']:.1f} | {checks} | {lost} | {f['given up'] or 'no'} |"]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

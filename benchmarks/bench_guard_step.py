@@ -19,20 +19,19 @@ largest ratio of an error to its tolerance, and whether the team was demoted.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 import command_line
 import torch
+from bench_guard_faults import RATES, shown, until_seen
 
 from autosel import dispatch, fingerprint, models
 from autosel.certify.statistics import median_interval
@@ -45,7 +44,6 @@ from autosel.decode.weights import load_weights
 from autosel.guard import Allowance, Policy
 from autosel.race.waits import WaitWatch, watch
 
-RATES = (1.0, 0.1, 0.01)
 TIMED = 60  # checks of random tasks
 LOOKS = 60  # checks of each task with a planted fault
 DOUBLED = struct.unpack("q", struct.pack("d", 2.0))[0]
@@ -66,7 +64,7 @@ def main() -> int:
         step = WrittenArm(scene, Chosen(form="whole")).list
         assert isinstance(step, TeamStep) and step.watch is not None
         found = right_steps(step, options.right) if options.right else measured(scene, step, options)
-    print(json.dumps(found, indent=1) if options.json else told(found))
+    command_line.show(options, found, told)
     return 1 if found.get("given up") else 0
 
 
@@ -163,7 +161,7 @@ def fault(step: TeamStep, name: str, everywhere: bool, checks: float) -> dict[st
         "fault": name,
         "layers": len(tasks),
         "seen by a check of its tasks": chance / len(tasks),
-        "steps": {f"{rate:g}": steps_until(rate, checks * chance / len(step.tasks)) for rate in RATES},
+        "steps": {f"{rate:g}": until_seen(rate * checks * chance / len(step.tasks)) for rate in RATES},
     }
 
 
@@ -173,13 +171,6 @@ def tasks_of(program: list[list[int]], kind: int, place: int) -> list[int]:
     if kind != PROJECT:
         return found
     return found[-1:] if place == 4 else found[:-1][place::4]
-
-
-def steps_until(rate: float, seen: float) -> dict[str, int] | None:
-    if not seen:
-        return None
-    each = -math.log1p(-min(rate * seen, 1 - 1e-12))
-    return {"median": math.ceil(math.log(2) / each), "p95": math.ceil(math.log(20) / each)}
 
 
 # --- correct steps ---------------------------------------------------------------------------------------------------
@@ -232,14 +223,10 @@ def told(found: dict[str, Any]) -> str:
         "| fault | layers | seen by a check of its tasks | every step | 1 step in 10 | 1 in 100 |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [_line(row) for row in found["faults"]]
+    for row in found["faults"]:
+        steps = " | ".join(shown(row["steps"][f"{rate:g}"]) for rate in RATES)
+        lines += [f"| {row['fault']} | {row['layers']} | {row['seen by a check of its tasks']:.0%} | {steps} |"]
     return "\n".join(lines)
-
-
-def _line(row: dict[str, Any]) -> str:
-    cells: Sequence[Any] = [row["steps"][f"{rate:g}"] for rate in RATES]
-    steps = [f"{c['median']} ({c['p95']})" if c else "not seen" for c in cells]
-    return f"| {row['fault']} | {row['layers']} | {row['seen by a check of its tasks']:.0%} | {' | '.join(steps)} |"
 
 
 if __name__ == "__main__":

@@ -42,14 +42,12 @@ in PYTHONPATH.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ from typing import Any
 import command_line
 import numpy as np
 import torch
-from hugging_face import TORCHAO_FORMATS, filled_cache, model_of, rewinding
+from hugging_face import TORCHAO_FORMATS, filled_cache, model_of, rewinding, state
 from ik_llama import Stream
 from kept import device_of
 from torch import Tensor
@@ -67,6 +65,7 @@ from autosel.certify.issue import git_sha
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed as packing
 from autosel.decode.cache import make_cache
+from autosel.decode.gguf import LAYER, TOP
 from autosel.decode.model import Decoder
 from autosel.decode.run import GREEDY, Plan, StepForm
 from autosel.decode.sample import Sampler
@@ -75,6 +74,7 @@ from autosel.decode.team import KERNELS, write_team
 from autosel.decode.weights import Weights, load_weights
 from autosel.devices.cpu import probe
 from autosel.devices.cpu.idle import wait_until_idle
+from autosel.devices.stack import version_of
 from autosel.formats import PLAIN
 from autosel.values import Accepted
 
@@ -101,11 +101,10 @@ def main() -> int:
         for seq in options.seq or [128, 2048]:
             arms = {name: known[name](weights, seq, file) for name in names}
             print(f"{options.model} {seq}: {', '.join(arms)}", file=sys.stderr, flush=True)
-            today = datetime.datetime.now(datetime.UTC).date().isoformat()
-            about = {"seq": seq, "date": today, "serving": SERVING.get(seq, {})}
+            about = {"seq": seq, "date": command_line.today(), "serving": SERVING.get(seq, {})}
             rows += [about | found for found in compared(arms, options)]
     found = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": command_line.today(),
         "commit": git_sha(),
         "device": device_of(fp),
         "torch": torch.__version__,
@@ -117,7 +116,7 @@ def main() -> int:
         "dtype": plan.dtype,
         "rows": rows,
     }
-    print(json.dumps(found, indent=1) if options.json else steps(found))
+    command_line.show(options, found, steps)
     return 0
 
 
@@ -160,9 +159,9 @@ def compared(arms: Mapping[str, Step], options: argparse.Namespace) -> list[dict
             times[name].append((time.perf_counter_ns() - begin) / 1e6)
     slow = [i for i, rate in enumerate(rates) if rate < options.split * 1e9]
     parts = [slow, [i for i in range(len(rates)) if i not in slow]]
-    if not any(len(part) >= min(LEAST_ROUNDS, options.rounds) for part in parts):
-        print(f"fewer than {LEAST_ROUNDS} rounds on each side of --split: no row", file=sys.stderr)
     enough = [part for part in parts if len(part) >= min(LEAST_ROUNDS, options.rounds)]
+    if not enough:
+        print(f"fewer than {LEAST_ROUNDS} rounds on each side of --split: no row", file=sys.stderr)
     return [figures({n: [t[i] for i in part] for n, t in times.items()}, [rates[i] for i in part]) for part in enough]
 
 
@@ -408,28 +407,20 @@ def write_gguf(weights: Weights, path: Path) -> None:
     out.close()
 
 
-def _tensors(weights: Weights) -> list[tuple[str, Tensor]]:
+def _tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     s = weights.shape
-    plain = torch.tensor(s.rope.theta) ** (-torch.arange(0, s.rope.rotary_dim, 2) / s.rope.rotary_dim)
-    factors = plain / torch.tensor(s.rope.inverse_frequencies())
-    found = [("token_embd.weight", weights.embedding), ("output_norm.weight", weights.norm)]
-    found += [("rope_freqs.weight", factors)] if s.rope.kind == "llama3" else []
-    found += [] if s.tied else [("output.weight", weights.head)]
-    for i, layer in enumerate(weights.layers):
-        q, k, v = layer.qkv.split((s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D))
-        named = {
-            "attn_norm": layer.attn_norm,
-            "attn_q": _paired(q, s.Hq),
-            "attn_k": _paired(k, s.Hkv),
-            "attn_v": v,
-            "attn_output": layer.o,
-            "ffn_norm": layer.mlp_norm,
-            "ffn_gate": layer.gate,
-            "ffn_up": layer.up,
-            "ffn_down": layer.down,
-        }
-        found += [(f"blk.{i}.{name}.weight", tensor) for name, tensor in named.items()]
-    return found
+    if s.rope.kind == "llama3":
+        plain = torch.tensor(s.rope.theta) ** (-torch.arange(0, s.rope.rotary_dim, 2) / s.rope.rotary_dim)
+        yield "rope_freqs.weight", plain / torch.tensor(s.rope.inverse_frequencies())
+    names, heads = {theirs: name for name, theirs in (TOP | LAYER).items()}, {"attn_q": s.Hq, "attn_k": s.Hkv}
+    for theirs, tensor in state(weights, tied=s.tied).items():
+        part = theirs.removesuffix(".weight")
+        if part in names:
+            yield f"{names[part]}.weight", tensor
+        else:
+            _, _, layer, part = part.split(".", 3)
+            name = names[part]
+            yield f"blk.{layer}.{name}.weight", _paired(tensor, heads[name]) if name in heads else tensor
 
 
 def _paired(w: Tensor, heads: int) -> Tensor:
@@ -456,15 +447,8 @@ def steps(found: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("transformers", "llama_cpp_python", "torchao"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = ("transformers", "llama_cpp_python", "torchao")
+    return {package: found for package in packages if (found := version_of(package))}
 
 
 def _parsed() -> argparse.Namespace:

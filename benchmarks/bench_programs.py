@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ SHORT_US = 1000.0
 P90_OVER_MEDIAN, AFTER_OP_OVER_HOT = 1.25, 1.5
 MORE_US = {0.001: 30.0}
 MORE_LATER_US = 150.0
-TURNS = {0.0: 400, 0.001: 200, 0.02: 60, 1.0: 8}
+TURNS, TURNS_AFTER = 400, {0.001: 200, 0.02: 60, 1.0: 8}  # by seconds of rest
 KEPT = Path(__file__).parent / "results" / "cpu" / "programs.json"
 
 Cell = tuple[str, int, int]  # model, context, batch
@@ -165,14 +166,15 @@ def promoted(rests: Sequence[float]) -> Iterator[dict[str, Any]]:
     with open_ledger() as ledger:
         decisions = [s.decision for s in ledger.serving() if s.usable]
     x, w = torch.randn(1, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
-    ahead: dict[str, Callable[[], Any]] = {"back to back": lambda: None, "after a product": lambda: x @ w.T}
-    ahead |= {f"after {rest_s * 1e3:g} ms": (lambda s=rest_s: time.sleep(s)) for rest_s in rests}
+    ahead: dict[str, tuple[Callable[[], Any], int]] = {"back to back": (lambda: None, TURNS)}
+    ahead["after a product"] = (lambda: x @ w.T, TURNS)
+    ahead |= {f"after {s * 1e3:g} ms": (partial(time.sleep, s), TURNS_AFTER.get(s, 20)) for s in rests}
     for decision in decisions:
         timing = decision.verdict.timings.get(decision.arm.candidate) if decision.verdict else None
         if decision.state != "promoted" or timing is None or timing.median_us > SHORT_US or decision.op == "step":
             continue
         call = served(decision.workload)
-        times = {what: timed(call, before, _turns(what)) for what, before in ahead.items()}
+        times = {what: timed(call, before, turns) for what, (before, turns) in ahead.items()}
         yield {"op": decision.op, "workload": decision.workload.key, "candidate": decision.arm.candidate, "us": times}
 
 
@@ -188,11 +190,6 @@ def served(w: Any) -> Callable[[], Any]:
     return lambda: bound(*arguments)
 
 
-def _turns(what: str) -> int:
-    words = what.split()
-    return TURNS.get(float(words[1]) / 1e3 if words[-1] == "ms" else 0.0, 20)
-
-
 def timed(call: Callable[[], Any], before: Callable[[], Any], turns: int) -> dict[str, float]:
     for _ in range(20):
         call()
@@ -206,7 +203,6 @@ def timed(call: Callable[[], Any], before: Callable[[], Any], turns: int) -> dic
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
-    """Return the goals that an op misses."""
     times = row["us"]
     hot = times["back to back"]["median"]
     found = []

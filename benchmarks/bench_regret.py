@@ -14,7 +14,7 @@ The settings of a route cell are kernels, including those not offered at its num
 the formula selects for a workload, at every M up to 16 and beyond; on a GPU also the tiling on either side of M2.
 
 Visits are discarded if other processes used more than a twentieth of a core, whatever their result; so are cells with
-too few visits. --build compiles the kernels of the cells without measuring, before a run on an idle machine.
+too few visits.
 
 --write stores the cells in benchmarks/results/cpu/regret-ISA.json. Without --fresh, stored cells with the same kernels
 and formulas are not measured again, so that --limit SECONDS can split a sweep into several runs. Cells of a GPU are
@@ -75,11 +75,7 @@ SWEEP_SHARE = 0.4  # share of a cell's time
 FRESH_SEED = 2  # seed of the contents for checking the final's settings
 CLOSED, TWIN, CONSTANT = "closed form", "twin", "constant"
 
-GOALS = {
-    "decode": (0.03, 0.08),
-    "gemm": (0.06, None),
-    "route": (None, 0.05),
-}  # (geomean, p95); route: (None, worst)
+GOALS = {"decode": (0.03, 0.08), "gemm": (0.06, None), "route": (None, 0.05)}  # (geomean, p95); route: (None, worst)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,24 +96,8 @@ class RegretCell:
 PROJECTIONS = {"o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "1b o": (2048, 2048), "1b k": (512, 2048)}
 # Every M at which dot products may win, up to twice the most rows that share one; then larger M where they must lose.
 ROUTE_ROWS = (*range(1, 17), 31, 32, 33, 64)
-TILE_ROWS = (
-    48,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    320,
-    512,
-)  # around the device's M2, 64 to 256
-WAYS: dict[str, Formula] = {
-    "stream": gemm_form.stream,
-    "large": gemm_form.large,
-}  # triton:gemm on either side of M2
+TILE_ROWS = (48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)  # around the device's M2, 64 to 256
+WAYS: dict[str, Formula] = {"stream": gemm_form.stream, "large": gemm_form.large}  # triton:gemm on either side of M2
 
 
 def cells(device: str) -> list[RegretCell]:
@@ -238,6 +218,10 @@ def kernel(cell: RegretCell, name: str, fp: Fingerprint) -> Candidate | None:
     return found if takes else None
 
 
+def kernels_of(cell: RegretCell, fp: Fingerprint) -> list[Candidate]:
+    return [found for name in cell.kernels if (found := kernel(cell, name, fp)) is not None]
+
+
 def _named(op: str, name: str) -> Candidate | None:
     """Find a candidate by name; `triton:gemm@stream` and `@large` force one formula at any number of rows."""
     base, _, way = name.partition("@")
@@ -252,13 +236,7 @@ def _named(op: str, name: str) -> Candidate | None:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-FACTORS = {
-    "k_block": 2,
-    "k_ahead": 2,
-    "m_block": 2,
-    "chunk": 4,
-    "grid": 2,
-}  # steps around the closed form
+FACTORS = {"k_block": 2, "k_ahead": 2, "m_block": 2, "chunk": 4, "grid": 2}  # steps around the closed form
 LISTS: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 3, 4, 8),
     "tile": (16, 32, 64, 128),
@@ -447,9 +425,9 @@ class Disturbed(Exception):
 def _arms(cell: RegretCell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setting]], str]:
     """Return name -> (entrant, setting), including the closed form's twin and the constants; and the closed form's
     name."""
-    from benchmarks.gpu.entrants import entrant
+    from benchmarks.gpu.entrants import entrant, with_values
 
-    kernels = [c for c in (kernel(cell, name, fp) for name in cell.kernels) if c is not None]
+    kernels = kernels_of(cell, fp)
     if not kernels:
         raise LookupError(f"no kernel of {', '.join(cell.kernels)} supports {cell.workload.key}")
     w, made = cell.workload, {}
@@ -462,7 +440,9 @@ def _arms(cell: RegretCell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setti
         return {**named, TWIN: (replace(twin, candidate=f"{twin.candidate} again"), {})}, closed
     own = kernels[0]
     setting, legal = settings(own, w, fp)
-    with Builds(_recipes(own, w, fp, legal)) as builds:  # all builds end before anything is timed
+    recipes = [own.recipe(w, fp, with_values(own.knobs(w, fp), one)) for one in legal]
+    native = (recipe for recipe in recipes if isinstance(recipe, NativeRecipe))
+    with Builds(native) as builds:  # all builds end before anything is timed
         for one in legal:
             try:
                 made[_spelled(one)] = (entrant(own, w, fp, one, builds), one)
@@ -474,15 +454,6 @@ def _arms(cell: RegretCell, fp: Fingerprint) -> tuple[dict[str, tuple[Any, Setti
     if is_legal(fixed, w, fp):
         made[CONSTANT] = (replace(entrant(own, w, fp, fixed), candidate=f"{own.name} constant"), fixed)
     return made, _spelled(setting)
-
-
-def _recipes(own: Candidate, w: Workload, fp: Fingerprint, legal: Sequence[Setting]) -> Iterator[NativeRecipe]:
-    from benchmarks.gpu.entrants import with_values
-
-    derived = own.knobs(w, fp)
-    for recipe in (own.recipe(w, fp, with_values(derived, one)) for one in legal):
-        if isinstance(recipe, NativeRecipe):
-            yield recipe
 
 
 def _spelled(setting: Setting) -> str:
@@ -530,11 +501,10 @@ def of_stage(record: Mapping[str, Any]) -> dict[str, Any]:
 def sources_of(cell: RegretCell, fp: Fingerprint) -> dict[str, str]:
     """Return file below kernels/ -> start of its digest, for all sources of the cell's kernels."""
     found: set[Path] = set()
-    for one in (kernel(cell, name, fp) for name in cell.kernels):
-        if one is not None:
-            recipe = one.recipe(cell.workload, fp, one.knobs(cell.workload, fp))
-            native = isinstance(recipe, NativeRecipe)
-            found |= set(find_sources(KERNELS / recipe.source)) if native else _modules(recipe)
+    for one in kernels_of(cell, fp):
+        recipe = one.recipe(cell.workload, fp, one.knobs(cell.workload, fp))
+        native = isinstance(recipe, NativeRecipe)
+        found |= set(find_sources(KERNELS / recipe.source)) if native else _modules(recipe)
     return {path.relative_to(KERNELS).as_posix(): _digest(path) for path in sorted(found)}
 
 
@@ -610,8 +580,6 @@ def main() -> int:
     todo = [c for c in todo if done.get(c.name, {}).get("key") != held_for(c, fp)]
     todo.sort(key=lambda c: c.name in done)  # cells that were never measured come first
     stored["cells"] = {name: cell for name, cell in stored["cells"].items() if name not in {c.name for c in todo}}
-    if options.build:
-        return build(todo, fp)
     timer, started, rng, faults = Timer(fp, options.device), time.monotonic(), Random(7), 0
     for number, cell in enumerate(todo):
         if options.limit and time.monotonic() - started > options.limit:
@@ -642,18 +610,6 @@ def main() -> int:
     return 1 if faults else 0
 
 
-def build(todo: Sequence[RegretCell], fp: Fingerprint) -> int:
-    """Compile the kernels of these cells at the closed form's settings, into this home's cache."""
-    from benchmarks.gpu.entrants import entrant
-
-    for cell in todo:
-        for name in cell.kernels:
-            found = kernel(cell, name, fp)
-            if found is not None:
-                entrant(found, cell.workload, fp)
-    return 0
-
-
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -661,7 +617,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="maximum seconds of a cell")
     parser.add_argument("--limit", type=float, default=0.0, metavar="SECONDS", help="start no cell after SECONDS")
     parser.add_argument("--write", action="store_true", help="store the cells in benchmarks/results/cpu/")
-    parser.add_argument("--build", action="store_true", help="compile the kernels without measuring")
     parser.add_argument("--fresh", action="store_true", help="ignore stored cells and measure again")
     options = parser.parse_args(arguments)
     if options.write and options.device != "cpu":
@@ -674,13 +629,10 @@ def held_for(cell: RegretCell, fp: Fingerprint) -> str:
     from autosel.native.compile import sources_digest
 
     sources, given = [], []
-    for name in cell.kernels:
-        found = kernel(cell, name, fp)
-        if found is not None:
-            knobs = found.knobs(cell.workload, fp)
-            recipe = found.recipe(cell.workload, fp, knobs)
-            sources.append(sources_digest(recipe.source) if isinstance(recipe, NativeRecipe) else recipe.target)
-            given.append(taken(found, cell.workload, fp))
+    for found in kernels_of(cell, fp):
+        recipe = found.recipe(cell.workload, fp, found.knobs(cell.workload, fp))
+        sources.append(sources_digest(recipe.source) if isinstance(recipe, NativeRecipe) else recipe.target)
+        given.append(taken(found, cell.workload, fp))
     route = routed(cell.workload, fp, cell.kernels) if cell.kind == "route" else ""
     return digest({"hw": fp.hw_id, "sources": sources, "given": given, "route": route, "method": METHOD})[:16]
 

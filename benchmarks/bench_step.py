@@ -16,7 +16,6 @@ which a thread waits at barriers.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -26,11 +25,11 @@ from typing import Any
 
 import command_line
 import torch
+from interleaved import loaded
 from kept import device_of
 
 from autosel import dispatch, fingerprint, models
 from autosel.candidates import registry
-from autosel.candidates.load import load
 from autosel.certify.statistics import median, speedup_interval
 from autosel.decode import packed
 from autosel.decode.account import overhead_ns, saved_bytes
@@ -42,8 +41,7 @@ from autosel.decode.weights import load_weights
 from autosel.devices.cpu.idle import wait_until_idle
 from autosel.dispatch.resolve import Resolution
 from autosel.models.cost import bytes_per_step
-from autosel.native.compile import compile_source
-from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
+from autosel.values import Accepted, Fingerprint, Workload
 
 
 def main() -> int:
@@ -63,11 +61,7 @@ def main() -> int:
             weights = weights or load_weights(plan)
             with torch.inference_mode(), dispatch.measuring():
                 rows.append({"model": name, "layers": plan.layers_run, **compared(plan, weights, fp, options)})
-    if options.json:
-        json.dump({"device": device_of(fp), "torch": torch.__version__, "rows": rows}, sys.stdout, indent=1)
-        print()
-    else:
-        _table(rows, device_of(fp))
+    command_line.show(options, {"device": device_of(fp), "torch": torch.__version__, "rows": rows}, _table)
     return 0
 
 
@@ -79,10 +73,7 @@ def _serve_our_kernels(fp: Fingerprint) -> None:
     def resolve(op: Any, w: Workload, *rest: Any, **named: Any) -> Resolution:
         for candidate in registry.all_candidates(op.name):
             if candidate.backend == "CPP" and isinstance(candidate.supports(w, fp), Accepted):
-                knobs = candidate.knobs(w, fp)
-                recipe = candidate.recipe(w, fp, knobs)
-                assert isinstance(recipe, NativeRecipe)
-                run = load(op, recipe, compile_source(recipe.source, recipe.flags).digest, knobs.values)
+                run = loaded(candidate, w, fp)
                 return Resolution(workload=w, run=run, candidate=candidate.name, decision=None, reason="benchmark")
         made: Resolution = standing_in(op, w, *rest, **named)
         return made
@@ -163,15 +154,16 @@ def waiting_share(step: TeamStep) -> float:
     return float((left - done)[:, 1:].sum()) / step.threads / whole
 
 
-def _table(rows: list[dict[str, Any]], device: str) -> None:
-    print(f"{device}: decode steps, the same C++ kernels as one native call (team) and as one call an op (ops)")
+def _table(found: dict[str, Any]) -> str:
     heads = ("model", "context", "ops ms", "team ms", "packed ms", "eager ms", "roofline", "ops/team", "team/packed")
-    print(" ".join([f"{heads[0]:<10}", *(f"{h:>9}" for h in heads[1:])]))
-    for r in rows:
+    lines = [f"{found['device']}: decode steps, the same C++ kernels as one native call (team), one call an op (ops)"]
+    lines += [" ".join([f"{heads[0]:<10}", *(f"{h:>9}" for h in heads[1:])])]
+    for r in found["rows"]:
         cells = [f"{r[f'{n}_ms']:.1f}" if f"{n}_ms" in r else "" for n in ("ops", "team", "packed", "eager")]
         gain = f"{r['team_over_packed']:.3f}" if "team_over_packed" in r else ""
         cells = [str(r["seq"]), *cells, f"{r['team_roofline']:.2f}", f"{r['ops_over_team']:.3f}", gain]
-        print(" ".join([f"{r['model']:<10}", *(f"{c:>9}" for c in cells)]))
+        lines += [" ".join([f"{r['model']:<10}", *(f"{c:>9}" for c in cells)])]
+    return "\n".join(lines)
 
 
 def _parsed() -> argparse.Namespace:

@@ -23,17 +23,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import datetime
 import importlib.metadata
 import itertools
-import json
 import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +80,10 @@ def main() -> int:
         else:
             found = _compared_steps(options, own, ours, weights)
     found |= {"model": shape.name, "layers": layers, "dtype": options.dtype, "seq": options.seq, "device": fp.name}
-    found |= {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "goal": GOAL,
-        "threads": fp.identity["cpus"],
-    }
+    found |= {"date": command_line.today(), "goal": GOAL, "threads": fp.identity["cpus"]}
     found |= {"torch": torch.__version__, "transformers": importlib.metadata.version("transformers")}
     found["load"] = round(os.getloadavg()[0], 2)
-    if options.json:
-        json.dump(found, sys.stdout, indent=1)
-        print()
-    else:
-        (_show_cells if options.generate else _show)(found)
+    command_line.show(options, found, _of_cells if options.generate else _of_steps)
     return 0
 
 
@@ -124,7 +113,7 @@ def _compared_generating(options: argparse.Namespace, own: Any, ours: Any, vocab
         if options.compile:
             arms["compiled"] = copy.copy(own)
             arms["compiled"].forward = torch.compile(own.forward)
-        cells = [dataclasses.asdict(cell) for cell in _generate(options, arms, prompts)]
+        cells = list(_generate(options, arms, prompts))
         return {"cells": cells, "replaced": dict(patched.replaced), "uses": _uses(board)}
 
 
@@ -174,34 +163,16 @@ def _compared(
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateCell:
-    """Hold the result of one batch and one kind of cache. Times are ms between tokens."""
-
-    batch: int
-    cache: str
-    ms: dict[str, float]
-    speedup: float
-    interval: list[float]
-    tokens_equal: str
-
-
-class Ticks:
-    """Record the time of each token; a stopping criterion that never stops."""
-
-    def __init__(self) -> None:
-        self.ns: list[int] = []
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.ns.append(time.perf_counter_ns())
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
-
-
 def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[float], Tensor]:
     """Return the ms between the tokens of one greedy `generate`, and the tokens."""
     from transformers import StoppingCriteriaList
 
-    ticks = Ticks()
+    ends: list[int] = []
+
+    def never(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        ends.append(time.perf_counter_ns())
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
     more: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     tokens = model.generate(
         prompt,
@@ -210,16 +181,18 @@ def generated(model: Any, prompt: Tensor, count: int, cache: str) -> tuple[list[
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([ticks]),
+        stopping_criteria=StoppingCriteriaList([never]),
         **more,
     )
-    ends = ticks.ns
     return [(b - a) / 1e6 for a, b in itertools.pairwise(ends)], tokens[:, prompt.shape[1] :]
 
 
-def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[int, Tensor]) -> list[GenerateCell]:
-    """Compare all cells; the arms of a round come in random order."""
-    rng, cells = random.Random(options.seed), []
+def _generate(
+    options: argparse.Namespace, arms: dict[str, Any], prompts: dict[int, Tensor]
+) -> Iterator[dict[str, Any]]:
+    """Yield the results of each batch and kind of cache, with the ms between tokens by arm; the arms of a round come in
+    random order."""
+    rng = random.Random(options.seed)
     for batch, cache in itertools.product(options.batch, options.cache):
         prompt = prompts[batch]
         for model in arms.values():
@@ -234,41 +207,46 @@ def _generate(options: argparse.Namespace, arms: dict[str, Any], prompts: dict[i
                 times[name] += took
         interval = speedup_interval(times["own"], times["patched"])
         same = int((made["own"] == made["patched"]).int().cumprod(-1).sum())
-        cells.append(
-            GenerateCell(
-                batch=batch,
-                cache=cache,
-                ms={name: median(found) for name, found in times.items()},
-                speedup=median(times["own"]) / median(times["patched"]),
-                interval=[interval.lo, interval.hi],
-                tokens_equal=f"{same} of {made['own'].numel()} before the first that differs",
-            )
-        )
-    return cells
+        yield {
+            "batch": batch,
+            "cache": cache,
+            "ms": {name: median(found) for name, found in times.items()},
+            "speedup": median(times["own"]) / median(times["patched"]),
+            "interval": [interval.lo, interval.hi],
+            "tokens_equal": f"{same} of {made['own'].numel()} before the first that differs",
+        }
 
 
-def _show_cells(found: dict[str, Any]) -> None:
-    print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, prompt {found['seq']}")
-    names = list(found["cells"][0]["ms"])
-    print("  batch cache   " + "".join(f"{name + ' ms':>12}" for name in names) + "   patched against own")
+def _of_cells(found: dict[str, Any]) -> str:
+    lines = [f"{_heading(found)}, prompt {found['seq']}"]
+    names = "".join(f"{name + ' ms':>12}" for name in found["cells"][0]["ms"])
+    lines += [f"  batch cache   {names}   patched against own"]
     for c in found["cells"]:
-        lo, hi = c["interval"]
         times = "".join(f"{ms:12.2f}" for ms in c["ms"].values())
-        print(
-            f"  {c['batch']:5} {c['cache']:<8}{times}   {c['speedup']:.2f}x ({lo:.2f} .. {hi:.2f})  {c['tokens_equal']}"
-        )
+        lines += [f"  {c['batch']:5} {c['cache']:<8}{times}   {_speedup(c)}  {c['tokens_equal']}"]
+    return "\n".join(lines)
 
 
-def _show(found: dict[str, Any]) -> None:
-    lo, hi = found["interval"]
-    print(f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}, context {found['seq']}")
-    print(f"  transformers, unpatched    {found['own_ms']:8.1f} ms a token")
-    print(f"  patched, as decided        {found['patched_ms']:8.1f} ms a token")
-    print(f"  speedup {found['speedup']:.2f}x ({lo:.2f} .. {hi:.2f}), {found['steps']} steps each; goal {GOAL}x")
+def _of_steps(found: dict[str, Any]) -> str:
     difference = found["largest_logit_difference"]
-    print(f"  same token in {found['tokens_equal']} steps; largest logit difference {difference:.3f}")
-    for use in found["uses"]:
-        print(f"  {use['calls']:7} calls  {use['candidate']:<18} {use['bucket']}")
+    lines = [
+        f"{_heading(found)}, context {found['seq']}",
+        f"  transformers, unpatched    {found['own_ms']:8.1f} ms a token",
+        f"  patched, as decided        {found['patched_ms']:8.1f} ms a token",
+        f"  speedup {_speedup(found)}, {found['steps']} steps each; goal {GOAL}x",
+        f"  same token in {found['tokens_equal']} steps; largest logit difference {difference:.3f}",
+    ]
+    lines += [f"  {use['calls']:7} calls  {use['candidate']:<18} {use['bucket']}" for use in found["uses"]]
+    return "\n".join(lines)
+
+
+def _heading(found: dict[str, Any]) -> str:
+    return f"{found['device']}: {found['model']}, {found['layers']} layers, {found['dtype']}"
+
+
+def _speedup(found: dict[str, Any]) -> str:
+    lo, hi = found["interval"]
+    return f"{found['speedup']:.2f}x ({lo:.2f} .. {hi:.2f})"
 
 
 def _parsed() -> argparse.Namespace:

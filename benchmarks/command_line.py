@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 DTYPES = ("bf16", "fp16", "fp32")
 KEPT = "benchmarks/results/cpu/"
@@ -16,6 +19,15 @@ def parser(doc: str | None, *, write: str = "") -> argparse.ArgumentParser:
     if write:
         made.add_argument("--write", action="store_true", help=write)
     return made
+
+
+def show(options: argparse.Namespace, found: Any, text: Callable[[Any], str]) -> None:
+    """Print the results as one JSON document with --json, else as `text`."""
+    print(json.dumps(found, indent=1) if options.json else text(found))
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def dtype(made: argparse.ArgumentParser) -> None:

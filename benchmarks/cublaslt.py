@@ -21,7 +21,6 @@ OPS = ("linear", "lm_head")  # plain products: libraries do not cover the rest o
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor | None = None) -> Tensor:
-    """Compute the eager product with cuBLASLt."""
     from autosel.ops import eager
 
     with _preferred():

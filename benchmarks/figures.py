@@ -124,22 +124,12 @@ def measure(wanted: Sequence[Goal], *, quick: bool) -> dict[str, Any]:
 
         say("fingerprint")
         fp = fingerprint.take("cpu")
-        found = [f for part in PARTS for f in _part(part, names, fp, Path(folder), quick)]
+        found: list[FigureRow] = []
+        for part, measured in PARTS.items():
+            if any(name.startswith(f"{part}/") for name in names):
+                say(part)
+                found += [f for f in measured(fp, Path(folder), quick) if f.name in names]
         return describe(fp, found, quick)
-
-
-def _part(part: FigureGroup, names: set[str], fp: Fingerprint, folder: Path, quick: bool) -> Iterator[FigureRow]:
-    if any(name.startswith(part.prefix) for name in names):
-        say(part.prefix.rstrip("/"))
-        yield from (f for f in part.measure(fp, folder, quick) if f.name in names)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FigureGroup:
-    """Figures that are measured together: those whose name starts with `prefix`."""
-
-    prefix: str
-    measure: Callable[[Fingerprint, Path, bool], Iterator[FigureRow]]
 
 
 def gemv(fp: Fingerprint, _: Path, quick: bool) -> Iterator[FigureRow]:
@@ -269,16 +259,17 @@ def once(name: str, value: float, note: str = "") -> FigureRow:
     return FigureRow(name=name, value=value, lo=value, hi=value, note=note)
 
 
-PARTS = (
-    FigureGroup(prefix="start/", measure=start),
-    FigureGroup(prefix="best/", measure=best),
-    FigureGroup(prefix="gemv/", measure=gemv),
-    FigureGroup(prefix="attn/", measure=attn),
-    FigureGroup(prefix="rmsnorm/", measure=row_op("rmsnorm", M=1, d=4096)),
-    FigureGroup(prefix="rope/", measure=row_op("rope", M=1, Hq=32, Hkv=8, D=128, R=128)),
-    FigureGroup(prefix="swiglu/", measure=row_op("swiglu", M=1, I=14336)),
-    FigureGroup(prefix="tune/", measure=tune),
-)
+# The figures of a part have its name before the slash.
+PARTS: Mapping[str, Callable[[Fingerprint, Path, bool], Iterator[FigureRow]]] = {
+    "start": start,
+    "best": best,
+    "gemv": gemv,
+    "attn": attn,
+    "rmsnorm": row_op("rmsnorm", M=1, d=4096),
+    "rope": row_op("rope", M=1, Hq=32, Hkv=8, D=128, R=128),
+    "swiglu": row_op("swiglu", M=1, I=14336),
+    "tune": tune,
+}
 
 
 # --- a race without a verdict: the row ops ----------------------------------------------------------------------------
@@ -286,64 +277,32 @@ PARTS = (
 
 def race(w: Workload, fp: Fingerprint, name: str, rival: str, rounds: int) -> FigureRow:
     """Time every PyTorch and C++ candidate in random order each round; return the rival's over the best C++ time."""
-    import torch
-
-    from autosel.race.bench import Bench
+    from autosel.candidates import registry
     from autosel.race.evidence import median, median_interval
-    from autosel.race.plan import plan
+    from autosel.values import Accepted
+    from benchmarks.gpu.entrants import entrant
+    from benchmarks.gpu.instrument import Timer
 
-    torch.set_num_threads(int(fp.identity["cpus"]))
-    torch.set_grad_enabled(False)
-    bench, coin = Bench(), Random(20)
-    arms = _seat(bench, w, fp)
-    p = plan(bench.warm(200_000_000)[rival])
+    eligible = registry.eligible(w, fp)
+    arms = {c.name: entrant(c, w, fp) for c, support in eligible if isinstance(support, Accepted)}
+    timer, coin = Timer(fp, "cpu"), Random(20)
+    timer.seat(w, arms, lead=rival)
     taken: list[dict[str, float]] = []
     dropped = 0
     while len(taken) < rounds and dropped < rounds:
-        coin.shuffle(arms)
-        times, disturbed = bench.pair(arms, p.calls, p.samples)
-        if disturbed:
+        times = timer.visit(coin.sample(list(arms), len(arms)), timer.plan.samples)
+        if times is None:
             dropped += 1
         else:
-            taken.append({arm: median(ns) for arm, ns in times.items()})
-    bench.release()
+            taken.append(times)
+    timer.close()
     if not taken:
         return FigureRow(name=name, value=0.0, lo=0.0, hi=0.0, note="void: every round was disturbed")
     ours = min((a for a in arms if a.startswith("cpp:")), key=lambda a: median([r[a] for r in taken]))
     ratios = [r[rival] / r[ours] for r in taken]
     low, high = median_interval(ratios)
-    note = f"95 % interval; {ours} {median([r[ours] for r in taken]) / 1e3:.3g} us, {len(taken)} rounds"
+    note = f"95 % interval; {ours} {median([r[ours] for r in taken]):.3g} us, {len(taken)} rounds"
     return FigureRow(name=name, value=median(ratios), lo=low, hi=high, note=note)
-
-
-def _seat(bench: Any, w: Workload, fp: Fingerprint) -> list[str]:
-    """Load every eligible arm, the baseline first, and seat it on fresh operands; return the names."""
-    from autosel.candidates import registry
-    from autosel.native.compile import compile_source
-    from autosel.race.contest import Entrant, SharedOperands
-    from autosel.values import Accepted, NativeRecipe
-
-    arms: dict[str, str] = {}
-    for candidate, support in registry.eligible(w, fp):
-        if not isinstance(support, Accepted):
-            continue
-        knobs = candidate.knobs(w, fp)
-        recipe = candidate.recipe(w, fp, knobs)
-        built = compile_source(recipe.source, recipe.flags).digest if isinstance(recipe, NativeRecipe) else ""
-        entrant = Entrant(
-            candidate=candidate.name,
-            op=w.op,
-            recipe=recipe,
-            digest=built,
-            knobs=knobs.values,
-            writes_out=candidate.writes_out,
-        )
-        bench.load(entrant)
-        arms[candidate.name] = entrant.loaded_name
-    operands = SharedOperands(w, 20, int(fp.identity["l3_bytes"]) * int(fp.identity["l3_domains"]))
-    bench.prepare(w, operands.inputs, arms, operands.copies)
-    operands.close()
-    return list(arms)
 
 
 # --- the document -----------------------------------------------------------------------------------------------------
@@ -403,7 +362,6 @@ def keep(document: Mapping[str, Any]) -> Path:
 
 
 def stored() -> list[dict[str, Any]]:
-    """Return every stored document, by device."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/figures.json"))]
 
 

@@ -50,7 +50,6 @@ class ArmTimes(Protocol):
 class HalvingSweep:
     """The nominees of a sweep, and how they were found."""
 
-    settings: int  # number of settings
     readings: int = 0
     left_out: int = 0  # settings with a value that was clearly slower alone
     nominees: list[str] = field(default_factory=list)
@@ -65,7 +64,7 @@ def nominate(
     of all takes a quarter of the time. Unused time goes to the next rung. If one reading of each would take more than
     half of the time, single values are tried first.
     """
-    found = HalvingSweep(settings=len(rivals))
+    found = HalvingSweep()
     ratios: dict[str, list[float]] = {name: [] for name in rivals}
     end, left = bench.now() + seconds, list(rivals)
     if len(left) > NOMINEES:

@@ -37,7 +37,7 @@ def model_of(weights: Weights) -> Any:
     config.dtype = weights.torch_dtype
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    missing, unknown = model.load_state_dict(_state(weights, tied=tied), strict=False, assign=True)
+    missing, unknown = model.load_state_dict(state(weights, tied=tied), strict=False, assign=True)
     left = [name for name in missing if name != "lm_head.weight"]
     assert not left and not unknown, (left, unknown)
     if tied:
@@ -120,7 +120,7 @@ def config_of(s: ModelShape, *, tied: bool) -> Any:
     )
 
 
-def _state(weights: Weights, *, tied: bool) -> Mapping[str, Tensor]:
+def state(weights: Weights, *, tied: bool) -> Mapping[str, Tensor]:
     """Return autosel's tensors by Hugging Face's names."""
     s = weights.shape
     sizes = (s.Hq * s.D, s.Hkv * s.D, s.Hkv * s.D)

@@ -18,7 +18,6 @@ import dataclasses
 import importlib.metadata
 import inspect
 import io
-import json
 import sys
 import tempfile
 import time
@@ -240,7 +239,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a norm of any kind."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
@@ -271,20 +269,19 @@ class Moving(dispatch.Board):
         return moved
 
 
-def _by_element(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda bound: torch.randint(0, 2, bound.shape, generator=generator) * 2.0 - 1.0
+def _signs(generator: torch.Generator, *, by_row: bool) -> Callable[[Tensor], Tensor]:
+    def drawn(bound: Tensor) -> Tensor:
+        shape = (*bound.shape[:-1], 1) if by_row else bound.shape
+        return torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0
 
-
-def _by_row(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    return lambda bound: torch.randint(0, 2, (*bound.shape[:-1], 1), generator=generator) * 2.0 - 1.0
+    return drawn
 
 
 def _bounds(model: Any, board: Moving, ours: list[Tensor]) -> list[float]:
     """Return the bound of the logits of each pass."""
     found = [0.0] * len(ours)
     for draw in range(MOVES):
-        generator = torch.Generator().manual_seed(draw)
-        board.signs = (_by_element, _by_row)[draw % 2](generator)
+        board.signs = _signs(torch.Generator().manual_seed(draw), by_row=bool(draw % 2))
         for i, moved in enumerate(passes(model, len(ours))):
             found[i] = max(found[i], 2 * _distance(ours[i], moved))
     board.signs = None
@@ -334,36 +331,24 @@ SIZES: dict[str, Any] = {
                      "encoder_attention_heads", "attention_heads", "swa_num_attention_heads"), HEADS),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "n_kv_heads"), KV_HEADS),
     **dict.fromkeys(("head_dim", "swa_head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "d_kv",
-                     "dim_head", "global_head_dim", "index_head_dim", "kv_channels"), HEAD),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "moe_top_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups", "n_shared_experts"), 1),
+                     "dim_head", "global_head_dim", "index_head_dim", "kv_channels", "qk_rope_head_dim",
+                     "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+                     "linear_num_value_heads", "index_topk", "time_step_rank"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "moe_top_k", "linear_num_key_heads",
+                     "type_vocab_size", "index_n_heads"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups", "n_shared_experts",
+                     "first_k_dense_replace"), 1),
+    **dict.fromkeys(("num_kv_shared_layers", "num_nextn_predict_layers"), 0),
     **dict.fromkeys(("vocab_size", "text_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_source_positions",
                      "max_target_positions", "n_ctx", "context_length", "max_sequence_length"), 256),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 32),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "mamba_d_head"), HEAD),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size"), 8),
-    **dict.fromkeys(("type_vocab_size",), 2),
-    "qk_rope_head_dim": HEAD,
-    "rotary_dim": 8,
-    "index_n_heads": 2,
-    "mamba_n_heads": 8,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "sliding_window", "sliding_window_size",
+                     "attention_window_size", "rotary_dim", "mamba_n_heads", "state_size", "ssm_state_size",
+                     "mamba_d_state"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "image_size"), 32),
+    **dict.fromkeys(("hidden_size_per_layer_input", "patch_size"), 16),
     "mamba_d_ssm": 2 * WIDTH,
-    "index_topk": 4,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "time_step_rank": 4,
-    "hidden_size_per_layer_input": 16,
-    "first_k_dense_replace": 1,
-    "num_kv_shared_layers": 0,
-    "num_nextn_predict_layers": 0,
-    "image_size": 32,
-    "patch_size": 16,
 }  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "layers",
           "depth")  # fmt: skip
@@ -435,8 +420,9 @@ def tiny_model(name: str) -> Any:
 
 def tiny_config(kind: Any) -> Any:
     """Return a small configuration: all known sizes reduced, one layer of each kind, at least two layers."""
-    plain = kind()
-    given = dict(vars(plain))
+    from transformers import PretrainedConfig
+
+    given = dict(vars(kind()))
     aliases = {target: alias for alias, target in kind.attribute_map.items()}
     values: dict[str, Any] = {}
     for name, value in given.items():
@@ -445,7 +431,7 @@ def tiny_config(kind: Any) -> Any:
             values[name] = known
         elif name in TOKENS:
             values[name] = TOKENS[name]
-        elif isinstance(value, transformers_config()):
+        elif isinstance(value, PretrainedConfig):
             values[name] = tiny_config(type(value))
     layers, lists = _layers(given, aliases)
     values |= lists
@@ -455,12 +441,6 @@ def tiny_config(kind: Any) -> Any:
         values["num_key_value_heads"] = HEADS
     values |= MORE.get(kind.__name__, {})
     return kind(**values)
-
-
-def transformers_config() -> Any:
-    from transformers import PretrainedConfig
-
-    return PretrainedConfig
 
 
 def _layers(given: dict[str, Any], aliases: dict[str, str]) -> tuple[int, dict[str, list[Any]]]:
@@ -547,10 +527,7 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": [{**dataclasses.asdict(r), "share": r.share, "worst": r.worst} for r in rows],
     }
-    if options.json:
-        print(json.dumps(told, indent=1))
-    else:
-        print(table(rows))
+    command_line.show(options, told, lambda _: table(rows))
     if options.write:
         keep(RESULT, told)
     return int(any(r.outcome in ("wrong", "failed") for r in rows))

@@ -51,7 +51,6 @@ class Difference:
 
 
 def by_pytorch(weights: Weights, prompt: Sequence[int], count: int, *, stop: frozenset[int], heard: OnToken) -> Answer:
-    """Answer with the baseline, eager PyTorch."""
     eager, device = Eager(weights), weights.device
     cache = make_cache(weights.shape, weights.dtype, rows=1, room=len(prompt) + count, device=device)
     chosen = torch.empty(1, dtype=torch.int64, device=device)

@@ -22,8 +22,6 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A model's tokenizer with the template."""
-
     tokenizer: Any  # tokenizers.Tokenizer
 
     def tokens(self, question: str) -> list[int]:

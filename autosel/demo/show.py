@@ -5,9 +5,10 @@ request -> the model's folder -> decisions -> both arms timed in turn -> certifi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -175,23 +176,16 @@ class _Answers:
     said: list[int] = field(default_factory=list)
 
     def pytorch(self) -> Answer:
-        self._begin("pytorch")
-        with devices.named(self.plan.device).current():
-            found = by_pytorch(self.weights, self._prompt, self.plan.iters, stop=self.chat.stop, heard=self._hear)
-        self.screen.answered()
-        return found
+        return self._answered("pytorch", by_pytorch)
 
     def autosel(self, chosen: Chosen) -> Answer:
-        self._begin("autosel")
-        fp = fingerprint.take(self.plan.device)
+        return self._answered("autosel", partial(by_autosel, chosen=chosen, fp=fingerprint.take(self.plan.device)))
+
+    def _answered(self, arm: ArmName, by: Callable[..., Answer]) -> Answer:
+        self.said.clear()
+        self.screen.answering(arm, self.made)
         with devices.named(self.plan.device).current():
-            found = by_autosel(
-                *(self.weights, self._prompt, self.plan.iters),
-                stop=self.chat.stop,
-                heard=self._hear,
-                chosen=chosen,
-                fp=fp,
-            )
+            found = by(self.weights, self._prompt, self.plan.iters, stop=self.chat.stop, heard=self._hear)
         self.screen.answered()
         return found
 
@@ -203,10 +197,6 @@ class _Answers:
     @property
     def _prompt(self) -> list[int]:
         return prompts(self.plan).rows[0]
-
-    def _begin(self, arm: ArmName) -> None:
-        self.said.clear()
-        self.screen.answering(arm, self.made)
 
     def _hear(self, token: int) -> None:
         self.said.append(token)

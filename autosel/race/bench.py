@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
-from time import (
-    perf_counter_ns as clock_ns,
-)  # bound before any candidate is loaded, so that patching `time` has no effect
+
+# Bound before any candidate is loaded, so that patching `time` has no effect.
+from time import perf_counter_ns as clock_ns
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -102,7 +102,6 @@ class Bench:
         self.watch: WaitWatch | None = watch(owner, realtime=realtime) if self.device.on_host else None
         self.arms: dict[str, LoadedArm] = {}
         self.seats: dict[str, ArmSeat] = {}
-        self.op: Op | None = None
         self.runtime = ""  # the runtime whose threads ran last
         gc.freeze()  # imported objects live as long as the process: do not scan them at every release
         gc.disable()
@@ -127,7 +126,7 @@ class Bench:
         with a layout prepares each copy of its weights here, before anything is timed.
         """
         self.release()
-        self.op = op = find(w.op)
+        op = find(w.op)
         shared = _Operands(op, inputs, copies, self.device.resident, self.copied)
         for name, loaded in arms.items():
             own = shared
@@ -161,7 +160,6 @@ class Bench:
         return {name: seat.prepared for name, seat in self.seats.items() if seat.prepared is not None}
 
     def release(self) -> None:
-        """Drop the seats, and all that was copied and prepared for them."""
         self.seats.clear()
         gc.collect()
         STORE.sweep()
@@ -241,12 +239,10 @@ class Bench:
 
     @property
     def again(self) -> int:
-        """Return the number of repeated samples so far; a sample is repeated if a thread waited for a core."""
         return self.watch.again if self.watch is not None else 0
 
     @property
     def watched(self) -> bool:
-        """Return True if waits for a core are detected or do not matter."""
         return self.watch is None or self.watch.waits.watched
 
     def surprise(self, name: str, calls: int, resident: Mapping[str, Tensor]) -> None:
@@ -297,11 +293,9 @@ class Bench:
         self.runtime = arm.runtime
 
     def read_bytes_per_s(self) -> float:
-        """Return the memory's read rate right now."""
         return read_rate(self.device.read_windows, self.watch)
 
     def outputs(self, name: str) -> tuple[Tensor, ...]:
-        """Return the result of the arm's last call."""
         seat = self.seats[name]
         return seat.written(seat.timed.slot, seat.timed.result)
 

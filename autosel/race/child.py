@@ -69,7 +69,7 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
     if not foretold:
         for name, places in request["outputs"].items():
             bench.surprise(name, calls, resident)
-            _put(bench, places, name, arenas)
+            _copy(bench.outputs(name), places, arenas)
     if resident:
         bench.refresh(resident)
     before = bench.again
@@ -77,7 +77,7 @@ def _pair(bench: Bench, request: dict[str, Any], arenas: Arenas) -> dict[str, An
     times, disturbed = bench.pair(request["order"], calls, int(request["samples"]), bool(request["wake"]), look)
     if foretold:
         for name, places in request["outputs"].items():
-            _put(bench, places, name, arenas)
+            _copy(bench.outputs(name), places, arenas)
     taken = {"ns": times, "disturbed": disturbed, "again": bench.again - before, "watched": bench.watched}
     return taken | {"kept": look.count if look is not None else {}}
 
@@ -104,11 +104,7 @@ class KeptResults:
         self.count[arm] = max(self.count.get(arm, 0), (number + 1) * len(places))
 
 
-def _put(bench: Bench, places: Sequence[Mapping[str, Any]], name: str, arenas: Arenas) -> None:
-    """Copy an arm's outputs to the memory where they are checked."""
-    _copy(bench.outputs(name), places, arenas)
-
-
 def _copy(results: Sequence[torch.Tensor], places: Sequence[Mapping[str, Any]], arenas: Arenas) -> None:
+    """Copy results to the memory where they are checked."""
     for place, tensor in zip(places, results, strict=True):
         arenas.tensor(place).copy_(tensor)

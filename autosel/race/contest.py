@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class SharedOperands:
         self.workload, self.op = w, find(w.op)
         self.inputs = self.op.inputs(w, seed)
         sizes = [tensor.nbytes for tensor in leaves(self.inputs).values()]
-        outputs = sum(_bytes(s.shape, s.dtype) for s in self.op.outputs(w))
+        outputs = sum(prod(s.shape) * _dtype(s.dtype).itemsize for s in self.op.outputs(w))
         inout = any(a.role == "inout" for a in self.op.args)
         self.output_bytes = 0 if inout else outputs  # bytes that an arm writes in addition to its operands
         kept = MOST_ARMS * KEPT_BYTES if self.output_bytes else 0
@@ -148,7 +149,7 @@ class SharedOperands:
 
     def _outputs(self) -> tuple[Ref, ...]:
         specs = self.op.outputs(self.workload)
-        return tuple(self.arena.empty(s.shape, torch.int64 if s.dtype == "int64" else DTYPE[s.dtype]) for s in specs)
+        return tuple(self.arena.empty(s.shape, _dtype(s.dtype)) for s in specs)
 
     def kept(self, arm: str, count: int) -> list[tuple[Ref, ...]]:
         """Return the memory for the results of `count` timed calls; for fewer if there is no room."""
@@ -192,8 +193,5 @@ class SharedOperands:
         self.arena.close()
 
 
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count * (8 if dtype == "int64" else DTYPE[dtype].itemsize)
+def _dtype(name: str) -> torch.dtype:
+    return torch.int64 if name == "int64" else DTYPE[name]

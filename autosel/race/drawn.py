@@ -22,7 +22,6 @@ def slots_for(output_bytes: int) -> int:
 
 
 def kept_of(calls: int, slots: int) -> int:
-    """Return the number of kept calls of a sample."""
     return min(calls, KEPT) if slots > 1 else 1
 
 

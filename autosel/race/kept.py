@@ -6,7 +6,7 @@ differ (a sum in another order, another alignment), the largest bound of an elem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,26 +22,22 @@ Results = Sequence[Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
-    """`timed`: calls in samples; `checked`: those whose results were compared in full."""
-
-    timed: int = 0
-    checked: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
 class Kept:
-    """The judgement of one seat. `bound` is the largest bound of each output's elements, once known."""
+    """The judgement of one seat. `bound` is the largest bound of each output's elements, once known.
+
+    `counts` holds (calls whose results were compared in full, timed calls) by arm.
+    """
 
     bound: tuple[float, ...] = ()
-    counts: dict[str, Counts] = field(default_factory=dict)
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def odd(self, arm: str, results: Sequence[Results]) -> Mismatch | None:
         """Return the first of an arm's results in a pair that differs from the others."""
         for number, other in enumerate(results[1:], 1):
             apart = _apart(results[0], other)
             if apart and not self._within(apart, SPREAD):
-                reason = f"one of {len(results)} timed calls on the same inputs gave another result ({_told(apart)})"
+                found = f"an element is {max(apart):.3g} away"
+                reason = f"one of {len(results)} timed calls on the same inputs gave another result ({found})"
                 return Mismatch(check="timed_calls", reason=reason, evidence={"calls": len(results), "call": number})
         return None
 
@@ -54,13 +50,8 @@ class Kept:
         return len(self.bound) == len(apart) and all(d <= factor * b for d, b in zip(apart, self.bound, strict=True))
 
     def add(self, arm: str, *, timed: int, checked: int) -> None:
-        count = self.counts.setdefault(arm, Counts())
-        count.timed += timed
-        count.checked += checked
-
-    def told(self) -> Mapping[str, tuple[int, int]]:
-        """Return (checked, timed) calls by arm."""
-        return {arm: (c.checked, c.timed) for arm, c in self.counts.items()}
+        checked_before, timed_before = self.counts.get(arm, (0, 0))
+        self.counts[arm] = checked_before + checked, timed_before + timed
 
 
 def _apart(one: Results, other: Results) -> list[float]:
@@ -79,7 +70,3 @@ def _distance(one: Tensor, other: Tensor) -> float:
     apart = (one.double() - other.double()).abs()
     apart[(bits(one) == bits(other)) | (one.isnan() & other.isnan())] = 0.0
     return float(apart.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
-
-
-def _told(apart: Sequence[float]) -> str:
-    return f"an element is {max(apart):.3g} away"

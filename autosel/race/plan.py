@@ -15,13 +15,16 @@ from functools import cache
 from math import exp, fsum, lgamma, log, log1p
 from typing import Literal
 
+from autosel.race.evidence import ALPHA_SESSION
+
 SAMPLE_NS = 400_000
 LONG_CALL_NS = 1_000_000
 WAKE_BELOW_NS = 10_000_000  # waking a team costs about 50 us: negligible for a longer call
 CLOCK_NS = 100  # perf_counter_ns and the call around it, measured both ways on Linux
 SESSIONS = 3
 AA_SESSIONS = 59  # none of 59 crossing gives pi <= .05 with 95 % confidence
-AA_CONFIDENCE = 20  # 1 / .05: evidence that pi <= alpha_s
+AA_LIMIT = Fraction(1, 20)  # of pi: alpha_s
+AA_CONFIDENCE = 20  # 1 / .05: evidence that pi <= AA_LIMIT
 AA_ALL_QUIET = Fraction(97, 100)  # prior weight of "they never cross": the least for which 59 quiet ones suffice
 DELTA_CALIBRATED = 0.02
 DELTA_UNCALIBRATED = 0.05
@@ -45,14 +48,8 @@ class TrialPlan:
     tail_samples: int  # after these an unsettled tail stays unsettled
     wakes: bool = True  # an untimed call precedes the samples
 
-    @property
-    def probe_every(self) -> int:
-        """Return the number of pairs between two read probes."""
-        return 10
-
 
 def plan(baseline_ns: float) -> TrialPlan:
-    """Return the plan for a baseline that takes `baseline_ns` per call."""
     if baseline_ns > LONG_CALL_NS:
         return TrialPlan(
             time_class="long",
@@ -90,28 +87,25 @@ class Margin:
         return max(self.pi, self.alpha_session) ** SESSIONS
 
 
-def margin(aa_sessions: int, aa_crossings: int, sample_ns: float, alpha_session: float = 0.05) -> Margin:
+def margin(aa_sessions: int, aa_crossings: int, sample_ns: float) -> Margin:
     """Return delta and pi from this device's A/A history in a time class."""
-    quantum = 4 * CLOCK_NS / max(sample_ns, 1.0)
-    if calibrated(aa_sessions, aa_crossings, Fraction(alpha_session).limit_denominator(1000)):
-        upper = clopper_pearson_upper(aa_sessions, aa_crossings)
-        return Margin(delta=max(DELTA_CALIBRATED, quantum), alpha_session=alpha_session, pi=upper, calibrated=True)
-    return Margin(
-        delta=max(DELTA_UNCALIBRATED, quantum), alpha_session=alpha_session, pi=alpha_session, calibrated=False
-    )
+    found = calibrated(aa_sessions, aa_crossings)
+    delta = max(DELTA_CALIBRATED if found else DELTA_UNCALIBRATED, 4 * CLOCK_NS / max(sample_ns, 1.0))
+    pi = clopper_pearson_upper(aa_sessions, aa_crossings) if found else ALPHA_SESSION
+    return Margin(delta=delta, alpha_session=ALPHA_SESSION, pi=pi, calibrated=found)
 
 
 @cache
-def calibrated(sessions: int, crossings: int, limit: Fraction = Fraction(1, 20)) -> bool:
-    """Return True if this many crossings show pi <= limit with 95 % confidence, however often it is tested.
+def calibrated(sessions: int, crossings: int) -> bool:
+    """Return True if this many crossings show pi <= AA_LIMIT with 95 % confidence, however often it is tested.
 
     A history grows with every tune and is tested after each session: an interval for a fixed number of sessions would
-    finally clear one device in five whose pi is at the limit. Therefore a likelihood ratio against pi >= limit, as for
-    pairs: of "never", and of all rates in (0, limit) alike.
+    finally clear one device in five whose pi is at the limit. Therefore a likelihood ratio against a larger pi, as for
+    pairs: of "never", and of all rates in (0, AA_LIMIT) alike.
     """
-    if crossings >= limit * sessions:
+    if crossings >= AA_LIMIT * sessions:
         return False
-    a, b = limit.as_integer_ratio()
+    a, b = AA_LIMIT.as_integer_ratio()
     never = Fraction(b, b - a) ** sessions if crossings == 0 else 0
     above = b ** (sessions + 1) - sum(_masses(sessions + 1, crossings, a, b))
     rarely = Fraction(above, a * (sessions + 1) * _masses(sessions, crossings, a, b)[-1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
@@ -137,20 +137,6 @@ class Disqualified:
 Finished = tuple[Contest, Race]
 
 
-def _always(*_: object) -> bool:
-    """Debit nothing: a race outside a ledger."""
-    return True
-
-
-def _silent(*_: object) -> None:
-    """Ignore progress: there is no watcher."""
-
-
-def _unkept(*_: object) -> AbstractContextManager[None]:
-    """Write no journal."""
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceTerms:
     """The terms that all races of a run share. At `deadline` (on `clock`) no new work starts.
@@ -162,12 +148,11 @@ class RaceTerms:
     """
 
     rng: Random
-    debit: Debit = _always
-    progress: OnTick = _silent
-    journal: Journal = _unkept
+    debit: Debit = lambda *_: True  # outside a ledger
+    progress: OnTick = lambda tick: None
+    journal: Journal = lambda *_: nullcontext()
     clock: Callable[[], float] = time.monotonic
     deadline: float = float("inf")
-    look: Callable[[], Reading] = neighbours.read
     quiet: Callable[[], None] | None = None
 
     @property
@@ -180,7 +165,6 @@ class _Attempt:
     """A contest and its progress through the sessions."""
 
     contest: Contest
-    debit: Debit
     plan: TrialPlan | None = None
     screening: RaceSession | None = None
     finalist: str | None = None
@@ -190,7 +174,6 @@ class _Attempt:
     out: dict[str, str] = field(default_factory=dict)  # disqualified candidates, with the reasons
     notes: list[str] = field(default_factory=list)
     voids: int = 0
-    attempts: int = 0
     done: bool = False
     place: tuple[int, int] = (0, 1)  # contests before this one in the present stage, contests of the stage
 
@@ -207,12 +190,8 @@ class _Attempt:
         return self.margin.delta
 
     def arms(self) -> list[str]:
-        c = self.contest
-        names = [c.baseline.candidate]
-        if c.incumbent.candidate != c.baseline.candidate:
-            names.append(c.incumbent.candidate)
-        names += [e.candidate for e in c.challengers if e.candidate not in (*names, *self.out)]
-        return names
+        challengers = [e.candidate for e in self.contest.challengers if e.candidate not in self.out]
+        return list(dict.fromkeys([*self.rivals(), *challengers]))
 
     def rivals(self) -> list[str]:
         c = self.contest
@@ -247,56 +226,51 @@ def run(contests: Sequence[Contest], terms: RaceTerms, venue: Venue) -> Iterator
     Contests that are unfinished at the deadline are yielded unfinished, and are judged undecided. Raises
     EnvironmentFault if the venue or its control fails.
     """
-    attempts = [_Attempt(contest=c, debit=terms.debit) for c in contests]
-    try:
-        yield from _screen_all(attempts, venue, terms)
+    attempts = [_Attempt(contest=c) for c in contests]
+    with closing(venue):
+        yield from _stage(attempts, _screened, venue, terms)
         while (pending := [a for a in attempts if not a.done]) and not terms.over:
-            yield from _confirm_all(pending, venue, terms)
+            yield from _stage(pending, _confirmed, venue, terms)
         for attempt in attempts:
             if not attempt.done:
                 attempt.notes.append("the budget ended before three sessions were complete")
                 yield attempt.contest, attempt.race()
-    finally:
-        venue.close()
 
 
-def _screen_all(attempts: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
-    """Screen every contest in one room; those without a nominee are finished."""
-    room = venue.room()
-    try:
+def _stage(
+    attempts: Sequence[_Attempt],
+    hold: Callable[[_Attempt, Room, RaceTerms], Iterator[Disqualified]],
+    venue: Venue,
+    terms: RaceTerms,
+) -> Iterator[Finished | Disqualified]:
+    """Hold the sessions of one stage in a fresh room; yield the contests that are then finished."""
+    with closing(venue.room()) as room:
         for before, attempt in enumerate(attempts):
             if terms.over:
                 return
             attempt.place = before, len(attempts)
-            while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
-                seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
-                held = _held(attempt, seat, _screen, terms)
-                yield from _consequences(attempt, held, room, terms)
-                if not held.session.voided:
-                    attempt.screening = held.session
-            _nominate(attempt)
+            yield from hold(attempt, room, terms)
             if attempt.done:
                 yield attempt.contest, attempt.race()
-    finally:
-        room.close()
 
 
-def _confirm_all(pending: Sequence[_Attempt], venue: Venue, terms: RaceTerms) -> Iterator[Finished | Disqualified]:
-    """Hold one confirming session of every pending contest, in one fresh room."""
-    room = venue.room()
-    try:
-        for before, attempt in enumerate(pending):
-            if terms.over:
-                return
-            attempt.place = before, len(pending)
-            seat = room.seat(attempt.contest, [*attempt.rivals(), *attempt.finalists()], attempt.plan)
-            held = _held(attempt, seat, _confirm, terms)
-            yield from _consequences(attempt, held, room, terms)
-            _advance(attempt, held.session)
-            if attempt.done:
-                yield attempt.contest, attempt.race()
-    finally:
-        room.close()
+def _screened(attempt: _Attempt, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
+    """Screen a contest; without a nominee it is finished."""
+    while attempt.screening is None and attempt.voids < VOIDS_ALLOWED and not terms.over:
+        seat = room.seat(attempt.contest, attempt.arms(), attempt.plan)
+        held = _held(attempt, seat, _screen, terms)
+        yield from _consequences(attempt, held, room, terms)
+        if not held.session.voided:
+            attempt.screening = held.session
+    _nominate(attempt, terms)
+
+
+def _confirmed(attempt: _Attempt, room: Room, terms: RaceTerms) -> Iterator[Disqualified]:
+    """Hold one confirming session of a contest."""
+    seat = room.seat(attempt.contest, [*attempt.rivals(), *attempt.finalists()], attempt.plan)
+    held = _held(attempt, seat, _confirm, terms)
+    yield from _consequences(attempt, held, room, terms)
+    _advance(attempt, held.session, terms)
 
 
 # --- the two kinds of session ----------------------------------------------------------------------------------------
@@ -348,14 +322,16 @@ def _held(
                 seat.sit()
         finally:
             attempt.plan = seat.plan or attempt.plan
-        before = terms.look()
-        session = _with_conditions(take(attempt, seat, terms), seat, before, terms.look())
+        before = neighbours.read()
+        session = _with_conditions(take(attempt, seat, terms), seat, before, neighbours.read())
         seat.release()
         return _below_ceiling(attempt, seat, near_floor(attempt.sessions, session))
     except seat.failures as error:
         kind: Phase = "confirming" if attempt.screening else "screening"
         culprits = seat.blame(error)
-        return _EndedSession(session=_void(kind, seat.arms, str(error).splitlines()[0]), culprits=culprits)
+        why, arms = str(error).splitlines()[0], tuple(seat.arms)
+        void = RaceSession(kind=kind, seed=0, arms=arms, pairs=(), calls_per_sample=(), voided=why)
+        return _EndedSession(session=void, culprits=culprits)
 
 
 def _with_conditions(session: RaceSession, seat: Seat, before: Reading, after: Reading) -> RaceSession:
@@ -369,10 +345,6 @@ def _with_conditions(session: RaceSession, seat: Seat, before: Reading, after: R
     checked = tuple(seat.checked.get(arm, (0, 0)) for arm in session.arms)
     session = replace(session, checked=checked if any(timed for _, timed in checked) else ())
     return replace(session, conditions=conditions, prepared=seat.prepared or None, voided=voided)
-
-
-def _void(kind: Phase, arms: Sequence[str], why: str) -> RaceSession:
-    return RaceSession(kind=kind, seed=0, arms=tuple(arms), pairs=(), calls_per_sample=(), voided=why)
 
 
 def near_floor(earlier: Sequence[RaceSession], session: RaceSession) -> RaceSession:
@@ -443,7 +415,7 @@ def _consequences(attempt: _Attempt, held: _EndedSession, room: Room, terms: Rac
             yield Disqualified(contest=attempt.contest, candidate=name, check=mismatch.check, reason=mismatch.reason)
 
 
-def _nominate(attempt: _Attempt) -> None:
+def _nominate(attempt: _Attempt, terms: RaceTerms) -> None:
     """Choose the next finalist, or record that there is none."""
     if attempt.screening is None:
         attempt.done = True
@@ -451,25 +423,24 @@ def _nominate(attempt: _Attempt) -> None:
     fresh = nominees(
         attempt.screening, attempt.contest.incumbent.candidate, attempt.delta, [*attempt.nominees, *attempt.out]
     )
-    if not fresh or attempt.attempts >= MAX_ATTEMPTS:
+    if not fresh or len(attempt.nominees) >= MAX_ATTEMPTS:
         attempt.done = True
-    elif not attempt.debit(attempt.contest, fresh[0], attempt.margin):
+    elif not terms.debit(attempt.contest, fresh[0], attempt.margin):
         attempt.notes.append(f"{fresh[0]} leads, but this key's lifetime error budget is spent")
         attempt.done = True
     else:
         first, *level = leaders(attempt.screening, fresh, attempt.delta)
-        allowed = [name for name in level if attempt.debit(attempt.contest, name, attempt.margin)]
+        allowed = [name for name in level if terms.debit(attempt.contest, name, attempt.margin)]
         attempt.finalist, attempt.runner_up = first, allowed[0] if allowed else None
         attempt.nominees.extend(attempt.finalists())
-        attempt.attempts += 1
 
 
-def _advance(attempt: _Attempt, session: RaceSession) -> None:
+def _advance(attempt: _Attempt, session: RaceSession, terms: RaceTerms) -> None:
     if attempt.runner_up in attempt.out:
         attempt.runner_up = None
     if attempt.finalist in attempt.out:
         attempt.notes.append(f"{attempt.finalist} fell: {attempt.out[attempt.finalist]}")
-        _replace_finalist(attempt)
+        _replace_finalist(attempt, terms)
     elif session.voided:
         if attempt.voids >= VOIDS_ALLOWED:
             attempt.notes.append(session.voided)
@@ -481,8 +452,8 @@ def _advance(attempt: _Attempt, session: RaceSession) -> None:
             attempt.finalist = favoured(attempt.confirming, attempt.finalists(), attempt.rivals(), attempt.delta)
 
 
-def _replace_finalist(attempt: _Attempt) -> None:
+def _replace_finalist(attempt: _Attempt, terms: RaceTerms) -> None:
     """Go on with the runner-up, which was in the same sessions, otherwise with the next nominee."""
     attempt.finalist, attempt.runner_up = attempt.runner_up, None
     if attempt.finalist is None:
-        _nominate(attempt)
+        _nominate(attempt, terms)

@@ -21,6 +21,7 @@ Phase = Literal["screening", "confirming"]
 MAX_DROPPED_SHARE = 0.5  # if more than half of a session was disturbed, it measured the disturbance
 BUSY = "machine busy"  # why a pair is dropped: its samples were repeated too often
 MOST_BUSY = 4  # such pairs that are allowed beyond the share; each of them costs many samples
+PROBE_EVERY = 10  # pairs between two read probes
 
 
 class Instrument(Protocol):
@@ -33,10 +34,6 @@ class Instrument(Protocol):
         """Return the memory read rate right now, bytes/s; 0 if its operands may be in a cache."""
 
 
-def _unwatched(session: RaceSession) -> None:
-    """Ignore progress: there is no watcher."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRules:
     """The rules of a session: how much to measure, by how much to win, the coins, the watcher."""
@@ -44,7 +41,7 @@ class SessionRules:
     plan: TrialPlan
     delta: float
     seed: int
-    watch: Callable[[RaceSession], None] = _unwatched
+    watch: Callable[[RaceSession], None] = lambda session: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +102,7 @@ def confirm(
             return recorder.finish()
 
 
-class _Tally(Protocol):
-    """Running counts of the pairs, so that the cost of a pair does not grow with the session."""
-
-    def add(self, times: Mapping[str, Sequence[float]]) -> None: ...
+# Running counts of the pairs, so that the cost of a pair does not grow with the session.
 
 
 class _Score:
@@ -181,7 +175,7 @@ class _Recorder:
         instrument: Instrument,
         arms: Sequence[str],
         trial: SessionRules,
-        tallies: Sequence[_Tally],
+        tallies: Sequence[_Score | _Tail],
     ) -> None:
         self.twins = _Twins(arms[0], trial.plan) if CLONE in arms else None
         self.tallies = [*tallies, self.twins] if self.twins else tallies
@@ -199,7 +193,7 @@ class _Recorder:
 
     def take(self, active: Sequence[str]) -> RaceSession:
         """Take one more pair (unless it had to be dropped); return the session so far."""
-        if (len(self.pairs) + len(self.dropped)) % self.plan.probe_every == 0:
+        if (len(self.pairs) + len(self.dropped)) % PROBE_EVERY == 0:
             self.read_bytes_per_s = max(self.read_bytes_per_s, self.instrument.probe())
         order = list(active)
         self.coin.shuffle(order)
@@ -221,7 +215,7 @@ class _Recorder:
         """Return the session after its A/A comparison is settled too."""
         while self.twins and not self.twins.settled and not self.exhausted:
             self.take((self.arms[0], CLONE))
-        session = self._session(_main_reason(self.dropped) if self.exhausted else "")
+        session = self._session(Counter(self.dropped).most_common(1)[0][0] if self.exhausted else "")
         return replace(session, aa_crossed=self.twins.crossed if self.twins and self.pairs else None)
 
     def _session(self, voided: str = "") -> RaceSession:
@@ -235,8 +229,3 @@ class _Recorder:
             dropped_pairs=len(self.dropped),
             voided=voided,
         )
-
-
-def _main_reason(reasons: Iterable[str]) -> str:
-    common = Counter(reasons).most_common(1)
-    return common[0][0] if common else ""

@@ -91,15 +91,11 @@ class Probed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Opens a process for each stage of a race.
-
-    `clone_share` is the chance that a contest carries the A/A comparison; a calibration sets it to 1.
-    """
+    """Opens a process for each stage of a race."""
 
     threads: int
     rng: Random
     device: str = devices.HOST
-    clone_share: float = CLONE_SHARE
     realtime: bool = False  # samples are repeated at real-time priority
     shelf: dict[str, SharedOperands] = field(default_factory=dict)  # by workload, drawn once
 
@@ -216,7 +212,6 @@ class WorkerSeat:
     def __init__(self, process: RaceProcess, contest: Contest, arms: Sequence[str], plan: TrialPlan | None) -> None:
         self.process, self.contest, self.rng = process, contest, process.workers.rng
         self.arms, self.plan = list(arms), plan
-        self.operands: SharedOperands | None = None
         self.pairs = 0
         self.base_ns = 0.0  # of one call of the baseline
         self.again, self.watched = 0, False
@@ -225,13 +220,15 @@ class WorkerSeat:
         self.seed = 0  # of the last pair's contents
         self.last: dict[str, Sequence[Tensor]] = {}  # results of the last pair's last calls, by arm
 
+    @property
+    def operands(self) -> SharedOperands:
+        return self.process.workers.operands(self.contest)
+
     def sit(self) -> None:
         """Load, copy the operands, warm up; plan from the baseline's time."""
-        contest = self.contest
-        entrants = contest.entrants
+        entrants = self.contest.entrants
         for arm in self.arms:
             self.process.load(entrants[arm])
-        self.operands = self.process.workers.operands(contest)
         worker = self.process.get()
         worker.attach(self.operands.arena)
         self._prepare(worker)
@@ -247,15 +244,13 @@ class WorkerSeat:
             worker.request({"do": "warm", "limit_ns": WARM_NS // 4}, deadline_s=PREPARE_S)
 
     def _carries_clone(self, base_ns: float, time_class: TimeClass) -> bool:
-        assert self.operands is not None
         size = self.operands.streamed_bytes * self.operands.copies
-        wanted = time_class not in self.process.cloned and self.rng.random() < self.process.workers.clone_share
+        wanted = time_class not in self.process.cloned and self.rng.random() < CLONE_SHARE
         limit = CLONE_LIMIT_BYTES if self.process.on_host else CLONE_LIMIT_BYTES_ELSEWHERE
         return wanted and base_ns <= CLONE_LIMIT_NS and size <= limit
 
     def _prepare(self, worker: Worker) -> None:
         contest, operands = self.contest, self.operands
-        assert operands is not None
         names = {arm: contest.entrants[self.arms[0] if arm == CLONE else arm].loaded_name for arm in self.arms}
         request = {
             "do": "prepare",
@@ -270,7 +265,7 @@ class WorkerSeat:
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[Mapping[str, Sequence[float]], str]:
         """Take one pair on fresh resident operands; sometimes check its outputs here. Raises _WrongOutputError."""
         operands, plan = self.operands, self.plan
-        assert operands is not None and plan is not None
+        assert plan is not None
         seed = self.rng.getrandbits(31)
         checked = self.pairs == 0 or self.rng.random() < CHECK_SHARE
         self.pairs += 1
@@ -304,17 +299,14 @@ class WorkerSeat:
 
     @property
     def checked(self) -> Mapping[str, tuple[int, int]]:
-        """Return (calls whose results were compared in full, timed calls) by arm."""
-        return self.kept.told()
+        return self.kept.counts
 
     @property
     def slots(self) -> int:
-        assert self.operands is not None
         return slots_for(self.operands.output_bytes) if self.process.on_host else 1
 
     def _places(self, order: Sequence[str], calls: int, samples: int) -> dict[str, list[list[tuple[Ref, ...]]]]:
         """Return, for each arm and sample, the memory for the results of its kept calls."""
-        assert self.operands is not None
         found = {}
         for arm in (a for a in order if a != CLONE):
             for each in (kept_of(calls, self.slots), 1):
@@ -326,7 +318,6 @@ class WorkerSeat:
 
     def _compare(self, places: Mapping[str, list[list[tuple[Ref, ...]]]], taken: Taken, calls: int) -> None:
         """Compare the results of timed calls in full. Raises _WrongOutputError."""
-        assert self.operands is not None
         base: Sequence[Tensor] | None = None
         self.last = {}
         for arm in (a for a in self.arms if a in taken.ns and a != CLONE):
@@ -344,7 +335,6 @@ class WorkerSeat:
                 self._check_rows(arm, kept[0])
 
     def _check_rows(self, arm: str, got: Sequence[Tensor]) -> None:
-        assert self.operands is not None
         mismatch = self.operands.check(got, self.seed)
         if mismatch is not None:
             raise _WrongOutputError(arm, mismatch)
@@ -359,7 +349,6 @@ class WorkerSeat:
             raise WorkerError(f"samples of {claimed:.0f} ns in {wall_ns} ns of wall time", cause="clock")
 
     def _check(self, order: Sequence[str], seed: int) -> None:
-        assert self.operands is not None
         for arm in (a for a in order if a != CLONE):
             self._check_rows(arm, self.operands.tensors(self.operands.places(arm)))
             if not self.operands.output_bytes:
@@ -369,7 +358,6 @@ class WorkerSeat:
 
     def _check_last(self) -> None:
         """Judge the last timed call of each kept arm, before its operands are released."""
-        assert self.operands is not None
         for arm, last in self.last.items():
             self._check_rows(arm, last)
 
@@ -388,16 +376,13 @@ class WorkerSeat:
         return tuple(Deployed(situation=s, turns_ns=tuple(of)) for s, of in found.items() if of)
 
     def probe(self) -> float:
-        if self.operands is None or not self.operands.is_cold:
+        if not self.operands.is_cold:
             return 0.0
         return self.process.get().told(Probed, {"do": "probe"}, PREPARE_S).bytes_per_s
 
     def moved_bytes(self, arm: str) -> int:
         """Return the bytes that a call must read with the smallest layout, whatever the arm's process reports."""
-        if self.operands is None:
-            return 0
-        entrant = self.contest.entrants.get(self.arms[0] if arm == CLONE else arm)
-        layout = entrant.recipe.layout if entrant is not None else None
+        layout = self.contest.entrants[self.arms[0] if arm == CLONE else arm].recipe.layout
         return self.operands.read_bytes - (self.operands.least_saved(layout) if layout else 0)
 
     def blame(self, error: Exception) -> dict[str, Mismatch]:
@@ -410,5 +395,4 @@ class WorkerSeat:
         self._check_last()
         worker = self.process.get()
         worker.request({"do": "release"}, deadline_s=PREPARE_S)
-        if self.operands is not None:
-            worker.detach(self.operands.arena)
+        worker.detach(self.operands.arena)

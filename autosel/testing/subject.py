@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from autosel import fingerprint, models
@@ -94,7 +95,6 @@ class TestedCandidate:
             reasons = "\n".join(f"{key}: {reason}" for key, reason in self.rejected.items())
             todo = "choose another --model, --dtype, --batch or --seq"
             raise UsageError(f"{self.candidate.name} supports no workload of {order.model}", why=reasons, todo=todo)
-        self._prover: Prover | None = None
 
     def _workloads(self) -> list[Workload]:
         order, found = self.order, []
@@ -111,13 +111,11 @@ class TestedCandidate:
                     self.rejected[w.key] = support.reason
         return found
 
-    @property
+    @cached_property
     def prover(self) -> Prover:
-        if self._prover is None:
-            order = self.order
-            terms = Terms(inputs=order.inputs, call_deadline_s=order.deadline_s, device=order.device, traits=True)
-            self._prover = Prover(self.fp, terms, threads=torch_threads(self.proofs))
-        return self._prover
+        order = self.order
+        terms = Terms(inputs=order.inputs, call_deadline_s=order.deadline_s, device=order.device, traits=True)
+        return Prover(self.fp, terms, threads=torch_threads(self.proofs))
 
     def checks(self) -> list[Check]:
         """Return all checks of parity. Checks that workloads share are listed once."""
@@ -178,7 +176,7 @@ class TestedCandidate:
 
     def close(self) -> Exit | None:
         """End the worker; return how it ended, or None if none runs."""
-        prover, self._prover = self._prover, None
+        prover: Prover | None = vars(self).pop("prover", None)
         return prover.close() if prover is not None else None
 
 

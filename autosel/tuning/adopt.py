@@ -19,9 +19,9 @@ from autosel.ledger.store import Ledger
 from autosel.native.compile import compile_source, source_digest
 from autosel.parity.check import check
 from autosel.tuning.job import Buildable, TuneListener
-from autosel.tuning.prove import proof_of
+from autosel.tuning.prove import knobs_of, proof_of
 from autosel.tuning.shortlist import way_of
-from autosel.values import Accepted, Decision, Failed, Fingerprint, Knob, Knobs, NativeRecipe
+from autosel.values import Accepted, Decision, Failed, Fingerprint, NativeRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Buildable:
     support = support_of(candidate, w, fp)
     if not isinstance(support, Accepted):
         raise AutoselError(f"{theirs.candidate} cannot run here: {support.reason}")
-    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="adopted", inputs={}) for n, v in theirs.knobs.items()))
+    knobs = knobs_of(theirs)
     recipe = candidate.recipe(w, fp, knobs)
     built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
     arm = arms.arm(candidate, w, fp, built, knobs)

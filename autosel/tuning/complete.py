@@ -13,10 +13,11 @@ from autosel.candidates import registry
 from autosel.ledger.commands import Hold, SaveParity
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
-from autosel.parity.check import Proof, Terms, check_rest
+from autosel.parity.check import Terms, check_rest
 from autosel.parity.session import nursery
 from autosel.tuning.job import Stages
-from autosel.values import Decision, Failed, Fingerprint, Knob, Knobs, Passed
+from autosel.tuning.prove import on_trial, proof_of_raced
+from autosel.values import Decision, Failed, Fingerprint, Passed
 from autosel.workers.nursery import Nursery
 
 AT_ONCE = 8  # decisions in one run; then a tune may use the device
@@ -53,21 +54,9 @@ def _rest(
     ledger: Ledger, fp: Fingerprint, d: Decision, known: Passed, device: str, workers: Nursery
 ) -> Passed | Failed:
     terms = Terms(inputs=known.inputs, pairs=range(known.pairs, known.pairs_of), device=device)
-    if d.arm.backend == "TORCH":
-        return check_rest(_proof(d), known, fp=fp, terms=terms, nursery=workers)
-    with ledger.trial(fp.hw_id, d.op, d.arm):
-        return check_rest(_proof(d), known, fp=fp, terms=terms, nursery=workers)
-
-
-def _proof(d: Decision) -> Proof:
-    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="as raced", inputs={}) for n, v in d.arm.knobs.items()))
-    return Proof(
-        candidate=registry.find(d.op, d.arm.candidate),
-        recipe=d.arm.recipe,
-        digest=d.arm.build or d.arm.digest,
-        knobs=knobs,
-        workload=d.workload,
-    )
+    proof = proof_of_raced(registry.find(d.op, d.arm.candidate), d.arm, d.workload)
+    with on_trial(ledger, fp.hw_id, d.op, d.arm):
+        return check_rest(proof, known, fp=fp, terms=terms, nursery=workers)
 
 
 def _hold(ledger: Ledger, d: Decision, failed: Failed, reason: str) -> None:

@@ -19,6 +19,7 @@ from autosel.race.realtime import raised
 from autosel.race.run import Disqualified, RaceTerms, run
 from autosel.race.worker import Workers
 from autosel.tuning.job import Buildable, Job, Tuning
+from autosel.tuning.prove import on_trial
 from autosel.values import Failed, Fingerprint, Verdict, Workload
 
 TIME_CLASSES: tuple[TimeClass, TimeClass] = ("short", "long")
@@ -31,7 +32,7 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
     request = tuning.request
-    workers = Workers(threads=tuning.threads, rng=tuning.rng, device=request.device, realtime=request.realtime)
+    workers = Workers(threads=tuning.fp.cpus, rng=tuning.rng, device=request.device, realtime=request.realtime)
     with raised() if request.realtime else nullcontext():
         for found in run(found_contests, _terms(tuning, contested), workers):
             if isinstance(found, Disqualified):
@@ -60,12 +61,11 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> RaceTerms:
 
     @contextmanager
     def journal(contest: Contest, arms: Sequence[str]) -> Iterator[None]:
-        """Record which arms run, in case this process or the machine crashes. PyTorch's own are never quarantined."""
-        job = jobs[contest.workload.key]
         with ExitStack() as open_trials:
-            for way in job.ways:
-                if way.candidate.name in arms and way.arm.backend != "TORCH":
-                    open_trials.enter_context(tuning.ledger.trial(tuning.fp.hw_id, contest.workload.op, way.arm))
+            for way in jobs[contest.workload.key].ways:
+                if way.candidate.name in arms:
+                    trial = on_trial(tuning.ledger, tuning.fp.hw_id, contest.workload.op, way.arm)
+                    open_trials.enter_context(trial)
             yield
 
     def tell(who: str) -> None:
@@ -84,7 +84,6 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> RaceTerms:
 
 
 def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
-    """Return the contest of a job."""
     return Contest(
         workload=job.workload,
         baseline=_entrant(job.baseline),

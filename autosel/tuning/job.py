@@ -58,8 +58,6 @@ class Stages(Protocol):
 
 
 class TuneListener(Stages, Protocol):
-    """Listener to a tune's progress."""
-
     def decided(self, decision: Decision, settled_before: bool) -> None: ...
 
     def rejected(self, rejection: Rejection) -> None: ...
@@ -143,14 +141,6 @@ class Tuning:
         """Return True once the budget has ended; then no more work starts."""
         return self.clock() > self.deadline
 
-    @property
-    def threads(self) -> int:
-        """Return the number of threads for every arm, baseline and challengers.
-
-        On a GPU, where the host only launches kernels, it is 0, PyTorch's default.
-        """
-        return self.fp.cpus
-
 
 class TuneEvents:
     """The events of a tune so far. Forwards each one to the listener."""
@@ -174,7 +164,6 @@ class TuneEvents:
             self.listener.stage(name, detail, done, total)
 
     def tick(self, tick: Tick) -> None:
-        """Report a new pair."""
         w = tick.contest.workload
         detail = "  ".join(x for x in (f"{tick.pairs} pairs", tick.candidate, f"{w.op} {shape(w)}") if x)
         self.listener.stage(tick.stage, detail, tick.done, tick.total)

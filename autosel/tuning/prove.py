@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from autosel.candidates.base import Candidate
 from autosel.candidates.control import CONTROL
 from autosel.errors import BuildError
 from autosel.guard import spot
 from autosel.ledger.commands import SaveParity
+from autosel.ledger.store import Ledger
 from autosel.native.compile import require_compiler
 from autosel.parity.check import Proof, Terms, check_all
 from autosel.parity.control import unanswered
 from autosel.parity.session import nursery
 from autosel.tuning.builds import Builds
 from autosel.tuning.job import Buildable, Job, Tuning
-from autosel.tuning.pool import pool
-from autosel.values import Failed, NativeRecipe, Parity, Passed, Workload
+from autosel.values import Arm, Failed, Knob, Knobs, NativeRecipe, Parity, Passed, Workload
 from autosel.workers.nursery import Nursery
 
 FIRST_PAIRS = range(40)  # rows of an op's array: every value of every domain, and most pairs of the rarer ones
@@ -39,11 +41,7 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
     recipes = (members[0][1].recipe for members in groups)
     native = [recipe for recipe in recipes if isinstance(recipe, NativeRecipe)]
     native += spot.builds((job.workload for job in jobs), tuning.fp)  # last, because no proof waits for them
-    with (
-        nursery() as workers,
-        Builds(native, over=lambda: tuning.over) as builds,
-        pool(AT_ONCE) as executor,
-    ):
+    with nursery() as workers, Builds(native, over=lambda: tuning.over) as builds, _pool() as executor:
         futures = {executor.submit(_prepare, tuning, builds, workers, members): members for members in groups}
         for done, future in enumerate(as_completed(futures), 1):
             members = futures[future]
@@ -57,6 +55,19 @@ def prove_all(tuning: Tuning, jobs: Sequence[Job]) -> None:
             for (job, way), parity in zip(members, parities, strict=False):
                 _take(tuning, job, way, parity)
             tuning.tally.stage("parity", members[0][1].candidate.name, done, len(groups))
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """Yield an executor for AT_ONCE proofs. After an exception (Ctrl-C), do not wait for it: workers end with this
+    process."""
+    executor = ThreadPoolExecutor(max_workers=AT_ONCE)
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    executor.shutdown()
 
 
 def _refuse(tuning: Tuning, members: Sequence[JobBuild], error: BuildError) -> None:
@@ -112,7 +123,7 @@ def _prepare(tuning: Tuning, builds: Builds, workers: Nursery, members: Sequence
     if missing and tuning.clock() > tuning.deadline:  # a compiler may have used up the time
         return []
     tuning.tally.stage("parity", way.candidate.name, 0, 0)
-    found = iter(_on_trial(tuning, workers, missing) if missing else [])
+    found = iter(_proven(tuning, workers, missing) if missing else [])
     for index, (job, way) in enumerate(members):
         if known[index] is None:
             known[index] = parity = next(found)
@@ -120,19 +131,21 @@ def _prepare(tuning: Tuning, builds: Builds, workers: Nursery, members: Sequence
     return [parity for parity in known if parity is not None]
 
 
-def _on_trial(tuning: Tuning, workers: Nursery, members: Sequence[JobBuild]) -> list[Parity]:
-    """Run the proofs of one build, recorded as a trial in case this process or the machine crashes.
-
-    PyTorch's ways are not recorded: the baseline is one of them and is never quarantined.
-    """
+def _proven(tuning: Tuning, workers: Nursery, members: Sequence[JobBuild]) -> list[Parity]:
+    """Run the proofs of one build."""
     proofs = [proof_of(way, job.workload) for job, way in members]
-    way = members[0][1]
-    request = tuning.request
+    way, request = members[0][1], tuning.request
     terms = Terms(call_deadline_s=request.call_deadline_s, device=request.device, pairs=FIRST_PAIRS)
-    if way.arm.backend == "TORCH":
+    with on_trial(tuning.ledger, tuning.fp.hw_id, way.candidate.op, way.arm):
         return check_all(proofs, fp=tuning.fp, terms=terms, nursery=workers)
-    with tuning.ledger.trial(tuning.fp.hw_id, way.candidate.op, way.arm):
-        return check_all(proofs, fp=tuning.fp, terms=terms, nursery=workers)
+
+
+def on_trial(ledger: Ledger, hw_id: str, op: str, arm: Arm) -> AbstractContextManager[object]:
+    """Record that the arm runs, in case this process or the machine crashes.
+
+    PyTorch's arms are not recorded: the baseline is one of them and is never quarantined.
+    """
+    return nullcontext() if arm.backend == "TORCH" else ledger.trial(hw_id, op, arm)
 
 
 def _known(tuning: Tuning, job: Job, way: Buildable) -> Parity | None:
@@ -151,6 +164,16 @@ def _known(tuning: Tuning, job: Job, way: Buildable) -> Parity | None:
 
 def proof_of(way: Buildable, w: Workload) -> Proof:
     return Proof(candidate=way.candidate, recipe=way.recipe, digest=way.build_digest, knobs=way.knobs, workload=w)
+
+
+def proof_of_raced(candidate: Candidate, arm: Arm, w: Workload) -> Proof:
+    """Return the proof of an arm in the ledger, by its own recipe, build and knobs."""
+    digest = arm.build or arm.digest
+    return Proof(candidate=candidate, recipe=arm.recipe, digest=digest, knobs=knobs_of(arm), workload=w)
+
+
+def knobs_of(arm: Arm) -> Knobs:
+    return Knobs(settings=tuple(Knob(name=n, value=v, formula="as raced", inputs={}) for n, v in arm.knobs.items()))
 
 
 def _take(tuning: Tuning, job: Job, way: Buildable, parity: Parity) -> None:

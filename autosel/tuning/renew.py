@@ -16,11 +16,12 @@ from autosel.errors import AutoselError, LedgerError, UnknownName
 from autosel.ledger.commands import Renew
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
-from autosel.parity.check import Proof, Terms, check_all
+from autosel.parity.check import Terms, check_all
 from autosel.parity.session import nursery
 from autosel.tuning.job import Stages, Tuning
+from autosel.tuning.prove import on_trial, proof_of_raced
 from autosel.tuning.shortlist import way_of
-from autosel.values import SERVING, WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Knob, Knobs, Parity
+from autosel.values import SERVING, WHOLE_STEP, Accepted, Arm, Decision, Failed, Fingerprint, Parity
 from autosel.workers.nursery import Nursery
 
 log = logging.getLogger(__name__)
@@ -120,24 +121,9 @@ def _change(d: Decision) -> str:
 
 
 def _proofs(ledger: Ledger, fp: Fingerprint, group: Sequence[_Old], device: str, workers: Nursery) -> list[Parity]:
-    proofs = [_proof(old) for old in group]
-    first, terms = group[0], Terms(device=device)
-    if first.arm.backend == "TORCH":  # like the baseline, never quarantined, so not recorded as a trial
-        return check_all(proofs, fp=fp, terms=terms, nursery=workers)
-    with ledger.trial(fp.hw_id, first.decision.op, first.arm):
-        return check_all(proofs, fp=fp, terms=terms, nursery=workers)
-
-
-def _proof(old: _Old) -> Proof:
-    arm = old.arm
-    knobs = Knobs(settings=tuple(Knob(name=n, value=v, formula="as raced", inputs={}) for n, v in arm.knobs.items()))
-    return Proof(
-        candidate=old.candidate,
-        recipe=arm.recipe,
-        digest=arm.build or arm.digest,
-        knobs=knobs,
-        workload=old.decision.workload,
-    )
+    proofs = [proof_of_raced(old.candidate, old.arm, old.decision.workload) for old in group]
+    with on_trial(ledger, fp.hw_id, group[0].decision.op, group[0].arm):
+        return check_all(proofs, fp=fp, terms=Terms(device=device), nursery=workers)
 
 
 def _renewal(ledger: Ledger, old: _Old, parity: Parity) -> Renewal:

@@ -13,7 +13,7 @@ from autosel.ledger.key import current_mode
 from autosel.models.workloads import Named
 from autosel.native.compile import source_digest
 from autosel.tuning.job import Buildable, Job, Tuning
-from autosel.values import Accepted, Fingerprint, NativeRecipe, Workload
+from autosel.values import SERVING, Accepted, Fingerprint, NativeRecipe, Workload
 
 
 def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
@@ -89,6 +89,6 @@ def _incumbent(tuning: Tuning, job: Job) -> Buildable:
     """Return the way that serves this bucket now if it is unchanged; else the baseline."""
     for served in tuning.ledger.serving_rows(tuning.fp.hw_id, job.workload.bucket, job.mode):
         for way in job.ways:
-            if way.arm.digest == served.arm.digest and served.state in ("promoted", "kept", "pinned"):
+            if way.arm.digest == served.arm.digest and served.state in SERVING:
                 return way
     return job.baseline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from autosel.candidates import registry
@@ -36,13 +36,6 @@ class Tried:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entered:
-    named: Named
-    parity: Parity
-    contest: Contest
-
-
 def try_candidate(
     candidate: Candidate,
     named: Sequence[Named],
@@ -68,14 +61,21 @@ def try_candidate(
         else:
             yield Tried(named=n, parity=None, reason=support.reason)
     refuse_without_memory([contest for _, contest in contests], device)
-    entered: dict[str, _Entered] = {}
+    entered: dict[str, Tried] = {}
+    ready: list[Contest] = []
     for n, contest in contests:
-        parity = _prove(candidate, n, fp, listener, inputs, call_deadline_s, device)
+        way = way_of(candidate, n.workload, fp)
+        if isinstance(way.recipe, NativeRecipe):
+            listener.stage("build", way.recipe.source, 0, 1)
+            compile_source(way.recipe.source, way.recipe.flags)
+        listener.stage("parity", candidate.name, 0, 1)
+        parity = check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s, device=device)
         if isinstance(parity, Failed):
             yield Tried(named=n, parity=parity, reason=parity.reason)
         else:
-            entered[n.workload.key] = _Entered(named=n, parity=parity, contest=contest)
-    yield from _race(entered, fp, listener, Random(seed), device)
+            entered[n.workload.key] = Tried(named=n, parity=parity)
+            ready.append(contest)
+    yield from _race(ready, entered, fp, listener, Random(seed), device)
 
 
 def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
@@ -84,31 +84,18 @@ def _contest(candidate: Candidate, n: Named, fp: Fingerprint) -> Contest:
     return contest_of(Job(named=n, mode="", baseline=base, incumbent=base, ways=[way]), fp, margins)
 
 
-def _prove(
-    candidate: Candidate,
-    n: Named,
+def _race(
+    contests: Sequence[Contest],
+    entered: Mapping[str, Tried],
     fp: Fingerprint,
     listener: TuneListener,
-    inputs: str,
-    call_deadline_s: float,
+    rng: Random,
     device: str,
-) -> Parity:
-    way = way_of(candidate, n.workload, fp)
-    if isinstance(way.recipe, NativeRecipe):
-        listener.stage("build", way.recipe.source, 0, 1)
-        compile_source(way.recipe.source, way.recipe.flags)
-    listener.stage("parity", candidate.name, 0, 1)
-    return check(proof_of(way, n.workload), fp=fp, inputs=inputs, call_deadline_s=call_deadline_s, device=device)
-
-
-def _race(
-    entered: Mapping[str, _Entered], fp: Fingerprint, listener: TuneListener, rng: Random, device: str
 ) -> Iterator[Tried]:
     def tell(tick: Tick) -> None:
         w = tick.contest.workload
         listener.stage(tick.stage, f"{tick.pairs} pairs  {w.op} {shape(w)}", tick.done, tick.total)
 
-    contests = [e.contest for e in entered.values()]
     fallen: dict[str, str] = {}
     workers = Workers(threads=fp.cpus, rng=rng, device=device)
     for found in run(contests, RaceTerms(rng=rng, progress=tell), workers):
@@ -116,11 +103,5 @@ def _race(
             fallen[found.contest.workload.key] = f"{found.check}: {found.reason}"
             continue
         contest, race = found
-        key = contest.workload.key
-        yield Tried(
-            named=entered[key].named,
-            parity=entered[key].parity,
-            race=race,
-            verdict=with_roofline(judge(race), contest.workload),
-            reason=fallen.get(key, ""),
-        )
+        key, verdict = contest.workload.key, with_roofline(judge(race), contest.workload)
+        yield replace(entered[key], race=race, verdict=verdict, reason=fallen.get(key, ""))

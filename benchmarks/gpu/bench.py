@@ -39,9 +39,9 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     wrong = {arm: why for arm in arms if (why := timer.wrong(arm))}
     floor_us = timer.op.bytes_moved(w) / read * 1e6 if read else 0.0
     base = next(arm for arm in arms if arm.startswith("torch:"))
-    found = {arm: spread(t) | {"read": round(floor_us / _middle(t), 3)} for arm, t in times.items()}
+    found = {arm: spread(t) for arm, t in times.items()}
     for one in found.values():
-        one["speedup"] = round(found[base]["us"] / one["us"], 3)
+        one |= {"read": round(floor_us / one["us"], 3), "speedup": round(found[base]["us"] / one["us"], 3)}
     timer.close()
     ours = [arm for arm in (*wrong, *broken) if is_ours(arm)]
     return {
@@ -57,10 +57,6 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
         "floor_us": round(floor_us, 3),
         **({"reason": "; ".join(f"{arm}: {(wrong | broken)[arm]}" for arm in ours)} if ours else {}),
     }
-
-
-def _middle(times: list[float]) -> float:
-    return sorted(times)[len(times) // 2]
 
 
 def _arms(w: Workload, fp: Fingerprint, effort: str) -> tuple[dict[str, Entrant], dict[str, str]]:

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosel.values import Failed, Fingerprint, Parity, Passed, Workload
+from autosel.values import Failed, Fingerprint, NativeRecipe, Parity, Passed
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
 
 if TYPE_CHECKING:
+    from autosel.candidates.base import Candidate
     from autosel.parity.check import Proof
 
 UNIT_S = 600.0
@@ -58,35 +59,30 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 
 def good_one(fp: Fingerprint) -> Proof:
-    """Prove autosel's own kernel of the same op."""
+    """Return the proof of autosel's own kernel of the same op."""
     from autosel.candidates.registry import find
-    from autosel.native.compile import compile_source
-    from autosel.tuning.prove import proof_of
-    from autosel.tuning.shortlist import way_of
-    from autosel.values import NativeRecipe
 
-    way = way_of(find("rmsnorm", "cpp:rmsnorm" if fp.kind == "cpu" else "cuda:rmsnorm"), workload(), fp)
-    assert isinstance(way.recipe, NativeRecipe)
-    compile_source(way.recipe.source, way.recipe.flags)
-    return proof_of(way, workload())
+    return _built(find("rmsnorm", "cpp:rmsnorm" if fp.kind == "cpu" else "cuda:rmsnorm"), fp)
 
 
 def faulty(entry: str, fp: Fingerprint) -> Proof:
     from autosel.candidates.user_source import UserSource
+
+    file = HERE / ("faults.cpp" if fp.kind == "cpu" else "faults.cu")
+    return _built(UserSource("rmsnorm", file, entry), fp)
+
+
+def _built(candidate: Candidate, fp: Fingerprint) -> Proof:
     from autosel.native.compile import compile_source
+    from autosel.ops import find
     from autosel.tuning.prove import proof_of
     from autosel.tuning.shortlist import way_of
 
-    file = HERE / ("faults.cpp" if fp.kind == "cpu" else "faults.cu")
-    way = way_of(UserSource("rmsnorm", file, entry), workload(), fp)
-    compile_source(way.recipe.source, way.recipe.flags)  # type: ignore[union-attr]
-    return proof_of(way, workload())
-
-
-def workload() -> Workload:
-    from autosel.ops import find
-
-    return find("rmsnorm").workload("bf16", {"M": 2, "d": 1024})
+    w = find("rmsnorm").workload("bf16", {"M": 2, "d": 1024})
+    way = way_of(candidate, w, fp)
+    assert isinstance(way.recipe, NativeRecipe)
+    compile_source(way.recipe.source, way.recipe.flags)
+    return proof_of(way, w)
 
 
 def on_trial(proofs: list[Proof], fp: Fingerprint, scope: Scope) -> tuple[list[Parity], int]:

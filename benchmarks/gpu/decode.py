@@ -60,14 +60,9 @@ def short(model: str) -> str:
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     """Run one decode; `ok` is true if the run succeeded and its certificate holds."""
     asked = runs(scope)[unit]
-    given = (
-        "--model",
-        asked.model,
-        "--seq",
-        str(asked.seq),
-        *(("--layers", str(scope.layers)) if scope.layers else ()),
-    )
-    done = verb("run", *given, "--iters", str(scope.iters), "--device", scope.device, *asked.words, "--json")
+    words = ["--model", asked.model, "--seq", str(asked.seq), "--iters", str(scope.iters), "--device", scope.device]
+    words += ["--layers", str(scope.layers)] if scope.layers else []
+    done = verb("run", *words, *asked.words, "--json")
     error = done.get("error")
     why = {"reason": error if isinstance(error, str) else f"{error['what']}: {error['why']}"} if error else {}
     return {"ok": not error, **done, **why}

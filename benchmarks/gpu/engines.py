@@ -8,17 +8,14 @@ far as the rounding of served kernels lets a greedy stream agree, and at least o
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from autosel import settings
 from autosel.values import Fingerprint
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.stages import Found, Table
+from benchmarks.gpu.verb import answered
 
 UNIT_S = 1800.0  # an engine compiles and captures at its start
 ENGINES = {
@@ -48,18 +45,9 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
 
 def heard(engine: str, scope: Scope, *, plugged: bool) -> Found:
     """Run served.py once and return its result, which is the last line of its output."""
-    environment = settings.passed_to_children() | ({} if plugged else {"AUTOSEL_DISABLE": "1"})
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # keep the model in the process that reports the served ops
-    command = [sys.executable, "-P", str(SERVED), scope.text, engine]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    print(done.stderr, file=sys.stderr)
-    lines = done.stdout.strip().splitlines()
-    try:
-        found: Found = json.loads(lines[-1])
-        return found
-    except (ValueError, IndexError):
-        last = done.stderr.strip().splitlines()[-3:]
-        return {"error": f"exit code {done.returncode}: {' '.join(line.strip() for line in last)}"[:500]}
+    # Keep the model in the process that reports the served ops.
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **({} if plugged else {"AUTOSEL_DISABLE": "1"})}
+    return answered(str(SERVED), scope.text, engine, environment=environment)
 
 
 def disagreement(plain: Found, ours: Found) -> str:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autosel.candidates.base import Candidate
-from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Support, Workload
-from benchmarks.gpu.scope import Scope
+from autosel.values import Accepted, DTypeName, Fingerprint, Knobs, NativeRecipe, Rejected, Scalar, Workload
+from benchmarks.gpu.scope import Scope, is_ours
 from benchmarks.gpu.variants import feature_of, variants
-
-BUILT = ("CPP", "CUDA_EXT", "CUTLASS", "TRITON")  # ours: built with the settings of a shape
 
 if TYPE_CHECKING:
     from autosel.race.contest import Entrant
@@ -51,7 +49,6 @@ def entries(scope: Scope, fp: Fingerprint) -> list[BuildEntry]:
 
 
 def entry_named(name: str, scope: Scope, fp: Fingerprint) -> BuildEntry:
-    """Return the entry of this name."""
     return next(e for e in entries_of(name, scope, fp) if e.name == name)
 
 
@@ -64,30 +61,22 @@ def entries_of(name: str, scope: Scope, fp: Fingerprint) -> list[BuildEntry]:
 
 
 def _in_dtype(scope: Scope, fp: Fingerprint, dtype: DTypeName, *, varied: bool) -> Iterator[BuildEntry]:
-    workloads = [named.workload for named in scope.everything(dtype=dtype)]
-    return _of_dtype(scope, fp, workloads, variants(scope, dtype) if varied else ())
-
-
-def _of_dtype(
-    scope: Scope, fp: Fingerprint, own: Sequence[Workload], varied: Sequence[Workload]
-) -> Iterator[BuildEntry]:
     from autosel.candidates.registry import eligible
 
+    own = [named.workload for named in scope.everything(dtype=dtype)]
+    features = variants(scope, dtype) if varied else ()
     for op in dict.fromkeys(w.op for w in own):
-        workloads, others = ([w for w in listed if w.op == op] for listed in (own, varied))
+        workloads, others = ([w for w in listed if w.op == op] for listed in (own, features))
         asked = {w.key: eligible(w, fp, scope.effort) for w in (*workloads, *others)}
         for i, (candidate, first) in enumerate(asked[workloads[0].key]):
-            taken, further = ([w for w in some if _takes(asked[w.key][i][1])] for some in (workloads, others))
+            accepted = {key for key, found in asked.items() if isinstance(found[i][1], Accepted)}
+            taken, further = ([w for w in some if w.key in accepted] for some in (workloads, others))
             builds = _builds(candidate, taken, further, fp)
             for number, w in enumerate(builds):
                 yield BuildEntry(candidate=candidate, workload=w, further=number > 0)
             if not builds:
                 why = first.reason if isinstance(first, Rejected) else ""
                 yield BuildEntry(candidate=candidate, workload=workloads[0], refused=why)
-
-
-def _takes(support: Support) -> bool:
-    return isinstance(support, Accepted)
 
 
 def _builds(
@@ -111,7 +100,7 @@ def _build(candidate: Candidate, w: Workload, fp: Fingerprint) -> object:
     candidates are not built for a shape. The code path is given by the traits: Triton compiles them in, and the others
     branch on them.
     """
-    if candidate.backend not in BUILT:
+    if not is_ours(candidate.name):
         return w.traits
     knobs = candidate.knobs(w, fp)
     recipe = candidate.recipe(w, fp, knobs)
@@ -150,7 +139,6 @@ def entrant(
 
 
 def with_values(knobs: Knobs, values: Mapping[str, Scalar]) -> Knobs:
-    """Return the knobs with some values replaced."""
     unknown = set(values) - set(knobs.values)
     assert not unknown, f"no knobs {sorted(unknown)}"
     return Knobs(settings=tuple(replace(k, value=values.get(k.name, k.value)) for k in knobs.settings))

@@ -70,11 +70,8 @@ def replayed(timer: Timer, entry: BuildEntry) -> Found:
         if entry.candidate.deterministic and not all(same(a, b) for a, b in zip(replay, called, strict=True)):
             return {"outcome": "differs", "how": how(seat.timed), "reason": "a replay and a call differ in their bits"}
     if how(seat.timed) == "queue":
-        return {
-            "outcome": "not captured",
-            "how": "queue",
-            "reason": "it cannot be captured; it was launched call by call",
-        }
+        why = "it cannot be captured; it was launched call by call"
+        return {"outcome": "not captured", "how": "queue", "reason": why}
     return {"outcome": "right", "how": how(seat.timed), "replays": len(SEEDS)}
 
 
@@ -155,9 +152,8 @@ def table(found: Mapping[str, Found]) -> Table:
     for name, one in sorted(found.items()):
         if name != STEP and "outcome" in one:
             op, candidate, dtype, shape = (*name.split(" "), "")[:4]
-            rows.append(
-                (op, candidate, dtype, one["outcome"], one.get("how", ""), f"{one.get('seconds', 0):.1f}", shape)
-            )
+            seconds = f"{one.get('seconds', 0):.1f}"
+            rows.append((op, candidate, dtype, one["outcome"], one.get("how", ""), seconds, shape))
     told = [f"{name}: {one['reason']}" for name, one in found.items() if one.get("outcome") not in (None, "right")]
     step = found.get(STEP, {})
     if "graph_ms" in step:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 
 from autosel import resources
+from autosel.devices.stack import version_of
 from autosel.values import Fingerprint, digest
 from benchmarks.gpu.engines import ENGINES
 from benchmarks.gpu.scope import Scope
@@ -19,12 +19,15 @@ TOOLS = ("torch", "triton", "apache-tvm-ffi", "cupy-cuda12x", "cupy-cuda13x", "n
 
 def held_for(scope: Scope, fp: Fingerprint) -> str:
     """Return the key of a stage's record: scope, device, driver, sources, nvcc and every library that can be timed."""
+    from autosel.native.cuda import find_nvcc
+
+    nvcc = find_nvcc()
     found = {
         "scope": scope.plain,
         "env_id": fp.env_id,
         "sources": sources_digest(),
-        "nvcc": nvcc_version(),
-        "libraries": {name: version_of(name) for name in distributions()},
+        "nvcc": nvcc.version if nvcc else "",
+        "libraries": {name: version_of(name) or "" for name in distributions()},
     }
     return digest(found)
 
@@ -42,13 +45,6 @@ def sources_digest(checkout: Path = ROOT, kernels: Path | None = None) -> str:
     return hasher.hexdigest()
 
 
-def nvcc_version() -> str:
-    from autosel.native.cuda import find_nvcc
-
-    found = find_nvcc()
-    return found.version if found else ""
-
-
 def distributions() -> list[str]:
     """Return the pip names of wrapped libraries, engines and tools."""
     from autosel.candidates.libraries.base import LibraryKernel
@@ -57,11 +53,3 @@ def distributions() -> list[str]:
     libraries = [c.library for c in own_candidates() if isinstance(c, LibraryKernel)]
     wrapped = {name for library in libraries for name in (library.distribution, library.renamed) if name}
     return sorted({*wrapped, *ENGINES.values(), *TOOLS})
-
-
-def version_of(distribution: str) -> str:
-    """Return the installed version; "" if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""

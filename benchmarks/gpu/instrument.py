@@ -83,8 +83,7 @@ class Timer:
         self.inputs = {**self.inputs, **new}
         self.bench.refresh(new)
         for seat in self.bench.seats.values():
-            for output in (output for one in seat.outputs for output in one):
-                output.fill_(float("nan") if output.is_floating_point() else -1)
+            seat.poison()
 
     def wrong(self, arm: str) -> str:
         """Return the error in the arm's last result, or "": sampled rows against the float64 reference."""
@@ -94,15 +93,13 @@ class Timer:
         found = self.op.verify(rows.inputs, rows.pick(got))
         return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""
 
-    def rounds(
-        self, arms: Sequence[str], *, seconds: float, rng: Random, samples: int = 1, least: int = LEAST_ROUNDS
-    ) -> Times:
+    def rounds(self, arms: Sequence[str], *, seconds: float, rng: Random) -> Times:
         """Visit the arms in shuffled order until the time is up; return the medians of undisturbed rounds."""
         times: Times = {arm: [] for arm in arms}
         end, tries = perf_counter() + seconds, 0
-        while (perf_counter() < end or len(times[arms[0]]) < least) and tries < 100 * least:
+        while (perf_counter() < end or len(times[arms[0]]) < LEAST_ROUNDS) and tries < 100 * LEAST_ROUNDS:
             tries += 1
-            taken = self.visit(rng.sample(list(arms), len(arms)), samples, even_disturbed=tries > 10 * least)
+            taken = self.visit(rng.sample(list(arms), len(arms)), even_disturbed=tries > 10 * LEAST_ROUNDS)
             for arm, us in (taken or {}).items():
                 times[arm].append(us)
         return times
@@ -123,7 +120,6 @@ class Timer:
         return self.fp.kind != "cpu" or others_share(before, self._looked) <= MOST_OTHERS
 
     def read_bytes_per_s(self) -> float:
-        """Return the current read rate."""
         return self.bench.read_bytes_per_s()
 
     def close(self) -> None:

@@ -92,7 +92,8 @@ def pictures(folder: Path, records: Mapping[str, StageResult]) -> list[str]:
 def fingerprint(root: Path, records: Mapping[str, StageResult]) -> Path | None:
     """Fill in the measured part of the device's file, if it exists. Rates that the file does not list are ignored."""
     taken = records["fingerprint"].units.get("take", {}).get("fingerprint") if "fingerprint" in records else None
-    path = _device_file(root, taken["name"]) if taken else None
+    files = sorted((root / "fingerprints").glob("*.json"))
+    path = next((path for path in files if taken and json.loads(path.read_text())["name"] == taken["name"]), None)
     if taken is None or path is None:
         return None
     text = path.read_text()
@@ -102,8 +103,3 @@ def fingerprint(root: Path, records: Mapping[str, StageResult]) -> Path | None:
     json.loads(text)
     path.write_text(text)
     return path
-
-
-def _device_file(root: Path, name: str) -> Path | None:
-    files = sorted((root / "fingerprints").glob("*.json"))
-    return next((path for path in files if json.loads(path.read_text())["name"] == name), None)

@@ -39,8 +39,6 @@ class StageResult:
 
 
 class RunFolder:
-    """The output folder of a run."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

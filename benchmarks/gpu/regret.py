@@ -18,10 +18,8 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     """List the cells that at least one of autosel's kernels supports here."""
     from benchmarks import bench_regret as regret
 
-    found = [
-        c for c in regret.cells("cpu" if fp.kind == "cpu" else "cuda") if not scope.ops or c.workload.op in scope.ops
-    ]
-    return [c.name for c in found if any(regret.kernel(c, name, fp) for name in c.kernels)]
+    found = [c for c in regret.cells(fp.kind) if not scope.ops or c.workload.op in scope.ops]
+    return [c.name for c in found if regret.kernels_of(c, fp)]
 
 
 def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
@@ -29,7 +27,7 @@ def run(unit: str, scope: Scope, fp: Fingerprint) -> Found:
     from benchmarks import bench_regret as regret
     from benchmarks.gpu.instrument import Timer
 
-    cell = next(c for c in regret.cells("cpu" if fp.kind == "cpu" else "cuda") if c.name == unit)
+    cell = next(c for c in regret.cells(fp.kind) if c.name == unit)
     timer = Timer(fp, scope.device)
     try:
         found = regret.measure(cell, timer, scope.cell_seconds, Random(7))
@@ -54,11 +52,10 @@ def table(found: Mapping[str, Found]) -> Table:
         between = f"{one['low']:.1%} .. {one['high']:.1%}"
         shown = (f"{one['regret']:.1%}", between, f"{one['closed_us']:.1f}", f"{one['best_us']:.1f}")
         rows.append((one["kind"], one["kernel"], one["workload"], *shown))
-    told = []
-    for kind, s in regret.summary(measured).items():
-        told.append(
-            f"{kind}: geomean {s['geomean']:.1%}, p95 {s['p95']:.1%}, worst {s['worst']:.1%} of {s['cells']:.0f}"
-        )
+    told = [
+        f"{kind}: geomean {s['geomean']:.1%}, p95 {s['p95']:.1%}, worst {s['worst']:.1%} of {s['cells']:.0f}"
+        for kind, s in regret.summary(measured).items()
+    ]
     for why, count in Counter(one["left out"] for one in found.values() if "left out" in one).items():
         told.append(f"{count} of {len(found)} cells left out: {why}")
     columns = ("kind", "kernel", "workload", "regret", "95 %", "closed us", "best us")

@@ -47,7 +47,8 @@ def run_stage(
     Raises AutoselError if the process reports that it cannot run the stage.
     """
     started, unit_s = time.monotonic(), unit_s or stage(name).UNIT_S
-    with Child(name, scope, kept, end=started + budget_s if budget_s else float("inf")) as child:
+    end = started + budget_s if budget_s else float("inf")
+    with contextlib.closing(Child(name, scope, kept, end=end)) as child:
         first = child.begin()
         if first.get("refused"):
             raise AutoselError(f"stage {name} cannot begin", why=first["error"])
@@ -139,7 +140,8 @@ class Child:
                 return self._not_done(first["error"], started)
         limit_s = min(deadline_s, self.left_s)
         if not self.told:
-            self._say(json.dumps(self._from(unit)))
+            at = self.coming.index(unit) if unit in self.coming else len(self.coming)
+            self._say(json.dumps(self.coming[at:] or [unit]))
             self.told = True
         self._say(unit)
         found = self.hear(limit_s)
@@ -148,9 +150,6 @@ class Child:
         if found.pop("leaving", False):
             self.close()
         return {"seconds": round(time.monotonic() - started, 2), **found}
-
-    def _from(self, unit: str) -> list[str]:
-        return self.coming[self.coming.index(unit) :] if unit in self.coming else [unit]
 
     def _say(self, line: str) -> None:
         assert self.process is not None
@@ -212,12 +211,6 @@ class Child:
                 pipe.close()  # type: ignore[union-attr]
         self.process.wait()
         self.process = None
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:

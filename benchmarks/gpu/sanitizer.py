@@ -28,7 +28,6 @@ UNIT_S = 1800.0  # a sanitizer slows kernels and Python's start by a factor of 1
 CUDA_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 CPU_TOOLS = ("address,undefined",)  # compiled in
 COMPILED = ("CPP", "CUDA_EXT", "CUTLASS")
-OURS = (*COMPILED, "TRITON")
 UNCHECKED = ("TORCH", "INDUCTOR")  # PyTorch's kernels, and those that it generates
 USUAL_HOME = Path("/usr/local/cuda")
 FOUND = 9  # compute-sanitizer's exit code after findings
@@ -52,7 +51,7 @@ def units(scope: Scope, fp: Fingerprint) -> list[str]:
     first, *others = CUDA_TOOLS if scope.on_gpu else CPU_TOOLS
     there = {_unit_of(e): e for e in entries(scope, fp) if _is_checked(e, scope)}
     plain = {name: e for name, e in there.items() if e.workload.dtype == scope.dtypes[0]}
-    ours = [name for name, e in plain.items() if e.candidate.backend in OURS]
+    ours = [name for name, e in plain.items() if is_ours(e.candidate.name)]
     named = [f"{first} {name}" for name in plain]
     for tool in (first, *others):
         named += [f"{tool} {name}" for name in ours] if tool != first else []
@@ -75,7 +74,6 @@ def step(scope: Scope) -> str:
 
 
 def expect(units: Sequence[str], scope: Scope, fp: Fingerprint) -> None:
-    """Start these units."""
     _begun[:] = [Ahead(units, lambda unit: _timed(unit, scope, fp), threads=side_by_side())]
 
 

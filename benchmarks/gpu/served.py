@@ -156,7 +156,8 @@ def checkpoint(scope: Scope, folder: Path) -> str:
     given = Path(scope.model).expanduser()
     if given.is_dir():
         return str(given)
-    hugging_face._config(models.load(scope.model)).save_pretrained(folder)
+    shape = models.load(scope.model)
+    hugging_face.config_of(shape, tied=shape.tied).save_pretrained(folder)
     return str(folder)
 
 

@@ -18,12 +18,13 @@ from autosel.ledger.store import Ledger, open_ledger
 from autosel.models.workloads import Named
 from autosel.ops import OPS
 from autosel.parity.check import Prover, Terms
-from autosel.pipeline import Rejection, Report, Request, tune
+from autosel.pipeline import Report, Request, tune
 from autosel.tuning.shortlist import way_of
-from autosel.values import Decision, Failed
+from autosel.values import Failed
 from autosel.workers.nursery import Nursery
 from tests.cpu.planting import built, proof
 from tests.processes import below
+from tests.quiet import Quiet
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -73,25 +74,10 @@ IN_THE_RACE = {
 ALL = FAULTS | IN_THE_RACE
 
 
-class Silent:
-    """Keep the events."""
-
-    def __init__(self) -> None:
-        self.rejections: list[Rejection] = []
-
-    def stage(self, name: str, detail: str, done: int, total: int) -> None: ...
-
-    def decided(self, decision: Decision, settled_before: bool) -> None: ...
-
-    def rejected(self, rejection: Rejection) -> None:
-        self.rejections.append(rejection)
-
-
 @dataclass(frozen=True)
 class Tuned:
     ledger: Ledger
     report: Report
-    listener: Silent
     candidates: dict[str, UserCandidate]
     pid: int
 
@@ -107,13 +93,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
         target = f"planted:{fault.function}"
         candidates[what] = UserCandidate("rmsnorm", target, built("planted"), name=fault.function, dtypes=("bf16",))
         user.register(candidates[what])
-    listener = Silent()
     request = Request(
         workloads=(Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1),), seed=11, call_deadline_s=DEADLINE_S
     )
     with open_ledger(home=folder) as ledger:
-        report = tune(request, ledger, listener)
-        yield Tuned(ledger, report, listener, candidates, os.getpid())
+        yield Tuned(ledger, tune(request, ledger, Quiet()), candidates, os.getpid())
     patch.undo()
 
 
@@ -127,7 +111,7 @@ def test_every_fault_is_contained_and_its_cause_stored(tuned: Tuned, what: str) 
         return
     assert isinstance(stored, Failed), stored
     assert {stored.check, stored.evidence.get("cause")} & set(fault.causes), stored
-    told = [r for r in tuned.listener.rejections if r.candidate == f"user:{fault.function}"]
+    told = [r for r in tuned.report.rejected if r.candidate == f"user:{fault.function}"]
     assert [r.stage for r in told] == ["parity"]
 
 

@@ -49,7 +49,6 @@ def test_the_ceiling_of_an_arm_with_a_layout_is_the_smallest_lossless_one(claime
     c = contest(None, replace(lossless_12("w"), share=claimed))
     workers = Workers(threads=1, rng=Random(1))
     seat = WorkerSeat(RaceProcess(workers), c, ["base", "arm0", "arm1", CLONE], None)
-    seat.operands = workers.operands(c)
     assert [seat.moved_bytes(arm) for arm in seat.arms] == [BYTES, BYTES, BYTES * 3 // 4, BYTES]
     workers.close()
 
@@ -68,7 +67,6 @@ def test_a_kernel_is_not_blamed_for_parts_of_a_cache_that_no_call_reads(
     c = Contest(workload=w, baseline=base, incumbent=base, challengers=(), margins={}, llc_bytes=1 << 20)
     workers = Workers(threads=1, rng=Random(1))
     seat = WorkerSeat(RaceProcess(workers), c, ["base"], None)
-    seat.operands = workers.operands(c)
     assert seat.moved_bytes("base") == pytest.approx(read * seat.operands.streamed_bytes, rel=0.05)
     workers.close()
 
@@ -114,14 +112,8 @@ def test_prepared_weights_count_as_memory_of_a_race(monkeypatch: pytest.MonkeyPa
 def test_the_roofline_of_a_winner_with_a_layout_uses_the_bytes_that_it_reads() -> None:
     moved = OPS["linear"].bytes_moved(W)
     took = Timing(median_us=100.0, lo_us=99.0, hi_us=101.0, p95_us=120.0, min_us=98.0, samples=9)
-    verdict = Verdict(
-        outcome="promote",
-        winner="arm0",
-        reason="",
-        effect=None,
-        timings={"arm0": took},
-        read_bytes_per_s=moved / 100e-6,
-    )
+    timed: dict[str, Any] = {"timings": {"arm0": took}, "read_bytes_per_s": moved / 100e-6}
+    verdict = Verdict(outcome="promote", winner="arm0", reason="", effect=None, **timed)
     packed = Prepared(layout="lossless-12", version=3, bytes=BYTES * 3 // 4, plain_bytes=BYTES, seconds=0.1)
     assert with_roofline(verdict, W).roofline == pytest.approx(1.0)
     assert with_roofline(replace(verdict, prepared=packed), W).roofline == pytest.approx(0.75, rel=0.01)

@@ -28,6 +28,11 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings"
 TODAY = [stage for part in drawn.share((PROOFS, TIMES, RACES, STEPS), days=4) for stage in part]
 
 
+def dry_run(folder: Path, out: str = "out") -> list[str]:
+    """Return the words of a run with a tiny model on this CPU."""
+    return ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
+
+
 def command(folder: Path, *words: str, limit_s: float = 600.0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "AUTOSEL_HOME": str(folder / "home")}
     line = [sys.executable, "-P", str(MAIN), *words]
@@ -41,26 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-WORDS = (
-    "take",
-    "cpp:rmsnorm",
-    "cuda:rmsnorm",
-    "rmsnorm/",
-    "whole step",
-    "illegal",
-    "batch 1",
-    "contexts",
-    "vllm",
-    "transformers",
-)
+WORDS = ("take", "cpp:rmsnorm", "cuda:rmsnorm", "rmsnorm/", "whole step", "illegal", "batch 1", "contexts")
+WORDS += ("vllm", "transformers")
 
 
 @pytest.fixture(scope="module")
 def dry(folder: Path) -> dict[str, Any]:
     """Return the records of one run of today's stages with one op; the soak tier runs all units of all ops."""
-    words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
-    words += ["--contexts", "64:64", "--keep", str(folder / "checkout"), *(f"--unit={word}" for word in WORDS)]
-    done = command(folder, *words, "--op", "rmsnorm", "--layers", "1", *(f"--stage={stage}" for stage in TODAY))
+    words = ["--contexts", "64:64", "--keep", str(folder / "checkout"), *(f"--unit={word}" for word in WORDS)]
+    words += ["--op", "rmsnorm", "--layers", "1", *(f"--stage={stage}" for stage in TODAY)]
+    done = command(folder, *dry_run(folder), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return {stage: json.loads((folder / "out" / f"{stage}.json").read_text()) for stage in TODAY}
 
@@ -136,8 +131,7 @@ def test_the_summary_has_each_stage(dry: dict[str, Any], folder: Path) -> None:
 def begun(folder: Path, out: str, *, stage: str = "graph", unit: int = 2) -> subprocess.Popen[str]:
     """Start a run, and return when it is at its `unit`-th unit."""
     environment = {**os.environ, "AUTOSEL_HOME": str(folder / "home")}
-    words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
-    line = [sys.executable, "-P", str(MAIN), *words, "--op", "rmsnorm", "--stage", stage]
+    line = [sys.executable, "-P", str(MAIN), *dry_run(folder, out), "--op", "rmsnorm", "--stage", stage]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     running = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     signal.signal(signal.SIGINT, before)
@@ -151,8 +145,7 @@ def resumed(folder: Path, out: str) -> None:
     """Run the same command again, which continues after the finished units."""
     before = json.loads((folder / out / "graph.json").read_text())
     assert 0 < len(before["units"]) < len(before["listed"])
-    words = ["--device", "cpu", "--out", str(folder / out), "--model", str(folder / "model"), "--seq", "128"]
-    done = command(folder, *words, "--op", "rmsnorm", "--stage", "graph")
+    done = command(folder, *dry_run(folder, out), "--op", "rmsnorm", "--stage", "graph")
     assert done.returncode == 0, done.stderr
     after = json.loads((folder / out / "graph.json").read_text())
     assert set(after["units"]) == set(after["listed"])

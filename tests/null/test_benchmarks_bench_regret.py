@@ -197,17 +197,10 @@ def test_a_route_is_judged_at_every_m_that_it_could_go_wrong_at(device: str) -> 
 # --- the sources of measured cells -----------------------------------------------------------------------------------
 
 
-def committed() -> list[list[dict[str, Any]]]:
-    """Return the committed cells of each instruction set."""
-    files = sorted((ROOT / "benchmarks" / "results" / "cpu").glob("regret-*.json"))
-    assert files
-    return [list(json.loads(path.read_text())["cells"].values()) for path in files]
-
-
 def test_every_committed_cell_names_its_sources() -> None:
-    text = (ROOT / "docs" / "formulas.md").read_text()
-    for found in committed():
-        assert all(c["sources"] for c in found)
+    text, files = (ROOT / "docs" / "formulas.md").read_text(), ROOT.glob("benchmarks/results/cpu/regret-*.json")
+    for found in [list(json.loads(path.read_text())["cells"].values()) for path in files]:
+        assert found and all(c["sources"] for c in found)
         assert changed_since(found) in text
 
 

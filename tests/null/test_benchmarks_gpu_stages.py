@@ -53,10 +53,6 @@ def test_decodes_have_the_options_with_which_they_were_tuned() -> None:
         assert not {"--model", "--seq"} & set(asked.words)
 
 
-def scope(*words: str) -> Scope:
-    return scope_of(parsed(["--device", "cpu", *words]))
-
-
 # --- every candidate is covered --------------------------------------------------------------------------------------
 
 DEVICES = ("h200", "b200", "rtx-5070-ti")

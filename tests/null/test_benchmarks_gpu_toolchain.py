@@ -53,37 +53,24 @@ def test_with_every_tool_installed_a_refusal_is_not_a_failure(all_there: pytest.
     assert all(one["ok"] and one["outcome"] == "refused" for one in found.values())
 
 
-def lose_nvcc(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda, "find_nvcc", lambda: None)
-
-
-def lose_headers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cutlass, "find_headers", lambda: None)
-
-
-def lose_compiler(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("autosel.candidates.cuda.base.find_compiler", lambda: None)
-
-
-def lose_triton(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("autosel.candidates.triton.base.find_spec", lambda name: None)
+CUTLASS = {"cutlass:gemm_sm80", "cutlass:gemm_sm90"}
+COMPILED = {"cuda:gemv", "cuda:gemv_fp8", *CUTLASS}
 
 
 @pytest.mark.parametrize(
-    ("lose", "reason", "unbuilt"),
+    ("lost", "reason", "unbuilt"),
     [
-        (lose_nvcc, NO_NVCC, {"cuda:gemv", "cuda:gemv_fp8", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
-        (lose_headers, NO_HEADERS, {"cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
-        (lose_compiler, NO_COMPILER, {"cuda:gemv", "cuda:gemv_fp8", "cutlass:gemm_sm80", "cutlass:gemm_sm90"}),
-        (lose_triton, NO_TRITON, {"triton:gemv", "triton:gemv_fp8", "triton:gemm"}),
+        ("native.cuda.find_nvcc", NO_NVCC, COMPILED),
+        ("native.cutlass.find_headers", NO_HEADERS, CUTLASS),
+        ("candidates.cuda.base.find_compiler", NO_COMPILER, COMPILED),
+        ("candidates.triton.base.find_spec", NO_TRITON, {"triton:gemv", "triton:gemv_fp8", "triton:gemm"}),
     ],
-    ids=["nvcc", "CUTLASS's headers", "a C++ compiler", "Triton"],
 )
 def test_a_kernel_of_ours_that_cannot_be_built_has_failed_and_names_what_to_install(
-    all_there: pytest.MonkeyPatch, lose: object, reason: str, unbuilt: set[str]
+    all_there: pytest.MonkeyPatch, lost: str, reason: str, unbuilt: set[str]
 ) -> None:
     """Test also a kernel whose first shape is refused first: CUTLASS's tiles are refused at one row."""
-    lose(all_there)  # type: ignore[operator]
+    all_there.setattr(f"autosel.{lost}", lambda *_: None)
     found = refusals(H200, "gemv")
     failed = {name: one["reason"] for name, one in found.items() if not one["ok"]}
     assert failed == dict.fromkeys(unbuilt, reason)

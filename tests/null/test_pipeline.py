@@ -46,17 +46,12 @@ def run(counts: tuple[int, ...], budget_s: float = 0.0) -> Report:
     return tune_at(request, counts, sink, sink, clock=lambda: now[0])
 
 
-def test_each_number_of_threads_is_tuned_and_the_processs_own_is_restored(
+def test_each_number_of_threads_is_tuned_and_the_processs_own_which_is_zero_is_restored(
     threads: int, asked: list[tuple[int, float]]
 ) -> None:
-    found = run((1, 2))
-    assert asked == [(1, 0.0), (2, 0.0)] and torch.get_num_threads() == threads
+    found = run((1, 0))
+    assert asked == [(1, 0.0), (threads, 0.0)] and torch.get_num_threads() == threads
     assert [d.id for d in found.decisions] == [1, 2] and (found.measured, found.seconds) == (2, 8.0)
-
-
-def test_zero_means_the_processs_own_number_of_threads(threads: int, asked: list[tuple[int, float]]) -> None:
-    run((0,))
-    assert asked == [(threads, 0.0)]
 
 
 def test_the_budget_is_for_all_numbers_of_threads_together(threads: int, asked: list[tuple[int, float]]) -> None:

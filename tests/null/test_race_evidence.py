@@ -22,7 +22,7 @@ from autosel.race.evidence import (
     tail_crossed,
     tail_futile,
 )
-from autosel.race.plan import clopper_pearson_upper, margin, plan
+from autosel.race.plan import margin, plan
 
 
 @pytest.mark.parametrize(("threshold", "pairs"), [(20, 7), (100, 9), (1000, 13)])
@@ -105,25 +105,24 @@ def test_the_interval_of_a_single_session_is_its_ratio() -> None:
     assert rerun_interval([3.5]) == (3.5, 3.5)
 
 
-def test_59_quiet_aa_sessions_give_the_two_percent_margin() -> None:
-    assert margin(58, 0, 1e9).delta == 0.05
-    assert not margin(58, 0, 1e9).calibrated
-    assert margin(59, 0, 1e9).delta == 0.02
-    assert margin(59, 0, 1e9).false_promotion_bound <= 0.05**3
-    assert clopper_pearson_upper(59, 0) <= 0.05
-
-
-def test_a_noisy_device_does_not_get_the_two_percent_margin() -> None:
-    assert margin(60, 5, 1e9).delta == 0.05
-
-
-def test_a_sample_of_a_few_clock_ticks_widens_the_margin() -> None:
-    assert margin(59, 0, 4_000).delta == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("sessions", "crossings", "sample_ns", "delta"),
+    [
+        (58, 0, 1e9, 0.05),
+        (59, 0, 1e9, 0.02),
+        (60, 5, 1e9, 0.05),  # a noisy device
+        (59, 0, 4_000, pytest.approx(0.1)),  # a sample of a few clock ticks
+    ],
+)
+def test_59_quiet_aa_sessions_give_the_two_percent_margin(
+    sessions: int, crossings: int, sample_ns: float, delta: float
+) -> None:
+    found = margin(sessions, crossings, sample_ns)
+    assert found.delta == delta and found.calibrated == (sessions == 59)
+    assert found.pi <= 0.05 and found.false_promotion_bound <= 0.05**3
 
 
 def test_the_plan_depends_only_on_the_baseline() -> None:
-    assert plan(2_000).calls == 200
-    assert plan(2_000).samples == 8
-    assert plan(5_000_000).calls == 1
-    assert plan(5_000_000).time_class == "long"
-    assert plan(5_000_000).min_pairs >= 12
+    short, long = plan(2_000), plan(5_000_000)
+    assert (short.calls, short.samples) == (200, 8)
+    assert (long.calls, long.time_class) == (1, "long") and long.min_pairs >= 12

@@ -8,24 +8,13 @@ from random import Random
 
 import pytest
 
-from autosel.race.judge import CLONE, has_won, judge, nominees
+from autosel.race.judge import CLONE, has_won, judge
 from autosel.race.plan import DELTA_UNCALIBRATED, TrialPlan, plan
 from autosel.race.session import BUSY, MOST_BUSY, Duel, SessionRules, confirm, screen
-from autosel.testing.rates.noise import NOISES, Noise, SimulatedBench, iid
-from autosel.values import (
-    Conditions,
-    Deployed,
-    PairedSamples,
-    Prepared,
-    Race,
-    RaceSession,
-    Verdict,
-    Workload,
-    from_json,
-    to_json,
-)
+from autosel.testing.rates.noise import NOISES, WORK, Scenario, SimulatedBench, attempt, iid
+from autosel.testing.rates.studies import margin_of
+from autosel.values import Conditions, Deployed, PairedSamples, Prepared, Race, RaceSession, Verdict, from_json, to_json
 
-WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 DELTA = DELTA_UNCALIBRATED
 
 
@@ -33,34 +22,29 @@ def drawn(trial: TrialPlan, seed: int, delta: float = DELTA) -> SessionRules:
     return SessionRules(plan=trial, delta=delta, seed=seed)
 
 
-def run_race(
-    true_ns: dict[str, float], noise: Noise, seed: int, incumbent: str = "base", trial: TrialPlan | None = None
-) -> Race:
+def run_race(true_ns: dict[str, float], seed: int = 7, incumbent: str = "base", noise: str = "iid") -> Race:
     """Run an attempt like the pipeline, on synthetic arms; `base` is the baseline."""
-    random, trial = Random(seed), trial or plan(2e6)
-    screening = screen(SimulatedBench(true_ns, noise, random), list(true_ns), drawn(trial, random.getrandbits(32)))
-    found = nominees(screening, incumbent, DELTA)
-    sessions: list[RaceSession] = [screening]
-    if found:
-        rivals = list(dict.fromkeys(["base", incumbent]))
-        duel = Duel(arms=(*rivals, found[0]), finalist=found[0], rivals=tuple(rivals))
-        for _ in range(3):
-            bench = SimulatedBench(true_ns, noise, random)
-            sessions.append(confirm(bench, duel, drawn(trial, random.getrandbits(32)), screening, sessions[1:]))
+    margin = margin_of(DELTA)
+    setting = Scenario(true_ns=true_ns, noise=NOISES[noise], plan=plan(2e6), margin=margin, incumbent=incumbent)
+    return attempt(setting, Random(seed))
+
+
+def of_sessions(*sessions: RaceSession) -> Race:
+    """Return a race of `fast` against the baseline."""
     return Race(
-        workload=WORK,
-        baseline="base",
-        incumbent=incumbent,
-        finalist=found[0] if found else None,
-        delta=DELTA,
-        alpha_session=0.05,
-        pi=0.05,
-        sessions=tuple(sessions),
-    )
+        workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
+        sessions=sessions,
+    )  # fmt: skip
 
 
-def verdict(true_ns: dict[str, float], noise: Noise | None = None, seed: int = 7, incumbent: str = "base") -> Verdict:
-    return judge(run_race(true_ns, noise or iid(), seed, incumbent))
+def verdict(true_ns: dict[str, float], incumbent: str = "base") -> Verdict:
+    return judge(run_race(true_ns, incumbent=incumbent))
+
+
+@pytest.fixture(scope="module")
+def twice() -> Race:
+    """Return the race of a candidate twice as fast as the baseline."""
+    return run_race({"base": 2e6, "fast": 1e6})
 
 
 def test_a_candidate_twice_as_fast_is_promoted_with_an_interval_around_two() -> None:
@@ -97,10 +81,8 @@ def test_a_challenger_faster_than_both_replaces_the_incumbent() -> None:
     assert found.over_incumbent.lo > 1.5
 
 
-def test_promotion_needs_all_three_sessions() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 3)
-    unfinished = Race(**{f: getattr(race, f) for f in race.__slots__ if f != "sessions"}, sessions=race.sessions[:-1])
-    assert judge(unfinished).outcome == "undecided"
+def test_promotion_needs_all_three_sessions(twice: Race) -> None:
+    assert judge(replace(twice, sessions=twice.sessions[:-1])).outcome == "undecided"
 
 
 def test_sessions_that_disagree_do_not_promote_if_the_weakest_is_near_the_margin() -> None:
@@ -109,10 +91,7 @@ def test_sessions_that_disagree_do_not_promote_if_the_weakest_is_near_the_margin
         return RaceSession(kind=kind, seed=0, arms=("base", "fast"), pairs=pairs, calls_per_sample=(1, 1))  # type: ignore[arg-type]
 
     def race(*ratios: float) -> Race:
-        return Race(
-            workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
-            sessions=(session(1.3, "screening"), *(session(r) for r in ratios)),
-        )  # fmt: skip
+        return of_sessions(session(1.3, "screening"), *(session(r) for r in ratios))
 
     assert judge(race(1.07, 1.3, 1.3)).outcome == "undecided"
     assert judge(race(1.25, 1.25, 1.25)).outcome == "promote"
@@ -134,29 +113,13 @@ def test_a_heavier_tail_stops_a_promotion() -> None:
     sessions = [screening]
     for seed in range(3):
         sessions.append(confirm(Stutters(), duel, drawn(trial, seed), screening, sessions[1:]))
-    race = Race(
-        workload=WORK, baseline="base", incumbent="base", finalist="fast", delta=DELTA, alpha_session=0.05, pi=0.05,
-        sessions=tuple(sessions),
-    )  # fmt: skip
-    found = judge(race)
+    found = judge(of_sessions(*sessions))
     assert found.outcome != "promote"
     assert "tail" in found.reason or "p95" in found.reason
 
 
-def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
-    class Throttled(SimulatedBench):
-        def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
-            return {}, "the cgroup was throttled"
-
-    bench = Throttled({"base": 1.0, "fast": 0.5}, iid(), Random(0))
-    session = screen(bench, ["base", "fast"], drawn(plan(2e6), 0))
-    assert session.voided == "the cgroup was throttled"
-    assert session.pairs == ()
-
-
 def test_screening_drops_slow_candidates_early_but_keeps_visiting_the_baseline() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6, "hopeless": 9e6}, iid(), 5)
-    screening = race.sessions[0]
+    screening = run_race({"base": 2e6, "fast": 1e6, "hopeless": 9e6}).sessions[0]
     visits = [sum(bool(p.samples_ns[i]) for p in screening.pairs) for i in range(3)]
     assert visits[0] == len(screening.pairs) >= 14
     assert visits[2] < visits[0]
@@ -165,7 +128,7 @@ def test_screening_drops_slow_candidates_early_but_keeps_visiting_the_baseline()
 @pytest.mark.parametrize("kind", sorted(NOISES))
 def test_identical_arms_are_hardly_ever_promoted(kind: str) -> None:
     """Run 400 races per noise: at the rule's bound of 1.25e-4, one promotion has probability 5 %, two 0.1 %."""
-    races = (run_race({"base": 2e6, "same": 2e6}, NOISES[kind](), seed) for seed in range(400))
+    races = (run_race({"base": 2e6, "same": 2e6}, seed, noise=kind) for seed in range(400))
     promoted = sum(judge(race).outcome == "promote" for race in races)
     assert promoted <= 1
 
@@ -180,12 +143,10 @@ def test_with_a_random_order_a_clone_wins_no_session_under_a_position_effect() -
     assert crossings <= 0.05 * 200 + 3 * (0.05 * 0.95 * 200) ** 0.5
 
 
-def test_a_race_and_its_verdict_survive_json() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 11)
-    found = judge(race)
-    assert from_json(Race, to_json(race)) == race
+def test_a_race_and_its_verdict_survive_json(twice: Race) -> None:
+    found = judge(twice)
+    assert from_json(Race, to_json(twice)) == twice
     assert from_json(Verdict, to_json(found)) == found
-    assert judge(from_json(Race, to_json(race))) == found
 
 
 # --- as a program calls it -------------------------------------------------------------------------------------------
@@ -202,82 +163,78 @@ def in_a_program(race: Race, *, finalist_ns: float, base_ns: float, turns: int =
     return replace(race, sessions=tuple(map(measured, race.sessions)))
 
 
-def test_a_kernel_that_is_slower_after_an_op_of_pytorch_is_not_promoted() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
-    assert judge(race).outcome == "promote"
-    found = judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6))
+def test_a_kernel_that_is_slower_after_an_op_of_pytorch_is_not_promoted(twice: Race) -> None:
+    assert judge(twice).outcome == "promote"
+    found = judge(in_a_program(twice, finalist_ns=3e6, base_ns=2.5e6))
     assert (found.outcome, found.winner) == ("tie", "base")
     assert "slower than base after an op of PyTorch (24 of 24)" in found.reason
 
 
-def test_a_kernel_that_keeps_its_lead_in_a_program_is_promoted_with_both_times() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
-    found = judge(in_a_program(race, finalist_ns=2e6, base_ns=2.5e6))
+def test_a_kernel_that_keeps_its_lead_in_a_program_is_promoted_with_both_times(twice: Race) -> None:
+    found = judge(in_a_program(twice, finalist_ns=2e6, base_ns=2.5e6))
     assert found.outcome == "promote"
     (timing,) = found.deployed
     assert (timing.calls, timing.winner_us, timing.baseline_us) == (24, 2e3, 2.5e3)
     assert from_json(Verdict, to_json(found)) == found
 
 
-def test_too_few_calls_in_a_program_refuse_no_candidate() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
-    assert judge(in_a_program(race, finalist_ns=3e6, base_ns=2.5e6, turns=2)).outcome == "promote"
+def test_too_few_calls_in_a_program_refuse_no_candidate(twice: Race) -> None:
+    assert judge(in_a_program(twice, finalist_ns=3e6, base_ns=2.5e6, turns=2)).outcome == "promote"
 
 
-def slowed(session: RaceSession, factor: float) -> RaceSession:
-    """Return the session with a slower baseline."""
+def slowed(session: RaceSession, factor: float, rate: float) -> RaceSession:
+    """Return the session with a slower baseline and this read rate."""
     base = session.arms.index("base")
 
     def changed(pair: PairedSamples) -> PairedSamples:
         times = [tuple(ns * (factor if at == base else 1) for ns in of) for at, of in enumerate(pair.samples_ns)]
         return replace(pair, samples_ns=tuple(times))
 
-    return replace(session, pairs=tuple(map(changed, session.pairs)))
+    return replace(session, pairs=tuple(map(changed, session.pairs)), read_bytes_per_s=rate)
 
 
-def test_the_interval_of_an_effect_is_wider_than_the_sessions_differ() -> None:
-    """Check sessions at 2.00, 2.04 and 2.08: Student's t gives 1.90 .. 2.19 for the mean of three others."""
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
-    first, *confirming = race.sessions
-    apart = [slowed(s, factor) for s, factor in zip(confirming, (1.0, 1.02, 1.04), strict=True)]
-    found = judge(replace(race, sessions=(first, *apart))).effect
-    assert found is not None
-    assert found.lo == pytest.approx(1.90, abs=0.02)
-    assert found.hi == pytest.approx(2.19, abs=0.02)
-
-
-def test_sessions_in_two_states_of_the_machine_give_their_range() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
-    first, *confirming = race.sessions
-    rates = (60e9, 60e9, 120e9)
-    apart = [
-        replace(slowed(s, factor), read_bytes_per_s=rate)
-        for s, factor, rate in zip(confirming, (1.0, 1.0, 2.0), rates, strict=True)
-    ]
-    found = judge(replace(race, sessions=(first, *apart))).effect
-    assert found is not None
-    assert found.lo == pytest.approx(2.0, abs=0.05)
-    assert found.hi == pytest.approx(4.0, abs=0.1)
+@pytest.mark.parametrize(
+    ("factors", "rates", "low", "high"),
+    [
+        # Student's t of 2.00, 2.04 and 2.08, for the mean of three others.
+        ((1.0, 1.02, 1.04), (0.0, 0.0, 0.0), pytest.approx(1.90, abs=0.02), pytest.approx(2.19, abs=0.02)),
+        # Two states of the machine: their range.
+        ((1.0, 1.0, 2.0), (60e9, 60e9, 120e9), pytest.approx(2.0, abs=0.05), pytest.approx(4.0, abs=0.1)),
+    ],
+)
+def test_the_interval_of_an_effect_follows_from_how_its_sessions_differ(
+    twice: Race, factors: tuple[float, ...], rates: tuple[float, ...], low: float, high: float
+) -> None:
+    first, *confirming = twice.sessions
+    apart = map(slowed, confirming, factors, rates)
+    found = judge(replace(twice, sessions=(first, *apart))).effect
+    assert found is not None and (found.lo, found.hi) == (low, high)
 
 
 # --- a busy machine ---------------------------------------------------------------------------------------------------
 
 
 class Disturbed(SimulatedBench):
-    """A bench on which other processes disturb every pair after the first `good` ones."""
+    """A bench on which every pair after the first `good` ones is disturbed."""
 
     good: int = 0
+    why: str = BUSY
 
     def pair(self, order: Sequence[str], calls: int, samples: int) -> tuple[dict[str, list[float]], str]:
         self.good -= 1
         taken, _ = super().pair(order, calls, samples)
-        return taken, "" if self.good >= 0 else BUSY
+        return taken, "" if self.good >= 0 else self.why
 
 
-def screened_beside_others(good: int) -> RaceSession:
+def screened_beside_others(good: int, why: str = BUSY) -> RaceSession:
     bench = Disturbed({"base": 2e6, "fast": 1e6}, iid(), Random(3))
-    bench.good = good
+    bench.good, bench.why = good, why
     return screen(bench, ["base", "fast"], drawn(plan(2e6), 1))
+
+
+def test_a_disturbed_session_is_voided_and_counts_for_nothing() -> None:
+    session = screened_beside_others(good=0, why="the cgroup was throttled")
+    assert (session.voided, session.pairs) == ("the cgroup was throttled", ())
 
 
 def test_a_session_without_clean_pairs_ends_soon_and_is_void() -> None:
@@ -290,38 +247,32 @@ def test_a_session_allows_disturbed_pairs_up_to_half_of_its_clean_ones() -> None
     assert (session.voided, session.dropped_pairs, len(session.pairs)) == (BUSY, MOST_BUSY + 5 + 1, 10)
 
 
-def test_on_a_busy_machine_the_verdict_is_undecided_and_names_the_busy_processes() -> None:
+def test_on_a_busy_machine_the_verdict_is_undecided_and_names_the_busy_processes(twice: Race) -> None:
     conditions = Conditions(watched=True, again=99, busy_cores=1.9, by=("cc1plus 1.9 cores",))
     void = replace(screened_beside_others(good=0), voided=f"{BUSY}: cc1plus 1.9 cores", conditions=conditions)
-    race = replace(run_race({"base": 2e6, "fast": 1e6}, iid(), 7), sessions=(void,), finalist=None)
-    found = judge(race)
+    found = judge(replace(twice, sessions=(void,), finalist=None))
     assert (found.outcome, found.winner, found.effect) == ("undecided", "base", None)
     assert found.reason == "machine busy: cc1plus 1.9 cores"
     assert found.conditions == conditions
 
 
-def test_an_effect_carries_the_worst_conditions_of_its_sessions() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+def test_an_effect_carries_the_worst_conditions_of_its_sessions(twice: Race) -> None:
     quiet = Conditions(watched=True, again=2)
     busy = Conditions(watched=True, again=40, busy_cores=1.2, stolen=0.1, by=("make 1.2 cores",))
-    sessions = tuple(replace(s, conditions=busy if i == 1 else quiet) for i, s in enumerate(race.sessions))
-    found = judge(replace(race, sessions=sessions)).conditions
+    sessions = tuple(replace(s, conditions=busy if i == 1 else quiet) for i, s in enumerate(twice.sessions))
+    found = judge(replace(twice, sessions=sessions)).conditions
     assert found == Conditions(watched=True, again=46, busy_cores=1.2, stolen=0.1, by=("make 1.2 cores",))
     assert found.contended and not quiet.contended
+    assert judge(twice).conditions is None, "of an unwatched race they are unknown"
 
 
-def test_a_verdict_has_the_prepared_weights_of_a_winner_with_a_layout_only() -> None:
-    race = run_race({"base": 2e6, "fast": 1e6}, iid(), 7)
+def test_a_verdict_has_the_prepared_weights_of_a_winner_with_a_layout_only(twice: Race) -> None:
     took = Prepared(layout="lossless-12", version=3, bytes=75, plain_bytes=100, seconds=0.5)
-    sessions = tuple(replace(s, prepared={"fast": took, "other": took}) for s in race.sessions)
-    packed = replace(race, sessions=sessions)
-    assert judge(packed).prepared == took and judge(race).prepared is None
+    sessions = tuple(replace(s, prepared={"fast": took, "other": took}) for s in twice.sessions)
+    packed = replace(twice, sessions=sessions)
+    assert judge(packed).prepared == took and judge(twice).prepared is None
     assert from_json(Race, to_json(packed)) == packed
-    assert "prepared" not in to_json(judge(race)) and "prepared" not in to_json(race.sessions[0])
-    slower = run_race({"base": 1e6, "fast": 2e6}, iid(), 7)
+    assert "prepared" not in to_json(judge(twice)) and "prepared" not in to_json(twice.sessions[0])
+    slower = run_race({"base": 1e6, "fast": 2e6})
     kept = replace(slower, sessions=tuple(replace(s, prepared={"fast": took}) for s in slower.sessions))
     assert judge(kept).winner == "base" and judge(kept).prepared is None
-
-
-def test_conditions_of_an_unwatched_race_are_unknown() -> None:
-    assert verdict({"base": 2e6, "fast": 1e6}).conditions is None

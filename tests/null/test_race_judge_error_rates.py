@@ -89,16 +89,10 @@ def test_a_control_that_fails_nowhere_is_reported() -> None:
 
 
 @pytest.mark.parametrize(("n", "x"), [(300, 0), (300, 15), (20, 20)])
-def test_the_binomial_interval_leaves_a_fortieth_on_either_side(n: int, x: int) -> None:
-    low, high = error_rates.binomial_interval(n, x)
-
-    def below(k: int, p: float) -> float:
-        return sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k + 1))
-
-    if x < n:
-        assert below(x, high) == pytest.approx(0.025)
-    if x > 0:
-        assert 1 - below(x - 1, low) == pytest.approx(0.025)
+def test_the_upper_limit_of_a_rate_leaves_a_twentieth_above_it(n: int, x: int) -> None:
+    p = clopper_pearson_upper(n, x)
+    below = sum(comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(x + 1))
+    assert below == pytest.approx(0.05 if x < n else 1.0)
 
 
 # --- assumptions of the studies --------------------------------------------------------------------------------------

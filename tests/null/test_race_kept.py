@@ -47,4 +47,4 @@ def test_counts_are_added_by_arm() -> None:
     kept = Kept()
     for _ in range(2):
         kept.add("arm", timed=160, checked=24)
-    assert kept.told() == {"arm": (48, 320)}
+    assert kept.counts == {"arm": (48, 320)}

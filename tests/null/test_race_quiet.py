@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autosel.devices.cpu.neighbours import Process, Reading
 from autosel.race.quiet import Quiet
 
@@ -20,23 +22,13 @@ class Machine:
         make = Process(parent=1, name="make", used_s=busy, ended_s=0.0)
         return Reading(at_s=self.now, cpus=1, idle_s=self.now - busy, stolen_s=0.0, processes={7: make})
 
-    def wait(self, deadline: float = float("inf")) -> None:
-        Quiet(tell=self.told.append, deadline=deadline, clock=lambda: self.now, look=self.look, rest=self.rest).wait()
 
-
-def test_a_quiet_machine_is_checked_once() -> None:
-    machine = Machine(busy_until=0.0)
-    machine.wait()
-    assert (machine.now, machine.told) == (1.0, [])
-
-
-def test_a_busy_machine_is_waited_for_and_the_busy_process_is_named() -> None:
-    machine = Machine(busy_until=3.0)
-    machine.wait()
-    assert (machine.now, machine.told) == (4.0, ["make 1.0 cores"] * 3)
-
-
-def test_the_wait_ends_at_the_deadline() -> None:
-    machine = Machine(busy_until=100.0)
-    machine.wait(deadline=5.0)
-    assert machine.now == 5.0
+@pytest.mark.parametrize(
+    ("busy_until", "deadline", "waited"), [(0.0, float("inf"), 1.0), (3.0, float("inf"), 4.0), (100.0, 5.0, 5.0)]
+)
+def test_a_busy_machine_is_waited_for_until_the_deadline_and_the_busy_process_is_named(
+    busy_until: float, deadline: float, waited: float
+) -> None:
+    m = Machine(busy_until)
+    Quiet(tell=m.told.append, deadline=deadline, clock=lambda: m.now, look=m.look, rest=m.rest).wait()
+    assert (m.now, m.told) == (waited, ["make 1.0 cores"] * round(min(busy_until, deadline)))

@@ -8,7 +8,6 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from autosel.devices.cpu.neighbours import Reading
 from autosel.ops.contract import Mismatch
 from autosel.race.judge import favoured, judge
 from autosel.race.plan import TrialPlan, margin, plan
@@ -105,9 +104,8 @@ def raced(*times: Times) -> Ended:
         debits.append(candidate)
         return True
 
-    idle = Reading(at_s=0.0, cpus=0, idle_s=0.0, stolen_s=0.0, processes={})
     venue: Any = Simulated(times)
-    found = list(run([contest], RaceTerms(rng=Random(1), debit=debit, look=lambda: idle), venue))
+    found = list(run([contest], RaceTerms(rng=Random(1), debit=debit), venue))
     fallen = [one.candidate for one in found if isinstance(one, Disqualified)]
     (race,) = [one[1] for one in found if not isinstance(one, Disqualified)]
     assert isinstance(race, Race)

@@ -130,24 +130,17 @@ def right(rule: str) -> list[str]:
         ("loop left out", "for (int64_t b = 0; b < n; ++b) {", "a loop that only checks arguments"),
         ("constant", "parallel(threads, n, 7, [&](int64_t begin, int64_t, int) {", "how finely work is shared out"),
         ("relation", "if (begin < end) sum = fma(load_tail(x, end), one, sum);", "a tail of no elements"),
+        # Similar changes that may be wrong.
+        ("branch left out", "if (rows == 2) return 5;", ""),
+        ("negated", "if (rows == 3) return block<T, 3>;", ""),
+        ("relation", "if (begin < end) sum = sum + 9;", ""),
+        ("constant", "if (begin < end) sum = sum + 9;", ""),
+        ("arithmetic", "total = total + x[b];", ""),
     ],
 )
 def test_changes_that_make_a_right_kernel_are_known_by_rule(rule: str, line: str, why: str) -> None:
-    assert any(found.startswith(f"{line}: ") and why in found for found in right(rule))
-
-
-@pytest.mark.parametrize(
-    ("rule", "line"),
-    [
-        ("branch left out", "if (rows == 2) return 5;"),
-        ("negated", "if (rows == 3) return block<T, 3>;"),
-        ("relation", "if (begin < end) sum = sum + 9;"),
-        ("constant", "if (begin < end) sum = sum + 9;"),
-        ("arithmetic", "total = total + x[b];"),
-    ],
-)
-def test_similar_changes_that_may_be_wrong_are_kept(rule: str, line: str) -> None:
-    assert f"{line}: " in right(rule)
+    told = [found.removeprefix(f"{line}: ") for found in right(rule) if found.startswith(f"{line}: ")]
+    assert any(why in one for one in told) if why else "" in told
 
 
 def test_a_loop_that_does_more_than_check_is_mutated() -> None:

@@ -43,14 +43,12 @@ def test_undecided_workloads_come_with_the_meaning_of_the_exit_code() -> None:
     assert found.todo == "continue:  autosel tune"
 
 
-def test_a_tune_that_decides_nothing_says_so() -> None:
-    found = unfinished(report(2, 2), "autosel tune")
-    assert found is not None and found.why.endswith("not failed: no workload is decided")
-    one = unfinished(report(2, 1), "autosel tune")
-    assert one is not None and one.why.endswith("the other one is decided and stored")
-
-
-def test_a_complete_tune_has_no_error() -> None:
+@pytest.mark.parametrize(
+    ("undecided", "end"), [(2, "not failed: no workload is decided"), (1, "the other one is decided and stored")]
+)
+def test_a_tune_says_what_is_decided(undecided: int, end: str) -> None:
+    found = unfinished(report(2, undecided), "autosel tune")
+    assert found is not None and found.why.endswith(end)
     assert unfinished(report(2, 0), "autosel tune") is None
 
 

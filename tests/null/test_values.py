@@ -40,22 +40,11 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@given(sizes)
-def test_every_count_is_in_its_bucket(n: int) -> None:
-    low, high = count_bucket(n)
-    assert low <= n <= high
-
-
-@given(sizes)
-def test_every_length_is_in_its_bucket(n: int) -> None:
-    low, high = length_bucket(n)
-    assert low <= n <= high
-
-
 @given(sizes, st.data())
-def test_all_members_of_a_bucket_agree_on_it(n: int, data: st.DataObject) -> None:
+def test_every_size_is_in_its_bucket_and_all_members_of_it_agree(n: int, data: st.DataObject) -> None:
     for bucket in (count_bucket, length_bucket):
         low, high = bucket(n)
+        assert low <= n <= high
         assert bucket(data.draw(st.integers(low, high))) == (low, high)
 
 

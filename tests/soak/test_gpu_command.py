@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from autosel.ops import OPS
-from tests.flows.test_benchmarks_gpu import PROOFS, RACES, SIZES, STEPS, TIMES, begun, command
+from tests.flows.test_benchmarks_gpu import PROOFS, RACES, SIZES, STEPS, TIMES, begun, command, dry_run
 from tests.llama import write_config
 
 STAGES = (*PROOFS, *RACES, *TIMES, *STEPS)
@@ -31,8 +31,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return stage -> its record."""
     folder = tmp_path_factory.mktemp("gpu")
     write_config(folder / "model", **SIZES)
-    words = ["--device", "cpu", "--out", str(folder / "out"), "--model", str(folder / "model"), "--seq", "128"]
-    done = command(folder, *words, "--layers", "1", limit_s=LIMIT_S)
+    done = command(folder, *dry_run(folder), "--layers", "1", limit_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return {stage: json.loads((folder / "out" / f"{stage}.json").read_text()) for stage in STAGES}
 

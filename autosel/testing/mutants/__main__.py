@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     isa = facts(fingerprint.take("cpu")).isa
     lacking, document = False, dict[str, Any](isa=isa, **{key: []})
     for one in found:
-        lacking |= _lacking(one)
+        lacking |= bool(one.lacking if isinstance(one, Reverse) else one.survived)
         document = _with_row(document, key, one, options.seed)
         if options.into:
             before = (
@@ -91,12 +91,6 @@ def _of_kernels(options: argparse.Namespace) -> Iterator[Any]:
     fp = fingerprint.take("cpu")
     for name in options.kernel or known:
         yield score_source(known[name], fp, options.seed, mutants=options.mutants)
-
-
-def _lacking(found: Score | SourceScore | Reverse) -> bool:
-    if isinstance(found, Reverse):
-        return any(not survivor and not found.redundant[name] for name, survivor in found.survivors.items())
-    return bool(found.survived)
 
 
 def _say(text: str) -> None:

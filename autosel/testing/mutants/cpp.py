@@ -57,7 +57,6 @@ class _Token:
 
 
 def changes(source: str) -> list[SourceChange]:
-    """Return every change of a source that the rules make."""
     tokens = [
         _Token(kind=m.lastgroup or "", text=m[0], start=m.start(), end=m.end())
         for m in _TOKEN.finditer(source)
@@ -85,8 +84,6 @@ def _short(text: str) -> str:
 
 
 class _Rules:
-    """The rules, applied to the tokens of one source."""
-
     def __init__(self, source: str, tokens: Sequence[_Token]) -> None:
         self.source, self.tokens = source, tokens
         self.partner = _partners(tokens)
@@ -237,7 +234,6 @@ class _Rules:
         return words[:1] == ["return"] and words[2:3] == ["<"] and words[-2:] == [">", ";"]
 
     def _words(self, at: int) -> list[str]:
-        """Return the tokens of the statement that begins here."""
         return [self._text(i) for i in range(at, self._end(at) + 1)]
 
     def _end(self, at: int) -> int:

@@ -46,7 +46,6 @@ class Reach:
 
 
 def reach_of(inputs: Iterable[Operands]) -> dict[str, Reach]:
-    """Return the reach of every tensor in the inputs."""
     found: dict[str, Reach] = {}
     for some in inputs:
         for name, x in leaves(some).items():
@@ -142,7 +141,7 @@ def _of_scalar(op: Op, arg: Arg, dtype: DTypeName) -> Iterator[Mutant]:
     if arg.kind == "int":
         changes |= {"off by +1": lambda x: x + 1, "off by -1": lambda x: max(0, x - 1)}
     else:
-        for name, to in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+        for name, to in edits.NARROW.items():
             changes[f"narrowed to {name}"] = partial(_narrowed, to)
         changes |= {"doubled": lambda x: 2 * x, "halved": lambda x: x / 2}
     for what, change in changes.items():

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from autosel.ops.compare import bits
 from autosel.testing.mutants.mutant import Edit
 
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 CAPACITIES = (4, 32, 256, 4096, 65536)
 TILE = 16
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = {"with NaN swallowed": "nan", "with infinity clamped": "inf"}  # the value that shows a fault
 
 
@@ -30,14 +30,6 @@ def narrowed(to: torch.dtype) -> Edit:
     return edit
 
 
-def _clamped(most: float) -> Edit:
-    return lambda x: torch.where(x.isfinite(), x.clamp(-most, most), x)
-
-
-def _flushed(least: float) -> Edit:
-    return lambda x: torch.where(x.abs() < least, torch.zeros_like(x), x)
-
-
 def _without_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.zeros_like(x), x)
 
@@ -49,18 +41,15 @@ def _without_inf(x: Tensor) -> Tensor:
 
 def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: bool) -> Mapping[str, Edit]:
     """Return faults in the values of a float operand with magnitudes of zero and from `least` to `largest`."""
-    edits: dict[str, Edit] = {
-        f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype and dtype.itemsize > 1
-    }
     if dtype.itemsize == 1:
         return {}
     return {
-        **edits,
+        **{f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype},
         "taken for 0": torch.zeros_like,
         "taken for 1": torch.ones_like,
         **({"without its sign": torch.abs} if negative else {}),
-        **({"above 1000 clamped": _clamped(1000.0)} if largest > 1000 else {}),
-        **({"below 2^-14 flushed": _flushed(2.0**-14)} if least < 2.0**-14 else {}),
+        **({"above 1000 clamped": lambda x: x.clamp(-1e3, 1e3).where(x.isfinite(), x)} if largest > 1000 else {}),
+        **({"below 2^-14 flushed": lambda x: x.where(~(x.abs() < 2.0**-14), 0)} if least < 2.0**-14 else {}),
         "with NaN swallowed": _without_nan,
         "with infinity clamped": _without_inf,
     }
@@ -68,10 +57,6 @@ def of_floats(dtype: torch.dtype, *, least: float, largest: float, negative: boo
 
 def _wrapped(n: int, x: Tensor) -> Tensor:
     return torch.where(x > 0, x % n, x)
-
-
-def _clipped(most: int, x: Tensor) -> Tensor:
-    return x.clamp(max=most)
 
 
 def of_integers(largest: float) -> Mapping[str, Edit]:
@@ -82,19 +67,17 @@ def of_integers(largest: float) -> Mapping[str, Edit]:
         "off by +1": lambda x: x + 1,
         "off by -1": lambda x: x - 1,
         **{f"wrapped at {n}": partial(_wrapped, n) for n in powers},
-        **{f"clipped to {n - 1}": partial(_clipped, n - 1) for n in powers},
+        **{f"clipped to {n - 1}": partial(torch.clamp, max=n - 1) for n in powers},
         "narrowed to fp16": lambda x: x.half().clamp(-65504, 65504).to(x.dtype),
         "narrowed to bf16": lambda x: x.bfloat16().to(x.dtype) if x.abs().max() < 2**30 else None,
     }
 
 
 def of_results(dtype: torch.dtype) -> Mapping[str, Edit]:
-    """Return faults in the values of a result."""
     if not dtype.is_floating_point:
         return {"off by +1": lambda y: y + 1, "taken for 0": torch.zeros_like}
-    narrow = {name: to for name, to in NARROW.items() if to != dtype}
     return {
-        **{f"narrowed to {name}": narrowed(to) for name, to in narrow.items()},
+        **{f"narrowed to {name}": narrowed(to) for name, to in NARROW.items() if to != dtype},
         "truncated": _truncated,
         "a unit too large": lambda y: (y.float() * (1 + 2 * torch.finfo(dtype).eps)).to(dtype),
         "without its sign": torch.abs,
@@ -142,7 +125,7 @@ def along(axis: int, longest: int) -> Mapping[str, Edit]:
             if not where.any():
                 return None
             made = x.clone(memory_format=torch.contiguous_format)
-            made.view(BITS[x.itemsize]).index_fill_(axis, where.nonzero()[:, 0], 0)
+            bits(made).index_fill_(axis, where.nonzero()[:, 0], 0)
             return made
 
         return edit

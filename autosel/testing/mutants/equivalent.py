@@ -97,18 +97,3 @@ REDUNDANT: Mapping[tuple[str, str], str] = {
     ("kv_append", "block_table"): "ordinary tables are shuffled; the domain adds entries that are not pages",
     ("linear", "w.codes"): "ordinary codes are random; the domain adds the smallest and the largest code",
 }
-
-
-def reason(op: str, name: str) -> str:
-    """Return why this mutant is correct, or ""."""
-    return REASONS.get((op, name), "")
-
-
-def source_reason(name: str) -> str:
-    """Return why a kernel with this change in its source is correct, or ""."""
-    return SOURCE_REASONS.get(name, "")
-
-
-def redundant(op: str, domain: str) -> str:
-    """Return why a domain that no mutant needs stays, or ""."""
-    return REDUNDANT.get((op, domain), "")

@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from autosel.ops import OPS, eager
+from autosel.ops.compare import bits
 from autosel.ops.contract import Op
 from autosel.parity.changes import changed_alone
 
 Key = Callable[[Tensor], Any]
 TURNS = (2, 7, 50, 200, 500, 1000)  # N of `once_N`
 LATE_TURNS = (3000, 10_000)
-
-
-def _bits(x: Tensor) -> Tensor:
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize]
-    return x.contiguous().view(integers).long()
 
 
 def _digest(x: Tensor) -> str:
@@ -36,14 +32,14 @@ def _digest(x: Tensor) -> str:
 KEYS: dict[str, Key] = {
     "address": lambda x: (x.data_ptr(), x.stride()),
     "shape": lambda x: None,
-    "first_element": lambda x: _bits(x.flatten()[:1]).tolist(),
+    "first_element": lambda x: bits(x.flatten()[:1]).tolist(),
     "prefix": lambda x: _digest(x.flatten()[: -(-x.numel() // 2)]),
     "suffix": lambda x: _digest(x.flatten()[x.numel() // 2 :]),
     "row_prefixes": lambda x: _digest(x[..., : -(-x.shape[-1] // 2)] if x.dim() else x),
     "row_suffixes": lambda x: _digest(x[..., x.shape[-1] // 2 :] if x.dim() else x),
-    "checksum": lambda x: int(_bits(x).sum()),
-    "last_element": lambda x: _bits(x.flatten()[-1:]).tolist(),
-    "sample": lambda x: _bits(x.flatten()[:: max(1, x.numel() // 16)]).tolist(),
+    "checksum": lambda x: int(bits(x).sum()),
+    "last_element": lambda x: bits(x.flatten()[-1:]).tolist(),
+    "sample": lambda x: bits(x.flatten()[:: max(1, x.numel() // 16)]).tolist(),
 }
 FAULTS = (
     *(f"by_{key}" for key in KEYS),
@@ -124,7 +120,6 @@ class Habitual:
         return arguments
 
     def _first_scalars(self, arguments: list[Any]) -> list[Any]:
-        """Replace the float arguments by the values of the first call."""
         places = [i for i, a in enumerate(self.op.args) if a.kind == "float"]
         self.scalars = self.scalars or [arguments[i] for i in places]
         for i, value in zip(places, self.scalars, strict=True):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from autosel.ops.array import Factor
 from autosel.ops.contract import Op
 from autosel.ops.one_thread import one_thread
-from autosel.testing.mutants.equivalent import redundant
+from autosel.testing.mutants.equivalent import REDUNDANT
 from autosel.testing.mutants.mutant import Mutant
-from autosel.testing.mutants.trial import Trial, TrialCall
+from autosel.testing.mutants.trial import Trial, TrialCall, TrialCalls
 from autosel.values import DTypeName
 
 DTYPES: Sequence[DTypeName] = ("bf16", "fp32")  # the search for a survivor tries them in this order
@@ -35,23 +35,27 @@ class Reverse:
     cases: int
     hand_made: Mapping[str, str]
 
+    @property
+    def lacking(self) -> list[str]:
+        """Return the domains without a survivor or a reason to stay."""
+        return [name for name, survivor in self.survivors.items() if not survivor and not self.redundant[name]]
 
-def reverse(op: Op, seed: int, *, domains: Sequence[str] = ()) -> Reverse:
-    """Remove each domain (by default all domains) alone and search for a survivor."""
+
+def reverse(op: Op, seed: int) -> Reverse:
+    """Remove each domain alone and search for a survivor."""
     trial = Trial(op, DTYPES[0], seed)
-    wanted = [f.name for f in trial.array.factors if len(f.levels) > 1 and (not domains or f.name in domains)]
-    found = dict.fromkeys(wanted, "")
+    found = dict.fromkeys([f.name for f in trial.array.factors if len(f.levels) > 1], "")
     with one_thread():
         for dtype in DTYPES:
             trial = Trial(op, dtype, seed)
             for name in [name for name, survivor in found.items() if not survivor]:
                 survivor = next(_survivors(trial, name, seed), "")
                 found[name] = f"{survivor} ({dtype})" if survivor else ""
-        hand_made = {} if domains else _needed_cases(Trial(op, DTYPES[0], seed))
+        hand_made = _needed_cases(Trial(op, DTYPES[0], seed))
     return Reverse(
         op=op.name,
         survivors=found,
-        redundant={name: redundant(op.name, name) for name, survivor in found.items() if not survivor},
+        redundant={name: REDUNDANT.get((op.name, name), "") for name, survivor in found.items() if not survivor},
         cases=len(trial.hand_made),
         hand_made=hand_made,
     )
@@ -63,9 +67,8 @@ def _survivors(trial: Trial, domain: str, seed: int) -> Iterator[str]:
     rows = TrialCalls(trial.rows)
     factor = next(f for f in trial.array.factors if f.name == domain)
     for mutant in sorted(trial.mutants, key=lambda m: not _is_about(m, factor)):
-        if without.kills(mutant) or not rows.kills(mutant):
-            continue
-        yield mutant.name
+        if without.killer(mutant) is None and rows.killer(mutant) is not None:
+            yield mutant.name
 
 
 def _points_without(trial: Trial, domain: str, seed: int) -> list[TrialCall]:
@@ -86,23 +89,9 @@ def _is_about(mutant: Mutant, factor: Factor) -> bool:
 def _needed_cases(trial: Trial) -> dict[str, str]:
     rows, found = TrialCalls(trial.rows), dict[str, str]()
     for mutant in trial.mutants:
-        if rows.kills(mutant):
+        if rows.killer(mutant) is not None:
             continue
         killing = [p.case.name for p in trial.hand_made if p.try_on(mutant) is not None]
         if len(killing) == 1:
             found.setdefault(killing[0], mutant.name)
     return found
-
-
-class TrialCalls:
-    """Points of an op's battery. Those that have killed the most mutants are tried first."""
-
-    def __init__(self, points: Sequence[TrialCall]) -> None:
-        self.points, self.kills_of = points, [0] * len(points)
-
-    def kills(self, mutant: Mutant) -> bool:
-        for at in sorted(range(len(self.points)), key=lambda at: -self.kills_of[at]):
-            if self.points[at].try_on(mutant) is not None:
-                self.kills_of[at] += 1
-                return True
-        return False

@@ -10,7 +10,7 @@ from random import Random
 from autosel.ops.contract import Op
 from autosel.ops.one_thread import one_thread
 from autosel.testing.mutants.calls import killers
-from autosel.testing.mutants.equivalent import reason
+from autosel.testing.mutants.equivalent import REASONS
 from autosel.testing.mutants.mutant import Mutant
 from autosel.testing.mutants.trial import Killed, Trial
 from autosel.values import DTypeName
@@ -52,7 +52,9 @@ def score(
             trial = Trial(op, dtype, seed)
             wrong = trial.refuses_the_reference()
             assert not wrong, f"{op.name} in {dtype}: these cases refuse the reference: {wrong}"
-            tried = _chosen(trial, seed, share) if dtype == DTYPES[0] else _left(trial, left)
+            tried: Sequence[Mutant] = [m for m in trial.mutants if m.name in left]
+            if dtype == DTYPES[0]:
+                tried = Random(seed).sample(trial.mutants, max(1, round(share * len(trial.mutants))))
             for mutant in tried:
                 found = trial.killer(mutant)
                 if found is not None:
@@ -75,18 +77,8 @@ def with_calls(found: Score, by: Mapping[str, str]) -> Score:
     )
 
 
-def _chosen(trial: Trial, seed: int, share: float) -> Sequence[Mutant]:
-    found = trial.mutants
-    return Random(seed).sample(found, max(1, round(share * len(found))))
-
-
-def _left(trial: Trial, left: Mapping[str, Mutant]) -> Sequence[Mutant]:
-    """Return the survivors that exist in the trial's dtype. The others stay survivors."""
-    return [m for m in trial.mutants if m.name in left]
-
-
 def _score(op: Op, killed: Mapping[str, Killed], left: Mapping[str, Mutant], seed: int, points: int) -> Score:
-    told = {name: why for name in left if (why := reason(op.name, name))}
+    told = {name: why for name in left if (why := REASONS.get((op.name, name)))}
     trial = Trial(op, DTYPES[0], seed)
     agrees = [name for name in told if trial.agrees(left[name], points, seed)]
     return Score(

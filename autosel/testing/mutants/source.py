@@ -12,7 +12,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -30,7 +29,7 @@ from autosel.ops import OPS
 from autosel.parity.check import Prover, Terms
 from autosel.parity.session import Proof
 from autosel.testing.mutants.cpp import SourceChange, changes
-from autosel.testing.mutants.equivalent import source_reason
+from autosel.testing.mutants.equivalent import SOURCE_REASONS
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Passed, Workload
 
 KERNELS: Sequence[CppKernel] = (*rows.KERNELS, *linear.KERNELS, *attention.KERNELS, *sampling.KERNELS)
@@ -87,8 +86,8 @@ def score_source(
         for fault, found in bench.results(share):
             if isinstance(found, Failed):
                 killed[found.check] += 1
-            elif source_reason(fault.name):
-                equivalent[fault.name] = source_reason(fault.name)
+            elif fault.name in SOURCE_REASONS:
+                equivalent[fault.name] = SOURCE_REASONS[fault.name]
             else:
                 survived.append(f"{dtype}: {fault.name}")
         same, refused = same + bench.same, refused + bench.refused
@@ -151,7 +150,12 @@ class MutantBench:
 
     def results(self, count: int) -> Iterator[tuple[SourceFault, Failed | Passed]]:
         """Compile and prove `count` mutants. The next one compiles during a proof."""
-        with _folder() as folder, ThreadPoolExecutor(1) as pool, Prover(self.fp, self.terms, threads=1) as prover:
+        with (
+            tempfile.TemporaryDirectory(prefix=MADE_IN) as made,
+            ThreadPoolExecutor(1) as pool,
+            Prover(self.fp, self.terms, threads=1) as prover,
+        ):
+            folder = Path(made)
             own = self._compiled(folder, None)
             assert own is not None
             faults = iter(faults_of(self.kernel, self._recipe, self.rng)[: TRIES * count])
@@ -241,9 +245,3 @@ def _code(artefact: Artefact) -> str:
 
 def _drop(artefact: Artefact) -> None:
     shutil.rmtree(artefact.path.parent, ignore_errors=True)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix=MADE_IN) as made:
-        yield Path(made)

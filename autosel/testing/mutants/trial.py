@@ -22,8 +22,6 @@ MOST_RESULTS = 60  # points whose results show the shapes and dtypes of outputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """The check and the case that refused a mutant."""
-
     check: str
     case: str
 
@@ -68,7 +66,23 @@ class TrialCall:
         return Killed(check=found.check, case=self.case.name) if isinstance(found, Mismatch) else None
 
 
-class Trial:
+class TrialCalls:
+    """Points of an op's battery. Those that have killed the most mutants are tried first."""
+
+    def __init__(self, points: Sequence[TrialCall]) -> None:
+        self.points, self.kills = points, [0] * len(points)
+
+    def killer(self, mutant: Mutant) -> Killed | None:
+        """Return the first check that refuses the mutant."""
+        for at in sorted(range(len(self.points)), key=lambda at: -self.kills[at]):
+            found = self.points[at].try_on(mutant)
+            if found is not None:
+                self.kills[at] += 1
+                return found
+        return None
+
+
+class Trial(TrialCalls):
     """The battery of an op in one dtype with every trait, and the mutants derived from its inputs."""
 
     def __init__(self, op: Op, dtype: DTypeName, seed: int) -> None:
@@ -76,9 +90,8 @@ class Trial:
         self.plain = plain_workload(op, dtype, seed)
         self.array = Array(op, self.plain, seed, traits=True)
         made, rows = [c for w in self._workloads() for c in op.cases(w)], self.array.cases(lambda _: True)
-        self.points = [TrialCall(op, case, seed + i) for i, case in enumerate([*made, *rows])]
+        super().__init__([TrialCall(op, case, seed + i) for i, case in enumerate([*made, *rows])])
         self.hand_made, self.rows = self.points[: len(made)], self.points[len(made) :]
-        self.kills = [0] * len(self.points)
 
     def _workloads(self) -> Iterator[Workload]:
         """Yield the plain workload, then one for each other value of each trait, whose cases differ."""
@@ -90,18 +103,8 @@ class Trial:
 
     @cached_property
     def mutants(self) -> Sequence[Mutant]:
-        """Return the mutants derived from the points' inputs."""
         some = self.points[:: max(1, len(self.points) // MOST_RESULTS)]
         return derive(self.op, self.dtype, reach_of(dict(p.truth.inputs) for p in self.points), [p.right for p in some])
-
-    def killer(self, mutant: Mutant) -> Killed | None:
-        """Return the first check that refuses the mutant. Points that have refused the most are tried first."""
-        for at in sorted(range(len(self.points)), key=lambda at: -self.kills[at]):
-            found = self.points[at].try_on(mutant)
-            if found is not None:
-                self.kills[at] += 1
-                return found
-        return None
 
     def is_void(self, mutant: Mutant) -> bool:
         """Return True if the fault makes invalid operands at every point where it shows, so that it has no results."""

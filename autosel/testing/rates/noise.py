@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,33 +24,34 @@ WORK = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="bf16")
 CHUNK = 512  # samples drawn at once
 
 
-class Noise(Protocol):
+@dataclass(slots=True, kw_only=True)
+class Noise:
     """Factors of sample times. `later_slots` is an additional factor of every visit of a pair but the first."""
 
-    later_slots: float
+    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         """Return the factors of CHUNK samples from session clock `start` on."""
+        raise NotImplementedError
 
 
 # --- what disturbs a clock --------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Lognormal:
+@dataclass(slots=True, kw_only=True)
+class Lognormal(Noise):
     """Independent factors around a level that depends only on the session clock."""
 
     spread: float = 0.02
     level: Callable[[Factors], Factors | float] = lambda now: 1.0
-    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         now = np.arange(start, start + CHUNK, dtype=np.float64)
         return self.level(now) * np.exp(rng.normal(0, self.spread, CHUNK))
 
 
-def iid(spread: float = 0.02) -> Noise:
-    return Lognormal(spread=spread)
+def iid() -> Noise:
+    return Lognormal()
 
 
 def warm_up_drift() -> Noise:
@@ -73,33 +73,26 @@ def position_effect() -> Noise:
     return Lognormal(spread=0.01, later_slots=1.03)
 
 
-@dataclass(slots=True)
-class ParetoSpikes:
+class ParetoSpikes(Noise):
     """One sample in twenty has a Pareto-distributed delay."""
-
-    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         spikes = np.where(rng.random(CHUNK) < 0.05, 1 + rng.pareto(1.5, CHUNK), 0.0)
         return np.asarray(np.exp(rng.normal(0, 0.02, CHUNK)) * (1 + spikes))
 
 
-@dataclass(slots=True)
-class Quantised:
+class Quantised(Noise):
     """A clock of twenty ticks: most pairs of equal arms are exact ties."""
-
-    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         return np.round(20 * np.exp(rng.normal(0, 0.02, CHUNK))) / 20
 
 
-@dataclass(slots=True)
-class Autoregressive:
+@dataclass(slots=True, kw_only=True)
+class Autoregressive(Noise):
     """AR(1) with coefficient 0.95, like a neighbour on the machine."""
 
     level: float = 0.0
-    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         levels, level = [], self.level
@@ -110,12 +103,11 @@ class Autoregressive:
         return np.asarray(np.exp(np.array(levels)))
 
 
-@dataclass(slots=True)
-class TwoClockStates:
+@dataclass(slots=True, kw_only=True)
+class TwoClockStates(Noise):
     """A clock that switches between two speeds 10 % apart every 50 samples or so."""
 
     slow: int = 0
-    later_slots: float = 1.0
 
     def factors(self, rng: np.random.Generator, start: int) -> Factors:
         states = (self.slow + np.cumsum(rng.random(CHUNK) < 0.02)) % 2
@@ -171,7 +163,6 @@ class SimulatedBench:
         return taken, ""
 
     def take(self, samples: int) -> list[float]:
-        """Return the noise of the next samples."""
         while len(self.ahead) < samples:
             start = self.now + len(self.ahead)
             self.ahead += self.noise.factors(self.rng, start).tolist()

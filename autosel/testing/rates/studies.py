@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import product, repeat
 from multiprocessing import get_context
 from random import Random
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from autosel.race.plan import (
     clopper_pearson_upper,
     plan,
 )
-from autosel.testing.rates.common import RULES
+from autosel.testing.rates.common import PAIRED, RULES
 from autosel.testing.rates.noise import CHUNK, NOISES, Factors, Noise, Scenario, attempt, confirmed, screened, won
 from autosel.values import RaceSession
 
@@ -57,23 +57,27 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyCell:
-    """One count. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some noise."""
+class Limited:
+    """A rate with a limit. `must` is at most or at least `limit`, or `fail`: a control that must exceed it under some
+    noise."""
 
     study: str
     what: str
     noise: str
-    count: Callable[[int, Random], Count]
     must: Must
     limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyCell(Limited):
+    """One count."""
+
+    count: Callable[[int, Random], Count]
     scale: float = 1.0  # share of the requested number of races
 
-    @property
-    def name(self) -> str:
-        return f"{self.study}|{self.what}|{self.noise}"
-
     def measure(self, races: int) -> ErrorRate:
-        found = self.count(max(1, round(races * self.scale)), Random(self.name))
+        name = f"{self.study}|{self.what}|{self.noise}"
+        found = self.count(max(1, round(races * self.scale)), Random(name))
         return ErrorRate(
             study=self.study,
             what=self.what,
@@ -86,29 +90,15 @@ class StudyCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorRate:
+class ErrorRate(Limited):
     """A measured cell."""
 
-    study: str
-    what: str
-    noise: str
-    must: Must
-    limit: float
     events: int
     races: int
 
     @property
-    def name(self) -> str:
-        return f"{self.study}|{self.what}|{self.noise}"
-
-    @property
     def rate(self) -> float:
         return self.events / self.races
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Return the 95 % interval (Clopper-Pearson)."""
-        return binomial_interval(self.races, self.events)
 
     @property
     def slack(self) -> float:
@@ -126,43 +116,22 @@ class ErrorRate:
 
 
 def measure(cells: Sequence[StudyCell], races: int, jobs: int = 1) -> list[ErrorRate]:
-    return list(measured(cells, races, jobs))
-
-
-def measured(cells: Sequence[StudyCell], races: int, jobs: int) -> Iterator[ErrorRate]:
-    """Yield the cells in order, measured by this many processes; closing the iterator stops them."""
+    """Return the cells' rates in order, measured by this many processes."""
     if jobs == 1:
-        yield from (cell.measure(races) for cell in cells)
-        return
+        return [cell.measure(races) for cell in cells]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        try:
-            yield from pool.map(partial(_measure, races), cells)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _measure(races: int, cell: StudyCell) -> ErrorRate:
-    return cell.measure(races)
-
-
-def binomial_interval(n: int, x: int, confidence: float = 0.95) -> tuple[float, float]:
-    one_sided = (1 + confidence) / 2
-    high = clopper_pearson_upper(n, x, one_sided)
-    return 1 - clopper_pearson_upper(n, n - x, one_sided), high
+        return list(pool.map(StudyCell.measure, cells, repeat(races)))
 
 
 def broken(rates: Sequence[ErrorRate]) -> list[str]:
     """Return the violations. A control must fail under at least one noise; everything else must hold under each."""
-    found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in rates if not _fine(r)]
+    failed = [r for r in rates if not (r.holds or r.must == "fail")]
+    found = [f"{r.study}: {r.what}, {r.noise}: {r.rate:.4g}, {r.must} {r.limit:.4g}" for r in failed]
     controls = dict.fromkeys((r.study, r.what) for r in rates if r.must == "fail")
     for study, what in controls:
         if not any(r.holds for r in rates if (r.study, r.what) == (study, what)):
             found.append(f"{study}: {what} fails under no noise: the simulator is toothless")
     return found
-
-
-def _fine(rate: ErrorRate) -> bool:
-    return rate.holds or rate.must == "fail"
 
 
 # --- counting with the rules of a race -------------------------------------------------------------------------------
@@ -322,7 +291,8 @@ LOOKS = 400  # A/A sessions of a device; the calibration is checked after each
 def calibration() -> Iterator[StudyCell]:
     """Count the devices that are ever believed to cross in at most 5 % of A/A sessions, by their true rate pi."""
     ours = partial(StudyCell, study="calibration", noise="iid")
-    first, usual = first_looks(calibrated), first_looks(_by_interval)
+    first = first_looks(calibrated)
+    usual = first_looks(lambda sessions, crossings: clopper_pearson_upper(sessions, crossings) <= ALPHA_SESSION)
     for pi in (ALPHA_SESSION, 0.07):
         yield ours(what=f"pi {pi:.2f}", count=partial(believed, first, pi), must="at most", limit=ALPHA_SESSION)
     for pi in (0.02, 0.01, 0.0):
@@ -339,10 +309,6 @@ def first_looks(shown: Callable[[int, int], bool]) -> list[int]:
         if not sessions:
             return looks
         looks.append(sessions)
-
-
-def _by_interval(sessions: int, crossings: int) -> bool:
-    return clopper_pearson_upper(sessions, crossings) <= ALPHA_SESSION
 
 
 def believed(looks: Sequence[int], pi: float, races: int, random: Random) -> Count:
@@ -421,8 +387,8 @@ def controls() -> Iterator[StudyCell]:
     """Race identical arms by common rules: in blocks, one arm after the other; in pairs, the candidate always first."""
     for noise in NOISES:
         cell = partial(StudyCell, study="controls", noise=noise, must="fail", limit=ALPHA_SESSION)
-        for rule in RULES.values():
-            yield cell(what=rule.name, count=partial(usual, rule.name, noise))
+        for name in RULES:
+            yield cell(what=name, count=partial(usual, name, noise))
         s = setting(1.0, noise, SHORT, DELTA_CALIBRATED, fixed_order=True)
         yield cell(what="ours, 2 %, without the coin", count=partial(sessions, s))
 
@@ -434,11 +400,11 @@ def usual(name: str, noise: str, races: int, random: Random) -> Count:
     factors = [(n.factors(rng, 0), n.later_slots) for n in drawn]
     assert 2 * BLOCK <= CHUNK
     times = np.array([f[: 2 * BLOCK] for f, _ in factors])
-    if not rule.paired:
+    if rule not in PAIRED:
         base, own = times[:, :BLOCK], times[:, BLOCK:]
     else:
         own, base = times[:, ::2], times[:, 1::2] * np.array([[later] for _, later in factors])
-    return Count(events=int(rule.decide(base, own).sum()), races=races)
+    return Count(events=int(rule(base, own).sum()), races=races)
 
 
 # --- demotion ---------------------------------------------------------------------------------------------------------

@@ -45,27 +45,22 @@ if os.environ.get("CUDA_REHEARSAL_DEVICE"):
 
     # Of a fingerprint's probes, which would take an interpreter an hour.
     SMALLER: dict[str, dict[str, Any]] = {
-        "gpu_arithmetic": {"MATRIX_SIDE": 256, "STEPS": 64, "PRODUCT_STEPS": 64},
-        "gpu_probe": {
-            "WARM_UP_S": 0.0,
+        "arithmetic": {"MATRIX_SIDE": 256, "STEPS": 64, "PRODUCT_STEPS": 64},
+        "bench": {
+            **dict.fromkeys(("WARM_UP_S", "WINDOW_S", "SWEEP_WINDOW_S"), 0.0),
             "WINDOWS": 2,
-            "WINDOW_S": 0.0,
-            "SWEEP_WINDOW_S": 0.0,
-            "LOOK_WINDOW_S": 0.0,
             "BLOCK_BYTES": 1 << 20,
             "READ_BYTES": 4 << 20,
             "CHUNKED_BYTES": 4 << 20,
         },
-        "gpu_cost": {"READS": 20, "COPIED_BYTES": 1 << 20, "ANSWERS": 5},
+        "probe": {"LOOK_WINDOW_S": 0.0},
+        "cost": {"READS": 20, "COPIED_BYTES": 1 << 20, "ANSWERS": 5},
     }
-
-    def with_smaller(values: dict[str, Any]) -> Callable[[ModuleType], None]:
-        return lambda module: vars(module).update(values)
 
     AFTER: dict[str, Callable[[ModuleType], None]] = {
         "torch": of_torch,
         "cupy_backends.cuda.api.runtime": of_cupy,
-        **{f"autosel.fingerprint.{name}": with_smaller(values) for name, values in SMALLER.items()},
+        **{f"autosel.devices.cuda.{n}": lambda module, new=new: vars(module).update(new) for n, new in SMALLER.items()},
     }
 
     class AfterImport(MetaPathFinder):
