@@ -55,6 +55,7 @@ from autosel.values import (
     Verdict,
     Workload,
 )
+from tests.forks import forked
 
 MODE = "eager.t2.highest"
 FP = Fingerprint(
@@ -124,7 +125,8 @@ def verdict(outcome: Any = "promote") -> Verdict:
     )
 
 
-def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
+def recording(key: str = "one", **changes: Any) -> Record:
+    """Return the command that records a decision for CPP, as a tune sends it."""
     values: dict[str, Any] = {
         "verdict": verdict(),
         "race": race(),
@@ -137,12 +139,11 @@ def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
         "idempotency_key": key,
     }
     fp, w = changes.pop("fp", FP), changes.pop("workload", ATTN)
-    return ledger.write(Record(fp=fp, workload=w, **values | changes))
+    return Record(fp=fp, workload=w, **values | changes)
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
+def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
+    return ledger.write(recording(key, **changes))
 
 
 @pytest.fixture
@@ -263,7 +264,6 @@ def test_a_split_bucket_serves_two_rows_and_a_whole_one_replaces_both(ledger: Le
     assert {s.decision.id for s in ledger.serving()} == {short.id, long.id}
     digests = [CPP.digest, PACKED.digest, BASELINE.digest]
     assert ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests) == (short, long)
-    assert ledger.known(FP.hw_id, ATTN.bucket, MODE, digests, length_range=(4097, 6000)) == short
     whole = record(ledger, "c")
     assert [s.decision.id for s in ledger.serving()] == [whole.id]
     assert ledger.evidence(whole.id).previous == long
@@ -355,11 +355,13 @@ def test_a_failure_from_before_a_release_is_forgotten(ledger: Ledger) -> None:
 
 
 def die_in_a_trial(home: Path) -> None:
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
             os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    child = forked(work)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
 
 
 def struck(home: Path) -> list[tuple[str, int, bool]]:
@@ -412,8 +414,14 @@ def test_a_trial_that_raises_is_closed_and_is_not_a_strike(ledger: Ledger) -> No
         assert found == []
 
 
-def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(ledger: Ledger, home: Path) -> None:
-    with open_ledger(home=home) as other, ledger.lock(FP.hw_id, "GPU-a"), other.lock(FP.hw_id, "GPU-b") as struck:
+def test_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(ledger: Ledger, home: Path) -> None:
+    cpu = dataclasses.replace(FP, identity={"model": "another kind"})
+    with (
+        open_ledger(home=home) as other,
+        ledger.lock(FP.hw_id, "GPU-a"),
+        other.lock(cpu.hw_id),
+        other.lock(FP.hw_id, "GPU-b") as struck,
+    ):
         with ledger.trial(FP.hw_id, "attn", CPP), open_ledger(home=home) as third:
             with pytest.raises(LedgerError, match="in use"), third.lock(FP.hw_id, "GPU-b"):
                 raise AssertionError("two at a time")
@@ -422,6 +430,7 @@ def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tu
         assert record(ledger, "by a").id == 1
         with pytest.raises(LedgerError, match="taken over this device"):
             record(other, "by b")
+        assert record(other, "of another kind", fp=cpu).id == 2
     with ledger.reading() as c:
         assert c.execute(sa.select(t.trials.c.unit, t.trial_ends.c.outcome).join(t.trial_ends)).all() == [
             ("GPU-a", containment.FINISHED)
@@ -569,8 +578,8 @@ def test_a_kept_connection_writes_to_the_present_file(home: Path, tmp_path: Path
 
 def test_killing_a_kept_connection_loses_no_acknowledged_write(home: Path) -> None:
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         ledger = open_ledger(home=home)
         ledger.keep_line()
         for n in range(1000):
@@ -579,7 +588,8 @@ def test_killing_a_kept_connection_loses_no_acknowledged_write(home: Path) -> No
                 ledger.move_log()
             if n == 70:
                 os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    forked(work).join()
     os.close(write)
     with os.fdopen(read) as pipe:
         told = [int(line) for line in pipe]

@@ -9,8 +9,8 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,9 @@ from autosel.ledger.commands import SaveParity
 from tests import drawn
 from tests.cpu.killed import Bomb
 from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, child_command, race, read_snapshot, record
+from tests.forks import forked, result_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
 
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
@@ -41,17 +37,10 @@ def home(tmp_path: Path) -> Path:
 
 def in_child(work: Callable[[], None]) -> bool:
     """Run `work` in a fork; return True if it finished, False if SIGKILL ended it; fail for any other end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            sys.stderr.write(repr(error))
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, -signal.SIGKILL), status
-    return status == 0
+    child = forked(work)
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    return child.exitcode == 0
 
 
 def test_a_kill_at_any_step_of_a_record_loses_no_acknowledged_decision_and_leaves_none_partial(home: Path) -> None:
@@ -191,15 +180,14 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
     before = read_snapshot(home)
     with ledger._database.writing() as c:  # a change that is committed and not yet published
         c.execute(sa.delete(t.serving).where(t.serving.c.decision_id == 24))
-    child = os.fork()
-    if child == 0:
+
+    def publish() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-        try:
+        with pytest.raises(LedgerError) as refused:
             ledger.publish()
-        except LedgerError as error:
-            os._exit(7 if "decisions.json" in str(error) else 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return str(refused.value)
+
+    assert "decisions.json" in result_of(publish)
     assert read_snapshot(home) == before, "the old snapshot must be complete"
     assert list(home.glob(".decisions*")) == []
     open_ledger(home=home)
@@ -209,30 +197,21 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
 # --- damage and other versions ------------------------------------------------------------------------------------
 
 
-def damage_header(data: bytearray) -> None:
-    data[:64] = bytes(64)
+DAMAGE = {
+    "header": (slice(0, 64), bytes(64)),
+    "page": (slice(3 * 4096, 4 * 4096), bytes(range(256)) * 16),
+    "schema": (slice(100, 108), b"\xff" * 8),
+    "cut": (slice(16 * 4096, None), b""),
+}
 
 
-def damage_a_page(data: bytearray) -> None:
-    data[3 * 4096 : 4 * 4096] = bytes(range(256)) * 16
-
-
-def damage_the_schema(data: bytearray) -> None:
-    data[100:108] = b"\xff" * 8
-
-
-def cut(data: bytearray) -> None:
-    del data[len(data) // 2 :]
-
-
-@pytest.mark.parametrize("damage", [damage_header, damage_a_page, damage_the_schema, cut])
-def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(
-    home: Path, damage: Callable[[bytearray], None]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(home: Path, damage: str) -> None:
     record(open_ledger(home=home))
     served = read_snapshot(home)
     data = bytearray((home / "ledger.db").read_bytes())
-    damage(data)
+    place, content = DAMAGE[damage]
+    data[place] = content
     (home / "ledger.db").write_bytes(data)
     with pytest.raises(LedgerError, match=r"is damaged[\s\S]*backup"):
         open_ledger(home=home)
@@ -338,35 +317,28 @@ def test_a_locked_ledger_is_reported_after_a_bounded_wait(home: Path, monkeypatc
             record(ledger)
         raw.execute("ROLLBACK")
     with ledger._database.writing():
-        pid = os.fork()
-        if pid == 0:
-            try:
+
+        def write() -> str:
+            with pytest.raises(LedgerError) as refused:
                 record(ledger, "from the child")
-            except LedgerError as error:
-                os._exit(7 if f"pid {os.getppid()} " in str(error) else 1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            return str(refused.value)
+
+        assert f"pid {os.getpid()} " in result_of(write)
     assert record(ledger).id == 1
 
 
 def test_many_writers_lose_nothing_and_every_change_has_its_epoch(home: Path) -> None:
     ledger = open_ledger(home=home)
-    writers = []
-    for number in range(4):
-        child = os.fork()
-        if child == 0:
-            try:
-                for n in range(15):
-                    ledger.write(
-                        SaveParity(
-                            hw_id=FP.hw_id, workload=record(ledger, f"{number}-{n}").workload, arm=CPP, parity=PASSED
-                        )
-                    )
-                os._exit(0)
-            finally:
-                os._exit(1)
-        writers.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(w, 0)[1]) for w in writers] == [0] * 4
+
+    def write(number: int) -> None:
+        for n in range(15):
+            w = record(ledger, f"{number}-{n}").workload
+            ledger.write(SaveParity(hw_id=FP.hw_id, workload=w, arm=CPP, parity=PASSED))
+
+    writers = [forked(partial(write, number)) for number in range(4)]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
     assert len(ledger.history()) == 60
     (row,) = read_snapshot(home).rows
     assert (row.epoch, row.decision.id) == (60, 60)
