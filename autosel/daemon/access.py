@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,6 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 READING = ("GET", "HEAD")
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -25,16 +27,20 @@ async def certificate_list(hub: Hub, request: Request) -> Response:
     return answer({"certificates": await asyncio.to_thread(_certificates, hub, limit)})
 
 
-def certificate_file(hub: Hub) -> Any:
+def certificate_file(hub: Hub) -> Path:
     return hub.home / "certificates.jsonl"
+
+
+def stored_lines(hub: Hub) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and bytes of each certificate; nothing without a file."""
+    path = certificate_file(hub)
+    if path.exists():
+        yield from certificates.lines(path)
 
 
 def _certificates(hub: Hub, limit: int) -> list[dict[str, Any]]:
     """Return the last certificates, newest first, without their samples."""
-    path = certificate_file(hub)
-    if not path.exists():
-        return []
-    found = [line for _, line in certificates.lines(path)][-limit:]
+    found = [line for _, line in stored_lines(hub)][-limit:]
     return [summary_of(line) for line in reversed(found)]
 
 
@@ -65,17 +71,10 @@ def summary_of(line: bytes) -> dict[str, Any]:
 async def certificate(hub: Hub, request: Request) -> Response:
     """Return the line as it is in the file: the checksum covers its bytes."""
     wanted = number(request.path_params["id"], "id", 0, 1 << 53)
-    line = await asyncio.to_thread(certificate_line, hub, wanted)
+    line = await asyncio.to_thread(lambda: next((line for n, line in stored_lines(hub) if n == wanted), None))
     if line is None:
         raise Bad(404, f"no such certificate: {wanted}")
     return Response(line + b"\n", media_type="application/json")
-
-
-def certificate_line(hub: Hub, wanted: int) -> bytes | None:
-    path = certificate_file(hub)
-    if not path.exists():
-        return None
-    return next((line for n, line in certificates.lines(path) if n == wanted), None)
 
 
 async def verify_certificates(hub: Hub, request: Request) -> Response:

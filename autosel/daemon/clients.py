@@ -67,7 +67,8 @@ async def job(hub: Hub, request: Request) -> Response:
 
 
 async def ask(hub: Hub, request: Request) -> Response:
-    _refuse_untuned(hub)
+    if not hub.options.tune:
+        raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
     asked: Ask = typed(Ask, await read(request, BodyLimits()))
     if not 1 <= len(asked.workloads) <= 64:
         raise Bad(422, f"{len(asked.workloads)} workloads", why="1 to 64 may be asked for at a time")
@@ -123,11 +124,6 @@ def _queue(hub: Hub, mode: str, miss: Miss, device: str) -> int | None:
         return None  # decided meanwhile
     made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device, threads=threads)
     return made.id if made else None
-
-
-def _refuse_untuned(hub: Hub) -> None:
-    if not hub.options.tune:
-        raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
 
 
 async def use_list(hub: Hub, request: Request) -> Response:

@@ -90,7 +90,7 @@ class Hub:
 
     async def write(self, work: Work, *, alone: bool = False) -> Any:
         """Write to the ledger: on disk and published when this returns."""
-        return await self.writer.submit_here(work, alone=alone)
+        return await self.writer.submit(work, alone=alone)
 
     async def read(self, work: Callable[[Ledger], Any]) -> Any:
         return await asyncio.to_thread(work, self.ledger)

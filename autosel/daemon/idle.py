@@ -52,7 +52,7 @@ class BusyMeter:
 
     def look(self, at_s: float) -> float:
         """Take a reading now."""
-        return self.take(read(at_s, [os.getpid()]))
+        return self.take(read(at_s))
 
     def why(self, limit: float) -> str:
         """Return why no tune may run now; "" if the device is idle."""
@@ -152,16 +152,16 @@ def _family(pid: int) -> frozenset[int]:
         return frozenset({pid})
 
 
-def read(at_s: float, trees: Iterable[int], proc: Path = Path("/proc")) -> CpuReading:
-    """Take a reading now; `trees` are the daemon's processes, each with all descendants."""
-    return CpuReading(at_s=at_s, busy_s=_busy(proc), own_s=sum(_tree(pid) for pid in trees))
+def read(at_s: float) -> CpuReading:
+    """Take a reading now; the daemon's own processes are this one and all its descendants."""
+    return CpuReading(at_s=at_s, busy_s=_busy(), own_s=_tree(os.getpid()))
 
 
-def _busy(proc: Path) -> float:
+def _busy() -> float:
     cores = {f"cpu{n}" for n in os.sched_getaffinity(0)}
     total = 0
     try:
-        lines = (proc / "stat").read_text().splitlines()
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return 0.0
     for line in lines:
@@ -189,7 +189,3 @@ def _tree(pid: int) -> float:
             continue
         total += t.user + t.system + t.children_user + t.children_system
     return total
-
-
-def load_average() -> float:
-    return os.getloadavg()[0]

@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ class _Item:
     """A queued write. `alone`: not in a group, because it also does something that a transaction cannot undo."""
 
     work: Work
-    future: Any  # a concurrent future, or the event loop's, in which its caller waits
+    future: asyncio.Future[Any]  # in which its caller waits
     alone: bool
 
 
@@ -74,15 +73,9 @@ class Writer:
     def read_only(self) -> bool:
         return self.ledger.failed or not self.ledger.writable
 
-    def submit(self, work: Work, *, alone: bool = False) -> Future[Any]:
-        """Submit a write. The result arrives when it is on disk and published. Raises Busy."""
-        future: Future[Any] = Future()
-        self._count(1)
-        self._queue.put([_Item(work=work, future=future, alone=alone)])
-        return future
-
-    def submit_here(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
-        """Submit from an event loop, always the same one. Writes that arrive together form one group."""
+    def submit(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
+        """Submit a write from an event loop, always the same one. Writes that arrive together form one group. The
+        result arrives when it is on disk and published. Raises Busy."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._count(1)
@@ -163,23 +156,11 @@ class Writer:
 
     def _resolve(self, outcomes: Sequence[Outcome]) -> None:
         """Notify all callers, waking the event loop once."""
-        own = [(future, value) for future, value in outcomes if isinstance(future, asyncio.Future)]
-        for future, value in outcomes:
-            if not isinstance(future, asyncio.Future):
-                _settle(future, value)
-        if own:
-            with suppress(RuntimeError):  # the loop has ended, and its callers with it
-                own[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, own)
+        with suppress(RuntimeError):  # the loop has ended, and its callers with it
+            outcomes[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, outcomes)
 
 
-Outcome = tuple[Any, Any]  # (future, its result)
-
-
-def _settle(future: Any, value: Any) -> None:
-    if isinstance(value, BaseException):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
+Outcome = tuple[asyncio.Future[Any], Any]  # (future, its result)
 
 
 class _Gathering:
@@ -224,8 +205,12 @@ class _Gathering:
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         for future, value in outcomes:
-            if not future.done():  # its caller went away
-                _settle(future, value)
+            if future.done():  # its caller went away
+                continue
+            if isinstance(value, BaseException):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
         self._under_way -= len(outcomes)
         if not self._under_way:
             self._expected = self._handed + len(self._items)

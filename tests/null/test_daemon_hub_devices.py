@@ -25,14 +25,11 @@ from autosel.daemon.idle import GpuMeter, Utilisation
 from autosel.daemon.jobs import Jobs
 from autosel.dispatch.handover import Handover
 from autosel.dispatch.served import Coverage
-from autosel.errors import LedgerError
 from autosel.fingerprint import known
-from autosel.ledger.commands import TakeOver
-from autosel.ledger.locks import InUseError
 from autosel.tuning.underway import RunningCommand
 from autosel.values import to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
-from tests.null.daemon_app import App, over_socket
+from tests.null.daemon_app import App, over_socket, queue_in
 from tests.quiet import here
 
 H200 = known.load("h200")
@@ -153,7 +150,7 @@ def test_a_gpu_without_nvml_answers_is_not_tuned(nvml: Nvml) -> None:
 
 @pytest.fixture
 def queue(tmp_path: Path) -> Jobs:
-    made = Jobs(tmp_path / "jobs.json", busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
+    made = queue_in(tmp_path)
     made.know("cuda:0", UUID)
     return made
 
@@ -167,18 +164,30 @@ def test_a_workload_waits_once_for_each_device_and_keeps_its_own_over_a_restart(
     for device in ("cpu", "cuda:0", "cuda:0"):
         queue.add(ATTN, "miss", "", calls=1, device=device)
     assert sorted((j.device, j.calls) for j in queue.all()) == [("cpu", 1), ("cuda:0", 2)]
-    again = Jobs(queue.path, busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
-    assert sorted(j.device for j in again.all()) == ["cpu", "cuda:0"]
+    assert sorted(j.device for j in queue_in(queue.path.parent).all()) == ["cpu", "cuda:0"]
+
+
+class Child:
+    """Replace the tuning process; collect its tasks, and send `said` to the queue."""
+
+    def __init__(self, queue: Jobs, *said: dict[str, Any]) -> None:
+        self.tasks: list[dict[str, Any]] = []
+        self.code, self._said = 0, [*said]
+        queue._child_runs = self._runs  # type: ignore[method-assign]
+
+    @property
+    def proofs(self) -> list[tuple[str, str]]:
+        return [(task["do"], task["device"]) for task in self.tasks]
+
+    async def _runs(self, task: dict[str, Any], hear: Any, *, aside: bool = False) -> int:
+        self.tasks.append(task)
+        while self._said and task["do"] == "complete":
+            hear(self._said.pop())
+        return self.code
 
 
 def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
-    tasks: list[dict[str, Any]] = []
-
-    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
-        tasks.append(task)
-        return 0
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    tasks = Child(queue).tasks
     queue.add(ATTN, "asked", "", device="cpu")
     queue.add(ATTN.at(B=2), "miss", "", device="cuda:0")
     queue.add(ATTN.at(B=4), "miss", "", device="cuda:0")
@@ -198,62 +207,28 @@ def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
 
 
 def test_stale_winners_and_decisions_of_others_are_proven_on_their_own_device(queue: Jobs) -> None:
-    tasks: list[tuple[str, str]] = []
-    code = [0]
-
-    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
-        tasks.append((task["do"], task["device"]))
-        return code[0]
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    child = Child(queue)
     queue.lost, queue.offered = {1: "cpu", 2: "cuda:0"}, {3: "cuda:0"}
     rest(queue, "cuda:0")
     asyncio.run(queue._next())
-    assert tasks == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
-    code[0] = 1  # another process holds the device
+    assert child.proofs == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
+    child.code = 1  # another process holds the device
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "it was tried again at once"
+    assert child.proofs == [("renew", "cuda:0"), ("adopt", "cuda:0")], "it was tried again at once"
 
 
 def test_remaining_rows_of_proofs_come_last_and_are_looked_up_once_if_there_are_none(queue: Jobs) -> None:
-    tasks: list[tuple[str, str]] = []
-    told: list[dict[str, Any]] = [{"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""}]
-
-    async def child(task: dict[str, Any], hear: Any, *, aside: bool = False) -> int:
-        tasks.append((task["do"], task["device"]))
-        while told and task["do"] == "complete":
-            hear(told.pop())
-        return 0
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    child = Child(queue, {"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""})
     queue.offered, queue.incomplete = {3: "cpu"}, {5: "cpu", 6: "cpu"}
     rest(queue, "cpu")
     asyncio.run(queue._next())
     queue.offered = {}
     asyncio.run(queue._next())
-    assert tasks == [("adopt", "cpu"), ("complete", "cpu")] and queue.incomplete == {6: "cpu"}
+    assert child.proofs == [("adopt", "cpu"), ("complete", "cpu")] and queue.incomplete == {6: "cpu"}
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert tasks[2:] == [("complete", "cpu")] and queue.incomplete == {}
-
-
-# --- one tuner a device -----------------------------------------------------------------------------------------------
-
-
-def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp_path: Path) -> None:
-    there = dataclasses.replace(H200, rates={})
-    ledger = ledgers.open_ledger(home=tmp_path / "home", alone=True)
-    with ledger, ledger.lock(this_device()), ledger.lock(H200.hw_id, UUID):
-        with pytest.raises(InUseError), ledger.lock(H200.hw_id, UUID):
-            pass
-        with ledgers.open_ledger(home=ledger.home, alone=True) as other, other.lock(H200.hw_id, "GPU-its like"):
-            record(other, "of its like", fp=there)
-        record(ledger, "of the gpu", fp=there)
-        ledger.write(TakeOver(hw_id=H200.hw_id, holder="another tuner", unit=UUID))
-        with pytest.raises(LedgerError, match="taken over this device"):
-            record(ledger, "late", fp=there)
-        record(ledger, "of the cpu", fp=here())
+    assert child.proofs[2:] == [("complete", "cpu")] and queue.incomplete == {}
 
 
 # --- requests and answers --------------------------------------------------------------------------------------------
