@@ -16,16 +16,15 @@ from typing import Any
 from prometheus_client import Gauge
 
 from autosel import devices
-from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import CPU, Jobs, QueuedJob
 from autosel.daemon.metrics import Metrics
-from autosel.daemon.uses import UseCounts
+from autosel.daemon.uses import Coverages, UseCounts
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
-from autosel.ledger.key import at_threads, matters, threads_of
+from autosel.ledger.key import at_threads, matters
 from autosel.ledger.store import Ledger, Served, open_ledger
 from autosel.tuning.underway import RunningCommand
 from autosel.values import Decision, to_json
@@ -164,10 +163,6 @@ class Hub:
         """Return the usable cores of this CPU; 0 until it has been examined."""
         fp = self.facts.fingerprint
         return int(fp.get("threads", 0) or fp["identity"].get("cpus", 0)) if fp else 0
-
-    def threads_for(self, mode: str) -> int:
-        """Return the threads to tune with for a process in that mode; 0 if they are this daemon's own."""
-        return 0 if mode == self.view.mode else threads_of(mode)
 
     def decided(self, device: str, bucket: str, threads: int) -> int | None:
         """Return the decision that serves a bucket on a device to processes with so many threads (0: as many as this

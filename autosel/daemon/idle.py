@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -70,7 +71,7 @@ class GpuMeter:
         self._last_s: float | None = None
 
     def look(self, at_s: float) -> float:
-        found = self._ask(self.uuid).others(_family(os.getpid()))
+        found = self._ask(self.uuid).others({process.pid for process in _family()})
         if self._last_s is not None:
             self.busy += _share(self._last_s, at_s, self.over_s) * (found - self.busy)
         self._last_s = at_s
@@ -141,20 +142,16 @@ def _latest(samples: Iterable[Any]) -> dict[int, float]:
     return {int(s.pid): s.smUtil / 100 for s in ordered}
 
 
-def _family(pid: int) -> frozenset[int]:
-    """Return a process and all its descendants."""
+def _family() -> list[Any]:
+    """Return this process and all its descendants, as psutil's."""
     import psutil
 
-    try:
-        root = psutil.Process(pid)
-        return frozenset({pid, *(child.pid for child in root.children(recursive=True))})
-    except psutil.Error:
-        return frozenset({pid})
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
 
 
 def read(at_s: float) -> CpuReading:
-    """Take a reading now; the daemon's own processes are this one and all its descendants."""
-    return CpuReading(at_s=at_s, busy_s=_busy(), own_s=_tree(os.getpid()))
+    return CpuReading(at_s=at_s, busy_s=_busy(), own_s=_own())
 
 
 def _busy() -> float:
@@ -172,20 +169,13 @@ def _busy() -> float:
     return total / TICKS_PER_S
 
 
-def _tree(pid: int) -> float:
-    """Return the CPU time of a process, its descendants, and the descendants that have ended."""
+def _own() -> float:
+    """Return the CPU time of this process, its descendants, and the descendants that have ended."""
     import psutil
 
     total = 0.0
-    try:
-        root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return 0.0
-    for process in family:
-        try:
+    for process in _family():
+        with suppress(psutil.Error):  # it has ended since
             t = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += t.user + t.system + t.children_user + t.children_system
+            total += t.user + t.system + t.children_user + t.children_system
     return total

@@ -383,9 +383,12 @@ class Jobs:
 
     async def _adopt(self, device: str) -> None:
         """Prove decisions of other hosts. A decision that was refused is not tried again by this daemon."""
-        await self._proven(
-            "adopt", device, "adopted", lambda said: self.refused.update({said["id"]} if said["reason"] else ())
-        )
+
+        def take(said: dict[str, Any]) -> None:
+            if said["reason"]:
+                self.refused.add(said["id"])
+
+        await self._proven("adopt", device, "adopted", take)
 
     async def _complete(self, device: str) -> None:
         """Finish some proofs. An arm that fails is quarantined by the child."""

@@ -198,25 +198,23 @@ class DecisionFamily:
 def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[DecisionFamily]:
     """Group over the context if the op has one, else over the rows; the largest family first. `device`: the device, if
     there are several."""
-    found: dict[str, list[Decision]] = {}
-    axes: dict[str, str] = {}
+    found: dict[tuple[str, str], list[Decision]] = {}
     for d in decisions:
         dims = [name for name, _ in d.workload.dims]
         axis = "L" if "L" in dims else "M" if "M" in dims else "B" if "B" in dims else dims[0]
         rest = " ".join(f"{n}{s}" for n, s in d.workload.dims if n != axis)
         traits = " ".join(f"{n}={v}" for n, v in d.workload.traits)
         name = " ".join(x for x in (device(d), rest, d.workload.dtype, traits, d.mode) if x)
-        found.setdefault(name, []).append(d)
-        axes[name] = axis
-    order = sorted(found, key=lambda name: (-len(found[name]), name))
+        found.setdefault((name, axis), []).append(d)
+    order = sorted(found, key=lambda group: (-len(found[group]), group))
     return [
         DecisionFamily(
             id=str(i),
             name=name,
-            axis=axes[name],
-            decisions=tuple(sorted(found[name], key=lambda d: d.workload[axes[name]])),
+            axis=axis,
+            decisions=tuple(sorted(found[name, axis], key=lambda d: d.workload[axis])),
         )
-        for i, name in enumerate(order)
+        for i, (name, axis) in enumerate(order)
     ]
 
 

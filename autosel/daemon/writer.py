@@ -100,10 +100,9 @@ class Writer:
             items, over = self._next()
             self._count(-len(items))
             for alone, some in groupby(items, lambda item: item.alone):
-                how, most = (self._single, 1) if alone else (self._together, MOST_TOGETHER)
-                group = list(some)
+                group, most = list(some), 1 if alone else MOST_TOGETHER
                 for at in range(0, len(group), most):
-                    self._write(group[at : at + most], how)
+                    self._write(group[at : at + most], alone=alone)
             if self._logged >= WRITES_A_LOG or (not items and self._logged):
                 self.ledger.move_log()  # after they are acknowledged, because it takes as long as some commits
                 self._logged = 0
@@ -121,17 +120,12 @@ class Writer:
                 return found, True
             found += more
 
-    def _together(self, ledger: Ledger, group: Sequence[_Item]) -> list[Any]:
-        return ledger.together([partial(item.work, ledger) for item in group])
-
-    def _single(self, ledger: Ledger, group: Sequence[_Item]) -> list[Any]:
-        return [item.work(ledger) for item in group]
-
-    def _write(self, group: Sequence[_Item], how: Callable[[Ledger, Sequence[_Item]], list[Any]]) -> None:
+    def _write(self, group: Sequence[_Item], *, alone: bool) -> None:
         try:
             ledger = self._healthy()
             before = ledger.publications
-            found = how(ledger, group)
+            calls = [partial(item.work, ledger) for item in group]
+            found = [call() for call in calls] if alone else ledger.together(calls)
         except BaseException as error:  # for any error, because no caller may wait for ever
             if self.ledger.failed and not self._failed_at:
                 self._failed_at = time.monotonic()

@@ -66,7 +66,8 @@ class Record(Command[Decision]):
         c, hw_id = tx.c, self.fp.hw_id
         tx.refuse_stale(hw_id)
         if self.state in ("promoted", "pinned") and self.arm.digest != self.baseline.digest:
-            self._refuse_unproven()
+            if not any(a.digest == self.arm.digest and isinstance(p, Passed) for a, p in self.parities):
+                raise ParityError(f"{self.arm.candidate} has not passed parity: it cannot be {self.state}")
             _refuse_quarantined(c, self.arm, hw_id, self.workload.op)
         fingerprint_id = rows.put_fingerprint(c, self.fp)
         race_id = rows.put_race(c, fingerprint_id, self.race) if self.race else None
@@ -89,10 +90,6 @@ class Record(Command[Decision]):
             race_id=race_id,
             proofs=proofs,
         )
-
-    def _refuse_unproven(self) -> None:
-        if not any(a.digest == self.arm.digest and isinstance(p, Passed) for a, p in self.parities):
-            raise ParityError(f"{self.arm.candidate} has not passed parity: it cannot be {self.state}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

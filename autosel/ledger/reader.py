@@ -85,13 +85,9 @@ class LedgerReader:
             return serving.of(c, self._prover(c), everywhere=everywhere)
 
     def _prover(self, c: Connection) -> int:
-        return prover(self._seen_host(c), shared=self.shared)
-
-    def _seen_host(self, c: Connection) -> int:
-        """Return the row of this host; 0 before its first write. Keep it: what is read here is committed."""
-        if not self._host_id:
+        if not self._host_id:  # before this host's first write; what is read here is committed
             self._host_id = rows.host_id(c, here(self.home)) or 0
-        return self._host_id
+        return prover(self._host_id, shared=self.shared)
 
     def known(self, hw_id: str, bucket: str, mode: str, digests: Iterable[str]) -> Decision | None:
         """Return the settled decision of a bucket, if nothing that it depends on has changed, so that no measurement is

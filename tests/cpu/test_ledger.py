@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,7 @@ from autosel.values import (
     Verdict,
     Workload,
 )
-from tests.forks import forked
+from tests.forks import CONTEXT, forked
 
 MODE = "eager.t2.highest"
 FP = Fingerprint(
@@ -438,18 +436,21 @@ def test_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(le
 
 
 def test_the_device_lock_names_its_holder_and_ends_with_it(ledger: Ledger, home: Path) -> None:
-    script = "with ledger.lock(FP.hw_id): print('held', flush=True); sys.stdin.read()"
-    child = subprocess.Popen(
-        child_command(home, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "held\n"
+    here, there = CONTEXT.Pipe(duplex=False)
+
+    def hold() -> None:
+        with open_ledger(home=home) as other, other.lock(FP.hw_id):
+            there.send("held")
+            signal.pause()
+
+    child = forked(hold)
+    assert here.recv() == "held"
     with pytest.raises(LedgerError, match=f"pid {child.pid} "), ledger.lock(FP.hw_id):
         pass
     with ledger.lock("another-device"):
         pass
     child.kill()
-    child.communicate()
+    child.join()
     with ledger.lock(FP.hw_id):
         pass
 
@@ -626,24 +627,6 @@ def test_a_kept_lock_excludes_others_also_after_its_file_was_deleted(home: Path)
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-PREAMBLE = """
-import os, signal, sys
-from pathlib import Path
-import importlib.util
-spec = importlib.util.spec_from_file_location("ledger_tests", {tests!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["ledger_tests"] = module
-spec.loader.exec_module(module)
-globals().update(vars(module))
-home = Path({home!r})
-ledger = open_ledger(home=home)
-"""
-
-
-def child_command(home: Path, script: str) -> list[str]:
-    return [sys.executable, "-c", PREAMBLE.format(tests=__file__, home=str(home)) + script]
 
 
 def read_snapshot(home: Path) -> snapshot.Snapshot:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,11 +24,8 @@ from autosel.ledger import schema as t
 from autosel.ledger.commands import SaveParity
 from tests import drawn
 from tests.cpu.killed import Bomb
-from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, child_command, race, read_snapshot, record
+from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, race, read_snapshot, record
 from tests.forks import forked, result_of
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
 
@@ -146,20 +141,22 @@ def test_a_full_disk_loses_nothing_acknowledged_and_reading_continues(home: Path
     ledger = open_ledger(home=home)
     record(ledger, "before")
     room = (home / "ledger.db").stat().st_size + 60_000
-    script = f"""
-import resource, json
-resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
-acks, trouble = [], []
-for n in range(400):
-    try:
-        acks.append(record(ledger, str(n)).id)
-    except LedgerError as error:
-        trouble.append(str(error))
-        if len(trouble) == 3: break
-print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
-"""
-    done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True, check=True)
-    acks, trouble, seen = json.loads(done.stdout)
+
+    def fill() -> tuple[list[int], list[str], list[int]]:
+        acks: list[int] = []
+        trouble: list[str] = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        with open_ledger(home=home) as own:
+            for n in range(400):
+                try:
+                    acks.append(record(own, str(n)).id)
+                except LedgerError as error:
+                    trouble.append(str(error))
+                if len(trouble) == 3:
+                    break
+            return acks, trouble, [d.id for d in own.history()]
+
+    acks, trouble, seen = result_of(fill)
     assert len(acks) > 3
     assert len(trouble) == 3, "the limit was not reached"
     assert all("could not be written" in text and "free some space" in text for text in trouble)
