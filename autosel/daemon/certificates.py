@@ -18,6 +18,7 @@ from autosel.daemon.answers import answer
 from autosel.daemon.bodies import MOST_ROWS, Bad, number, query
 from autosel.daemon.hub import Hub
 from autosel.errors import AutoselError
+from autosel.ledger.rows import named
 from autosel.values import to_json
 
 
@@ -47,23 +48,15 @@ def _certificates(hub: Hub, limit: int) -> list[dict[str, Any]]:
 def summary_of(line: bytes) -> dict[str, Any]:
     made = decode_certificate(line)
     return {
-        "sequence": made.sequence,
-        "timestamp": made.timestamp,
-        "model": made.model,
-        "device": made.device,
-        "dtype": made.dtype,
+        **named(made, ("sequence", "timestamp", "model", "device", "dtype")),
         "batch": made.shape.batch,
         "context": made.shape.seq,
         "tokens_per_sec": made.tokens_per_sec,
         "latency_ms": to_json(made.latency_ms),
-        "baseline_ms": made.baseline_ms,
-        "speedup": made.speedup,
+        **named(made, ("baseline_ms", "speedup")),
         "speedup_interval": to_json(claimed_interval(made)),
         "roofline": headline_roofline(made),
-        "verification_ok": made.verification_ok,
-        "contended": made.contended,
-        "env_id": made.env_id,
-        "checksum": made.checksum,
+        **named(made, ("verification_ok", "contended", "env_id", "checksum")),
         "signed": bool(made.signer),
     }
 

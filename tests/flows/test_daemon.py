@@ -38,6 +38,7 @@ from tests.cpu.daemons import Daemon, cli, environment, running
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, record, recording
 from tests.homes import furnish
 from tests.null.daemon_app import fault_of
+from tests.null.test_daemon_protocol import FAR
 from tests.quiet import here
 
 HERE = this_device()
@@ -157,20 +158,10 @@ def test_connections_beyond_the_limit_are_refused_and_open_ones_continue(daemon:
     assert cli(daemon.home, "status").returncode == 0
 
 
-HOLDING = """
-import encodings.idna, os, socket, sys
-os.setgid(65534)
-os.setuid(65534)
-lines = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(40)]
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process takes root to start")
 def test_another_users_connections_to_the_port_do_not_count_against_ours(daemon: Daemon) -> None:
     port = daemon.url.rstrip("/").rpartition(":")[2]
-    command = [sys.executable, "-S", "-c", HOLDING, port]
+    command = [sys.executable, "-S", "-c", FAR, "127.0.0.1", port, "40"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"

@@ -587,14 +587,6 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
         bind.private_folder(folder)
 
 
-def test_the_socket_is_private_and_replaces_a_dead_ones(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "daemon.sock"
-    bind.unix_socket(path).close()
-    with bind.unix_socket(path):
-        assert path.stat().st_mode & 0o777 == 0o600
-        assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
 def test_a_home_with_a_long_name_has_a_socket_too(tmp_path: Path) -> None:
     from autosel.client import connect
 
@@ -611,10 +603,3 @@ def test_the_unit_starts_the_daemon_and_lets_it_write_its_home(tmp_path: Path) -
     assert "ExecStart=/usr/bin/autosel serve\n" in text
     assert f'ReadWritePaths="{tmp_path}"' in text
     assert "Type=notify" in text and "NoNewPrivileges=yes" in text
-
-
-def test_a_job_as_json_has_workload_and_bucket() -> None:
-    job = QueuedJob(id=1, workload=ATTN, source="miss", reason="", created_at="2026-01-01T00:00:00+00:00")
-    found = jobs.document(job)
-    assert (found["workload"], found["bucket"]) == (ATTN.key, ATTN.bucket)
-    assert to_json(job)["workload"]["op"] == "attn"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,12 +243,13 @@ def app(tmp_path: Path) -> App:
     return App(tmp_path / "home")
 
 
-def learned(client: TestClient, app: App, *facts: Facts) -> None:
-    """Report this in the event loop's thread, like a child's findings."""
+def learned(client: TestClient, app: App, *facts: Facts, commands: Sequence[RunningCommand] = ()) -> None:
+    """Report this in the event loop's thread, like a child's findings and the commands of other processes."""
 
     async def tell() -> None:
         for found in facts:
             app.hub.learn(found)
+        app.hub.see(list(commands))
         await app.hub.reload()
 
     client.portal.call(tell)  # type: ignore[union-attr]
@@ -269,11 +271,12 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         on = {d: client.get(f"/v1/best/attn?device={d}").json() for d in ("cpu", "cuda:0")}
         assert [len(rows) for rows in on.values()] == [1, 1]
         assert on["cpu"] != on["cuda:0"]
-        miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(ATTN.at(B=7)), "calls": 3}]}
+        w = ATTN.at(B=7)
+        miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(w), "calls": 3}]}
         app.hub.jobs.meters["cuda:1"].busy = 0.0  # of equal ones, the idle one is chosen
         assert client.post("/v1/misses", json=miss).json()["refused"] == ""
         (job,) = client.get("/v1/jobs").json()["jobs"]
-        assert (job["device"], job["calls"]) == ("cuda:1", 3)
+        assert (job["device"], job["calls"], job["workload"], job["bucket"]) == ("cuda:1", 3, w.key, w.bucket)
         otherwise = miss | {"mode": MODE.replace("highest", "high"), "misses": miss["misses"] * 2}
         otherwise["misses"][1] = {"workload": to_json(dataclasses.replace(ATTN, dtype="fp32")), "calls": 1}
         told = client.post("/v1/misses", json=otherwise).json()
@@ -326,19 +329,13 @@ def test_the_pages_show_a_tune_from_the_command_line_until_it_ends(app: App) -> 
     tune = RunningCommand(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
     tune = dataclasses.replace(tune, stage="screening", detail="attn", done=3, total=12, decided=5, left_s=200.0)
 
-    def see(*commands: RunningCommand) -> None:
-        async def tell() -> None:
-            app.hub.see(list(commands))
-
-        client.portal.call(tell)  # type: ignore[union-attr]
-
     with over_socket(app) as client:
-        see(tune)
+        learned(client, app, commands=[tune])
         for page in ("/", "/race"):
             text = " ".join(re.sub("<[^>]*>", "", client.get(page).text).split())
             assert "autosel tune --model llama-8b screening 3/12 attn" in text and "5 decided, about 3 min left" in text
         assert client.get("/v1/health").json()["commands"] == [to_json(tune)]
-        see()
+        learned(client, app)
         assert "autosel tune --model llama-8b" not in client.get("/race").text
 
 

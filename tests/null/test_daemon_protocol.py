@@ -194,7 +194,9 @@ import encodings.idna, os, socket, sys
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
-line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+host, port, count = sys.argv[1:]
+lines = [socket.create_connection((host, int(port))) for _ in range(int(count))]
+print("held", flush=True)
 sys.stdin.read()
 """
 
@@ -209,8 +211,8 @@ def test_the_kernel_reports_the_user_at_the_other_end_of_a_loopback_connection(f
         pytest.skip(f"{host}: {error}")
     with closing(listening):
         listening.listen()
-        command = [sys.executable, "-S", "-c", FAR, host, str(listening.getsockname()[1])]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        command = [sys.executable, "-S", "-c", FAR, host, str(listening.getsockname()[1]), "1"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         connection, _ = listening.accept()
         with closing(connection):
             uid = os.getuid() or 65534
