@@ -63,8 +63,8 @@ class Facts:
 class Hub:
     """Hold everything. Created in the event loop's thread, by `serve` or a test; `close` ends it."""
 
-    def __init__(self, home: Path, options: Options | None = None, *, ledger: Ledger | None = None) -> None:
-        self.home, self.options = home, options or Options()
+    def __init__(self, home: Path, options: Options) -> None:
+        self.home, self.options = home, options
         self.instance = secrets.token_hex(8)  # of a new daemon: reports to the previous one may be lost
         self.started = datetime.now(UTC)
         self.loop = asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class Hub:
         self.facts = Facts(hw_id=this_device())
         self.known = {self.facts.device: self.facts}  # of every device here
         self.view = View(hw_id=self.facts.hw_id)
-        self.writer = Writer(ledger or _open(home), lambda: _open(home), self._committed)
+        self.writer = Writer(_open(home), lambda: _open(home), self._committed)
         self.jobs = Jobs(
             home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+OVER_S = 5.0  # time over which readings are averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +38,16 @@ def others(before: CpuReading, now: CpuReading) -> float:
 
 
 class BusyMeter:
-    """Average the cores that other work keeps busy (`busy`) over about `over_s` seconds. Starts as if all were busy."""
+    """Average the cores that other work keeps busy (`busy`) over about OVER_S. Starts as if all were busy."""
 
-    def __init__(self, *, over_s: float = 5.0, cores: int | None = None) -> None:
-        self.over_s = over_s
+    def __init__(self, *, cores: int | None = None) -> None:
         self.busy = float(cores or len(os.sched_getaffinity(0)))
         self._last: CpuReading | None = None
 
     def take(self, reading: CpuReading) -> float:
         if self._last is not None:
             found = others(self._last, reading)
-            self.busy += _share(self._last.at_s, reading.at_s, self.over_s) * (found - self.busy)
+            self.busy += _share(self._last.at_s, reading.at_s) * (found - self.busy)
         self._last = reading
         return self.busy
 
@@ -65,15 +65,15 @@ class GpuMeter:
 
     LIMIT = 0.05
 
-    def __init__(self, name: str, uuid: str, *, over_s: float = 5.0, ask: Callable[[str], Utilisation] | None = None):
-        self.name, self.uuid, self.over_s, self._ask = name, uuid, over_s, ask or utilisation
+    def __init__(self, name: str, uuid: str, *, ask: Callable[[str], Utilisation] | None = None):
+        self.name, self.uuid, self._ask = name, uuid, ask or utilisation
         self.busy = 1.0
         self._last_s: float | None = None
 
     def look(self, at_s: float) -> float:
         found = self._ask(self.uuid).others({process.pid for process in _family()})
         if self._last_s is not None:
-            self.busy += _share(self._last_s, at_s, self.over_s) * (found - self.busy)
+            self.busy += _share(self._last_s, at_s) * (found - self.busy)
         self._last_s = at_s
         return self.busy
 
@@ -82,8 +82,8 @@ class GpuMeter:
         return f"other work keeps {self.name} busy {self.busy:.0%} of the time" if self.busy > self.LIMIT else ""
 
 
-def _share(before_s: float, now_s: float, over_s: float) -> float:
-    return min(1.0, max(0.0, now_s - before_s) / over_s)
+def _share(before_s: float, now_s: float) -> float:
+    return min(1.0, max(0.0, now_s - before_s) / OVER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,9 +109,8 @@ class Jobs:
         busy_limit: float,
         tell: Callable[[str, Any], None],
         ended: Callable[[QueuedJob], None],
-        effort: str = "quick",
     ) -> None:
-        self.path, self.busy_limit, self.effort = path, busy_limit, effort
+        self.path, self.busy_limit = path, busy_limit
         self.meters: dict[str, idle.BusyMeter | idle.GpuMeter] = {CPU: idle.BusyMeter()}
         self.live: Live | None = None
         self.held = ""  # why no tune runs now
@@ -299,7 +298,7 @@ class Jobs:
         task = {
             "do": "tune",
             "workloads": [to_json(j.workload) for j in batch],
-            "effort": self.effort,
+            "effort": "quick",
             "force": batch[0].force,
             "device": batch[0].device,
             "threads": batch[0].threads,

@@ -153,12 +153,9 @@ def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
 
 
 def last_races(ledger: Ledger) -> list[Decision]:
-    return [d for d in ledger.history(limit=60) if _raced(d)][:12]
-
-
-def _raced(d: Decision) -> bool:
-    """Return True if a race decided it, not a person, another proof or a timeout."""
-    return d.state in ("promoted", "kept") and not d.stale and bool(d.verdict and d.verdict.timings)
+    """Return the last decisions by a race, not by a person, another proof or a timeout."""
+    recent = (d for d in ledger.history(limit=60) if d.state in ("promoted", "kept") and not d.stale)
+    return [d for d in recent if d.verdict and d.verdict.timings][:12]
 
 
 def sessions(race: Race | None) -> list[tuple[RaceSession, list[tuple[str, float]]]]:

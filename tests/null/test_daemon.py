@@ -160,7 +160,7 @@ def test_a_meter_stays_within_the_number_of_cores(steps: list[tuple[float, float
 
 
 def test_a_meter_starts_busy_and_falls() -> None:
-    meter = BusyMeter(cores=2, over_s=5.0)
+    meter = BusyMeter(cores=2)
     found = [meter.take(CpuReading(at_s=float(n), busy_s=0.0, own_s=0.0)) for n in range(20)]
     assert found[0] == 2.0
     assert found == sorted(found, reverse=True)
