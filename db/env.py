@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from alembic import context
 
+from autosel import settings
+from autosel.ledger.engine import Database
 from autosel.ledger.schema import METADATA
 
-
-def main() -> None:
-    connection = context.config.attributes.get("connection")
-    if connection is not None:
-        context.configure(connection=connection, target_metadata=METADATA, transactional_ddl=True)
-        context.run_migrations()  # inside the caller's transaction
-        return
-    from autosel import settings
-    from autosel.ledger.engine import Database
-
-    with Database(settings.db_url()).writing() as opened:
-        context.configure(connection=opened, target_metadata=METADATA, transactional_ddl=True)
-        context.run_migrations()
-
-
-main()
+given = context.config.attributes.get("connection")
+with nullcontext(given) if given is not None else Database(settings.db_url()).writing() as connection:
+    context.configure(connection=connection, target_metadata=METADATA, transactional_ddl=True)
+    context.run_migrations()  # inside the transaction of the caller, if it passes a connection

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,6 @@ log = logging.getLogger(__name__)
 
 Scope = Mapping[str, Any]
 READING = ("GET", "HEAD")
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +46,15 @@ class Access:
             return 403, f"the Host {headers.get('host', '')!r:.80} is not this daemon's"
         if origin is not None and origin.lower() not in self.origins:
             return 403, f"the Origin {origin!r:.80} is not listed"
-        if scope["method"] not in READING and not self.trusts(scope):
+        if scope["method"] not in READING and not self._trusts(headers):
             if "authorization" in headers:
                 return 401, "the token is not this daemon's: each start writes another one (AUTOSEL_HOME/run/token)"
             return 401, "this changes something: it needs the token (Authorization: Bearer ...)"
         return None
 
-    def trusts(self, scope: Scope) -> bool:
-        """Return True if the caller may change something."""
-        if is_local(scope):
-            return True
-        kind, _, given = heads(scope).get("authorization", "").partition(" ")
+    def _trusts(self, headers: Mapping[str, str]) -> bool:
+        """Return True if the caller has the token."""
+        kind, _, given = headers.get("authorization", "").partition(" ")
         same = hmac.compare_digest(given.strip().encode(), self.token.encode())
         return kind.lower() == "bearer" and bool(self.token) and same
 

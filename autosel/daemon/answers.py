@@ -37,18 +37,14 @@ def refusal(error: AutoselError, *, read_only: bool) -> Response:
         return problem(503, error.what, why=error.why, todo=error.todo)
     if isinstance(error, LedgerError) and (lost(error) or read_only):
         return problem(503, error.what, why=error.why, todo=error.todo, kind="LedgerError")
-    return problem_of(error)
+    # a fault of the request, or a conflict with the present state
+    status = 404 if isinstance(error, UnknownName) else 400 if isinstance(error, UsageError) else 409
+    kind = next((c.__name__ for c in type(error).__mro__ if c in _TRAVELLING), "Refused")
+    return problem(status, error.what, why=error.why, todo=error.todo, kind=kind)
 
 
 def our_bug(error: Exception) -> Response:
     return problem(500, "this is a bug in autosel", why=f"{type(error).__name__}: {error}"[:300], todo="see the log")
-
-
-def problem_of(error: AutoselError) -> Response:
-    """Map an error to HTTP's status: a fault of the request, or a conflict with the present state."""
-    status = 404 if isinstance(error, UnknownName) else 400 if isinstance(error, UsageError) else 409
-    kind = next((c.__name__ for c in type(error).__mro__ if c in _TRAVELLING), "Refused")
-    return problem(status, error.what, why=error.why, todo=error.todo, kind=kind)
 
 
 _TRAVELLING = (LedgerError, ParityError, BadConfig, BadArguments, UsageError)  # `client` raises them again

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from autosel.client import MOST_PATH, short_name
 from autosel.errors import AutoselError, UsageError
+from autosel.ledger import engine
 
 BACKLOG = 256
 
@@ -43,13 +44,8 @@ def unix_socket(path: Path) -> socket.socket:
 
 def private_folder(folder: Path) -> None:
     """Create a private folder, or refuse one that others may enter. Raises AutoselError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        info = folder.lstat()
-    except OSError as error:
-        raise AutoselError(
-            f"cannot make {folder}", why=str(error), todo="set AUTOSEL_HOME to another folder"
-        ) from error
+    engine.private_folder(folder)
+    info = folder.lstat()
     mode = stat.S_IMODE(info.st_mode)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or mode & 0o077:
         raise AutoselError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +18,7 @@ from autosel.daemon.answers import answer
 from autosel.daemon.bodies import MOST_ROWS, Bad, number, query
 from autosel.daemon.hub import Hub
 from autosel.errors import AutoselError
+from autosel.ledger.rows import named
 from autosel.values import to_json
 
 
@@ -25,39 +28,35 @@ async def certificate_list(hub: Hub, request: Request) -> Response:
     return answer({"certificates": await asyncio.to_thread(_certificates, hub, limit)})
 
 
-def certificate_file(hub: Hub) -> Any:
+def certificate_file(hub: Hub) -> Path:
     return hub.home / "certificates.jsonl"
+
+
+def stored_lines(hub: Hub) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and bytes of each certificate; nothing without a file."""
+    path = certificate_file(hub)
+    if path.exists():
+        yield from certificates.lines(path)
 
 
 def _certificates(hub: Hub, limit: int) -> list[dict[str, Any]]:
     """Return the last certificates, newest first, without their samples."""
-    path = certificate_file(hub)
-    if not path.exists():
-        return []
-    found = [line for _, line in certificates.lines(path)][-limit:]
+    found = [line for _, line in stored_lines(hub)][-limit:]
     return [summary_of(line) for line in reversed(found)]
 
 
 def summary_of(line: bytes) -> dict[str, Any]:
     made = decode_certificate(line)
     return {
-        "sequence": made.sequence,
-        "timestamp": made.timestamp,
-        "model": made.model,
-        "device": made.device,
-        "dtype": made.dtype,
+        **named(made, ("sequence", "timestamp", "model", "device", "dtype")),
         "batch": made.shape.batch,
         "context": made.shape.seq,
         "tokens_per_sec": made.tokens_per_sec,
         "latency_ms": to_json(made.latency_ms),
-        "baseline_ms": made.baseline_ms,
-        "speedup": made.speedup,
+        **named(made, ("baseline_ms", "speedup")),
         "speedup_interval": to_json(claimed_interval(made)),
         "roofline": headline_roofline(made),
-        "verification_ok": made.verification_ok,
-        "contended": made.contended,
-        "env_id": made.env_id,
-        "checksum": made.checksum,
+        **named(made, ("verification_ok", "contended", "env_id", "checksum")),
         "signed": bool(made.signer),
     }
 
@@ -65,17 +64,10 @@ def summary_of(line: bytes) -> dict[str, Any]:
 async def certificate(hub: Hub, request: Request) -> Response:
     """Return the line as it is in the file: the checksum covers its bytes."""
     wanted = number(request.path_params["id"], "id", 0, 1 << 53)
-    line = await asyncio.to_thread(certificate_line, hub, wanted)
+    line = await asyncio.to_thread(lambda: next((line for n, line in stored_lines(hub) if n == wanted), None))
     if line is None:
         raise Bad(404, f"no such certificate: {wanted}")
     return Response(line + b"\n", media_type="application/json")
-
-
-def certificate_line(hub: Hub, wanted: int) -> bytes | None:
-    path = certificate_file(hub)
-    if not path.exists():
-        return None
-    return next((line for n, line in certificates.lines(path) if n == wanted), None)
 
 
 async def verify_certificates(hub: Hub, request: Request) -> Response:

@@ -31,9 +31,9 @@ def times(
             (d.workload[axis], d.verdict.timings[name]) for d in decisions if d.verdict and name in d.verdict.timings
         ]
         if points:
-            series.append(
-                {"name": name, "baseline": any(d.baseline.candidate == name for d in decisions), **_line(points)}
-            )
+            baseline = any(d.baseline.candidate == name for d in decisions)
+            times_us = _intervals([t for _, t in points], "y")
+            series.append({"name": name, "baseline": baseline, "x": [x for x, _ in points], **times_us})
     return {
         "kind": "times",
         "axis": {"L": "context, tokens", "M": "rows", "B": "batch"}.get(axis, axis),
@@ -43,13 +43,12 @@ def times(
     }
 
 
-def _line(points: Sequence[tuple[int, Timing]]) -> dict[str, Any]:
+def _intervals(timings: Sequence[Timing], median: str) -> dict[str, list[float]]:
     return {
-        "x": [x for x, _ in points],
-        "y": [t.median_us for _, t in points],
-        "lo": [t.lo_us for _, t in points],
-        "hi": [t.hi_us for _, t in points],
-        "p95": [t.p95_us for _, t in points],
+        median: [t.median_us for t in timings],
+        "lo": [t.lo_us for t in timings],
+        "hi": [t.hi_us for t in timings],
+        "p95": [t.p95_us for t in timings],
     }
 
 
@@ -97,10 +96,7 @@ def forest(decision: Decision) -> dict[str, Any]:
         "winner": v.winner if v else "",
         "baseline": decision.baseline.candidate,
         "names": [name for name, _ in rows],
-        "median": [t.median_us for _, t in rows],
-        "lo": [t.lo_us for _, t in rows],
-        "hi": [t.hi_us for _, t in rows],
-        "p95": [t.p95_us for _, t in rows],
+        **_intervals([t for _, t in rows], "median"),
     }
 
 

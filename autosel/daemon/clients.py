@@ -13,10 +13,9 @@ from autosel.daemon import jobs as queue
 from autosel.daemon import upkeep
 from autosel.daemon.answers import answer
 from autosel.daemon.bodies import Bad, BodyLimits, number, read, refuse_odd, typed
-from autosel.daemon.coverage import Covered
 from autosel.daemon.hub import Hub
 from autosel.daemon.jobs import CPU
-from autosel.daemon.uses import UseReport
+from autosel.daemon.uses import Covered, UseReport
 from autosel.daemon.view import bucket_of
 from autosel.errors import LedgerError
 from autosel.ledger import faults
@@ -67,7 +66,8 @@ async def job(hub: Hub, request: Request) -> Response:
 
 
 async def ask(hub: Hub, request: Request) -> Response:
-    _refuse_untuned(hub)
+    if not hub.options.tune:
+        raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
     asked: Ask = typed(Ask, await read(request, BodyLimits()))
     if not 1 <= len(asked.workloads) <= 64:
         raise Bad(422, f"{len(asked.workloads)} workloads", why="1 to 64 may be asked for at a time")
@@ -118,16 +118,11 @@ def _measured_alike(hub: Hub, mode: str, miss: Miss, device: str) -> bool:
 
 def _queue(hub: Hub, mode: str, miss: Miss, device: str) -> int | None:
     bucket, _ = bucket_of(miss.workload.key)
-    threads = hub.threads_for(mode) if device == CPU else 0
+    threads = threads_of(mode) if device == CPU and mode != hub.view.mode else 0
     if hub.decided(device, bucket, threads) is not None:
         return None  # decided meanwhile
     made = hub.jobs.add(miss.workload, "miss", "a client calls it", calls=miss.calls, device=device, threads=threads)
     return made.id if made else None
-
-
-def _refuse_untuned(hub: Hub) -> None:
-    if not hub.options.tune:
-        raise Bad(409, "this daemon does not tune", todo="start it without --no-tune")
 
 
 async def use_list(hub: Hub, request: Request) -> Response:

@@ -20,7 +20,6 @@ from autosel.ledger.describe import decision_json
 from autosel.ledger.store import Evidence, Ledger
 from autosel.values import Decision, Race, to_json
 
-SAMPLES = {"samples": ""}
 BY_HAND = {kind.call: kind for kind in (Demote, Promote, Pin, Unpin)}
 
 
@@ -88,7 +87,7 @@ def evidence_json(e: Evidence, stale: Mapping[str, str]) -> dict[str, Any]:
 
 async def race(hub: Hub, request: Request) -> Response:
     """Return a race. `samples=1`: every sample of every session."""
-    asked = query(request, SAMPLES)
+    asked = query(request, {"samples": ""})
     found = await evidence_of(hub, request)
     if found.race is None:
         raise Bad(404, f"decision {found.decision.id} rests on no race", why=found.decision.reason)

@@ -33,7 +33,7 @@ def fleet_json(ledger: Ledger, hub: Hub) -> dict[str, Any]:
     return {
         "ledger": ledger.name,
         "shared": ledger.shared,
-        "hosts": [{**to_json(h), "here": h.id == own} for h in hosts],
+        "hosts": [{**h, "here": h["id"] == own} for h in hosts],
         "waiting": waiting,
         "refused": sorted(hub.jobs.refused & set(waiting)),
         "disagreements": [

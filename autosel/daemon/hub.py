@@ -16,16 +16,15 @@ from typing import Any
 from prometheus_client import Gauge
 
 from autosel import devices
-from autosel.daemon.coverage import Coverages
 from autosel.daemon.events import Events
 from autosel.daemon.examination import Examination
 from autosel.daemon.jobs import CPU, Jobs, QueuedJob
 from autosel.daemon.metrics import Metrics
-from autosel.daemon.uses import UseCounts
+from autosel.daemon.uses import Coverages, UseCounts
 from autosel.daemon.view import View
 from autosel.daemon.writer import Work, Writer
 from autosel.ledger.describe import decision_json
-from autosel.ledger.key import at_threads, matters, threads_of
+from autosel.ledger.key import at_threads, matters
 from autosel.ledger.store import Ledger, Served, open_ledger
 from autosel.tuning.underway import RunningCommand
 from autosel.values import Decision, to_json
@@ -64,8 +63,8 @@ class Facts:
 class Hub:
     """Hold everything. Created in the event loop's thread, by `serve` or a test; `close` ends it."""
 
-    def __init__(self, home: Path, options: Options | None = None, *, ledger: Ledger | None = None) -> None:
-        self.home, self.options = home, options or Options()
+    def __init__(self, home: Path, options: Options) -> None:
+        self.home, self.options = home, options
         self.instance = secrets.token_hex(8)  # of a new daemon: reports to the previous one may be lost
         self.started = datetime.now(UTC)
         self.loop = asyncio.get_running_loop()
@@ -75,7 +74,7 @@ class Hub:
         self.facts = Facts(hw_id=this_device())
         self.known = {self.facts.device: self.facts}  # of every device here
         self.view = View(hw_id=self.facts.hw_id)
-        self.writer = Writer(ledger or _open(home), lambda: _open(home), self._committed)
+        self.writer = Writer(_open(home), lambda: _open(home), self._committed)
         self.jobs = Jobs(
             home / "run" / "jobs.json", busy_limit=self.options.busy_limit, tell=self.events.tell, ended=self._tuned
         )
@@ -90,7 +89,7 @@ class Hub:
 
     async def write(self, work: Work, *, alone: bool = False) -> Any:
         """Write to the ledger: on disk and published when this returns."""
-        return await self.writer.submit_here(work, alone=alone)
+        return await self.writer.submit(work, alone=alone)
 
     async def read(self, work: Callable[[Ledger], Any]) -> Any:
         return await asyncio.to_thread(work, self.ledger)
@@ -164,10 +163,6 @@ class Hub:
         """Return the usable cores of this CPU; 0 until it has been examined."""
         fp = self.facts.fingerprint
         return int(fp.get("threads", 0) or fp["identity"].get("cpus", 0)) if fp else 0
-
-    def threads_for(self, mode: str) -> int:
-        """Return the threads to tune with for a process in that mode; 0 if they are this daemon's own."""
-        return 0 if mode == self.view.mode else threads_of(mode)
 
     def decided(self, device: str, bucket: str, threads: int) -> int | None:
         """Return the decision that serves a bucket on a device to processes with so many threads (0: as many as this

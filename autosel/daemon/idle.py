@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+OVER_S = 5.0  # time over which readings are averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +38,22 @@ def others(before: CpuReading, now: CpuReading) -> float:
 
 
 class BusyMeter:
-    """Average the cores that other work keeps busy (`busy`) over about `over_s` seconds. Starts as if all were busy."""
+    """Average the cores that other work keeps busy (`busy`) over about OVER_S. Starts as if all were busy."""
 
-    def __init__(self, *, over_s: float = 5.0, cores: int | None = None) -> None:
-        self.over_s = over_s
+    def __init__(self, *, cores: int | None = None) -> None:
         self.busy = float(cores or len(os.sched_getaffinity(0)))
         self._last: CpuReading | None = None
 
     def take(self, reading: CpuReading) -> float:
         if self._last is not None:
             found = others(self._last, reading)
-            self.busy += _share(self._last.at_s, reading.at_s, self.over_s) * (found - self.busy)
+            self.busy += _share(self._last.at_s, reading.at_s) * (found - self.busy)
         self._last = reading
         return self.busy
 
     def look(self, at_s: float) -> float:
         """Take a reading now."""
-        return self.take(read(at_s, [os.getpid()]))
+        return self.take(read(at_s))
 
     def why(self, limit: float) -> str:
         """Return why no tune may run now; "" if the device is idle."""
@@ -64,15 +65,15 @@ class GpuMeter:
 
     LIMIT = 0.05
 
-    def __init__(self, name: str, uuid: str, *, over_s: float = 5.0, ask: Callable[[str], Utilisation] | None = None):
-        self.name, self.uuid, self.over_s, self._ask = name, uuid, over_s, ask or utilisation
+    def __init__(self, name: str, uuid: str, *, ask: Callable[[str], Utilisation] | None = None):
+        self.name, self.uuid, self._ask = name, uuid, ask or utilisation
         self.busy = 1.0
         self._last_s: float | None = None
 
     def look(self, at_s: float) -> float:
-        found = self._ask(self.uuid).others(_family(os.getpid()))
+        found = self._ask(self.uuid).others({process.pid for process in _family()})
         if self._last_s is not None:
-            self.busy += _share(self._last_s, at_s, self.over_s) * (found - self.busy)
+            self.busy += _share(self._last_s, at_s) * (found - self.busy)
         self._last_s = at_s
         return self.busy
 
@@ -81,8 +82,8 @@ class GpuMeter:
         return f"other work keeps {self.name} busy {self.busy:.0%} of the time" if self.busy > self.LIMIT else ""
 
 
-def _share(before_s: float, now_s: float, over_s: float) -> float:
-    return min(1.0, max(0.0, now_s - before_s) / over_s)
+def _share(before_s: float, now_s: float) -> float:
+    return min(1.0, max(0.0, now_s - before_s) / OVER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,27 +142,23 @@ def _latest(samples: Iterable[Any]) -> dict[int, float]:
     return {int(s.pid): s.smUtil / 100 for s in ordered}
 
 
-def _family(pid: int) -> frozenset[int]:
-    """Return a process and all its descendants."""
+def _family() -> list[Any]:
+    """Return this process and all its descendants, as psutil's."""
     import psutil
 
-    try:
-        root = psutil.Process(pid)
-        return frozenset({pid, *(child.pid for child in root.children(recursive=True))})
-    except psutil.Error:
-        return frozenset({pid})
+    own = psutil.Process()
+    return [own, *own.children(recursive=True)]
 
 
-def read(at_s: float, trees: Iterable[int], proc: Path = Path("/proc")) -> CpuReading:
-    """Take a reading now; `trees` are the daemon's processes, each with all descendants."""
-    return CpuReading(at_s=at_s, busy_s=_busy(proc), own_s=sum(_tree(pid) for pid in trees))
+def read(at_s: float) -> CpuReading:
+    return CpuReading(at_s=at_s, busy_s=_busy(), own_s=_own())
 
 
-def _busy(proc: Path) -> float:
+def _busy() -> float:
     cores = {f"cpu{n}" for n in os.sched_getaffinity(0)}
     total = 0
     try:
-        lines = (proc / "stat").read_text().splitlines()
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return 0.0
     for line in lines:
@@ -172,24 +169,13 @@ def _busy(proc: Path) -> float:
     return total / TICKS_PER_S
 
 
-def _tree(pid: int) -> float:
-    """Return the CPU time of a process, its descendants, and the descendants that have ended."""
+def _own() -> float:
+    """Return the CPU time of this process, its descendants, and the descendants that have ended."""
     import psutil
 
     total = 0.0
-    try:
-        root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return 0.0
-    for process in family:
-        try:
+    for process in _family():
+        with suppress(psutil.Error):  # it has ended since
             t = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += t.user + t.system + t.children_user + t.children_system
+            total += t.user + t.system + t.children_user + t.children_system
     return total
-
-
-def load_average() -> float:
-    return os.getloadavg()[0]

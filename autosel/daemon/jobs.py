@@ -23,6 +23,7 @@ from typing import Any, Literal
 from autosel import files, settings
 from autosel.daemon import idle
 from autosel.errors import AutoselError
+from autosel.ledger.durable import replace_private
 from autosel.values import Workload, from_json, parse_json, to_json
 
 log = logging.getLogger(__name__)
@@ -108,9 +109,8 @@ class Jobs:
         busy_limit: float,
         tell: Callable[[str, Any], None],
         ended: Callable[[QueuedJob], None],
-        effort: str = "quick",
     ) -> None:
-        self.path, self.busy_limit, self.effort = path, busy_limit, effort
+        self.path, self.busy_limit = path, busy_limit
         self.meters: dict[str, idle.BusyMeter | idle.GpuMeter] = {CPU: idle.BusyMeter()}
         self.live: Live | None = None
         self.held = ""  # why no tune runs now
@@ -229,18 +229,10 @@ class Jobs:
 
     def _save(self) -> None:
         """Replace the file. If the disk refuses it, the queue is lost at a restart, and nothing else."""
-        making = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        text = json.dumps([to_json(j) for j in self._jobs.values()])
         try:
-            with making.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            making.replace(self.path)
+            replace_private(self.path, json.dumps([to_json(j) for j in self._jobs.values()]))
         except OSError as error:
             log.warning("the queue cannot be stored: %s", error)
-            with suppress(OSError):
-                making.unlink()
 
     def _load(self) -> None:
         try:
@@ -306,7 +298,7 @@ class Jobs:
         task = {
             "do": "tune",
             "workloads": [to_json(j.workload) for j in batch],
-            "effort": self.effort,
+            "effort": "quick",
             "force": batch[0].force,
             "device": batch[0].device,
             "threads": batch[0].threads,
@@ -391,51 +383,44 @@ class Jobs:
     async def _adopt(self, device: str) -> None:
         """Prove decisions of other hosts. A decision that was refused is not tried again by this daemon."""
 
-        def hear(said: dict[str, Any]) -> None:
-            if said["event"] == "adopted":
-                log.info("decision %d of another host: %s", said["id"], said["reason"] or "adopted")
-                self.refused |= {said["id"]} if said["reason"] else set()
-                self._tell("adopted", {name: said[name] for name in ("id", "workload", "reason")})
+        def take(said: dict[str, Any]) -> None:
+            if said["reason"]:
+                self.refused.add(said["id"])
 
-        await self._proven({"do": "adopt", "device": device}, hear)
+        await self._proven("adopt", device, "adopted", take)
 
     async def _complete(self, device: str) -> None:
         """Finish some proofs. An arm that fails is quarantined by the child."""
         before = len(self.incomplete)
-
-        def hear(said: dict[str, Any]) -> None:
-            if said["event"] == "completed":
-                log.info("decision %d: %d more rows: %s", said["id"], said["rows"], said["reason"] or "passed")
-                self.incomplete.pop(said["id"], None)
-                self._tell("completed", {name: said[name] for name in ("id", "workload", "rows", "reason")})
-
         pauser = asyncio.ensure_future(self._pause_for_others({}, device))
         try:
-            done = await self._proven({"do": "complete", "device": device}, hear)
+            done = await self._proven(
+                "complete", device, "completed", lambda said: self.incomplete.pop(said["id"], None)
+            )
         finally:
             pauser.cancel()
         if done and len(self.incomplete) == before:  # the ledger knows of none
             self.incomplete = {number: other for number, other in self.incomplete.items() if other != device}
 
-    async def _proven(self, task: dict[str, Any], hear: Callable[[dict[str, Any]], None]) -> bool:
-        """Return True if the child finished; otherwise another process has the device or the child failed, and it is
-        repeated later."""
-        done = await self._child_runs(task, hear) == 0
+    async def _proven(self, duty: str, device: str, event: str, take: Callable[[dict[str, Any]], object]) -> bool:
+        """Let a child prove decisions; `take` gets its message, an `event`, about each. Return True if the child
+        finished; otherwise another process has the device or the child failed, and it is repeated later."""
+
+        def hear(said: dict[str, Any]) -> None:
+            if said["event"] == event:
+                log.info("decision %d: %s", said["id"], said["reason"] or event)
+                take(said)
+                self._tell(event, {name: value for name, value in said.items() if name != "event"})
+
+        done = await self._child_runs({"do": duty, "device": device}, hear) == 0
         if not done:
-            self._not_before[task["device"]] = time.monotonic() + ADOPT_AGAIN_S
+            self._not_before[device] = time.monotonic() + ADOPT_AGAIN_S
         return done
 
     async def _renew(self, device: str) -> None:
         """Prove winners again that a change made stale. This takes seconds; then they serve until they are raced. One
         that fails is tried again only after the next change."""
-
-        def hear(said: dict[str, Any]) -> None:
-            if said["event"] == "renewed":
-                log.info("stale decision %d: %s", said["id"], said["reason"] or "proven again")
-                self.lost.pop(said["id"], None)
-                self._tell("renewed", {name: said[name] for name in ("id", "workload", "reason")})
-
-        if await self._proven({"do": "renew", "device": device}, hear):
+        if await self._proven("renew", device, "renewed", lambda said: self.lost.pop(said["id"], None)):
             self.lost = {number: other for number, other in self.lost.items() if other != device}
 
     async def examine(self, *, rates: bool = False) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
+import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
@@ -73,6 +75,7 @@ def _environment() -> Environment:
     made.filters |= {
         "ago": _ago,
         "duration": _duration,
+        "device": shown.device,
         "us": words.microseconds,
         "ratio": words.ratio,
         "bytes": words.bytes_text,
@@ -113,8 +116,8 @@ async def now(hub: Hub, request: Request) -> Response:
     changes = await hub.read(lambda ledger: ledger.history(limit=6))
     jobs = [j for j in hub.jobs.all() if j.state in OPEN]
     return await _page(
-        hub, "now", "Now", device=shown.device(hub), others=shown.other_devices(hub), ops=shown.by_op(hub.view),
-        all=shown.overall(hub.view), changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
+        hub, "now", "Now", load_average=os.getloadavg()[0], ops=shown.by_op(hub.view), all=shown.overall(hub.view),
+        changes=changes, jobs=jobs[:8], waiting=len(jobs), live=_live(hub),
     )  # fmt: skip
 
 
@@ -179,8 +182,9 @@ async def decision(hub: Hub, request: Request) -> Response:
 
 async def certificates(hub: Hub, request: Request) -> Response:
     query(request, {})
-    found = await asyncio.to_thread(shown.certificates, hub)
-    return await _page(hub, "certificates", "Certificates", found=found, chart=charts.tokens(found.certificates))
+    found, trouble = await asyncio.to_thread(shown.certificates, hub)
+    chart = charts.tokens(found)
+    return await _page(hub, "certificates", "Certificates", found=found, trouble=trouble, chart=chart)
 
 
 async def compare(hub: Hub, request: Request) -> Response:
@@ -191,7 +195,7 @@ async def compare(hub: Hub, request: Request) -> Response:
 async def fleet(hub: Hub, request: Request) -> Response:
     query(request, {})
     found = await hub.read(lambda ledger: fleet_json(ledger, hub))
-    return await _page(hub, "fleet", "Fleet", host=shown.host(hub), fleet=found)
+    return await _page(hub, "fleet", "Fleet", host_name=platform.node(), fleet=found)
 
 
 async def health(hub: Hub, request: Request) -> Response:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ import uvicorn
 
 from autosel import client, settings
 from autosel.daemon import bind, upkeep
-from autosel.daemon.access import Access, new_token
+from autosel.daemon.access import Access
 from autosel.daemon.app import build
 from autosel.daemon.hub import Hub, Options
 from autosel.daemon.protocol import Protocol, loop_factory
 from autosel.errors import AutoselError
+from autosel.ledger.durable import replace_private
 from autosel.ledger.engine import private_folder
 from autosel.ledger.locks import InUseError, daemon_lock
 
@@ -44,9 +45,9 @@ def serve(options: Options, home: Path | None = None) -> None:
         if options.tcp:
             opened, port = bind.tcp_socket(options.tcp)
             sockets.append(stack.enter_context(opened))
-            access = Access.over_tcp(port, new_token(), options.origins)
+            access = Access.over_tcp(port, secrets.token_urlsafe(32), options.origins)
             address = f"http://{options.tcp.rpartition(':')[0]}:{port}/"
-            write_token(client.socket_path(home).parent / TOKEN, access.token)
+            replace_private(client.socket_path(home).parent / TOKEN, access.token + "\n")  # new at each start
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(home, replace(options, address=address), access, sockets))
 
@@ -60,15 +61,6 @@ def _only_one(home: Path) -> Iterator[None]:
         raise AutoselError(
             f"a daemon serves {home} already", why=error.why, todo=f"{settings.spelling()} status"
         ) from error
-
-
-def write_token(path: Path, token: str) -> None:
-    """Write the token, readable by its owner only. It is new at each start."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
 
 
 async def _serve(home: Path, options: Options, access: Access, sockets: list[socket.socket]) -> None:
@@ -91,7 +83,8 @@ async def _serve(home: Path, options: Options, access: Access, sockets: list[soc
     duties: list[asyncio.Task[Any]] = []
     try:
         await hub.reload()
-        duties = [asyncio.create_task(duty) for duty in _duties(hub)]
+        wanted = [upkeep.watch, upkeep.listen, upkeep.look_after, *([upkeep.tune] if options.tune else [])]
+        duties = [asyncio.create_task(_kept_up(duty, hub)) for duty in wanted]
         await server.serve(sockets=sockets)
     finally:
         notify("STOPPING=1")
@@ -103,15 +96,7 @@ async def _serve(home: Path, options: Options, access: Access, sockets: list[soc
         await hub.close()
 
 
-def _duties(hub: Hub) -> Iterable[Any]:
-    yield _kept_up(upkeep.watch, hub)
-    yield _kept_up(upkeep.listen, hub)
-    yield _kept_up(upkeep.look_after, hub)
-    if hub.options.tune:
-        yield _kept_up(lambda hub: hub.jobs.run(), hub)
-
-
-async def _kept_up(duty: Any, hub: Hub) -> None:
+async def _kept_up(duty: Callable[[Hub], Awaitable[None]], hub: Hub) -> None:
     """Run a duty for ever. A failure is a bug; the duty starts again, while lookups and writes continue."""
     while True:
         try:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from autosel import resources, settings
-from autosel.certify import store as certificate_file
 from autosel.certify.certificate import Certificate
 from autosel.certify.certificate import decode as decode_certificate
-from autosel.daemon import idle
+from autosel.daemon.certificates import stored_lines
+from autosel.daemon.hub import Hub
 from autosel.daemon.view import View
 from autosel.errors import AutoselError, BadConfig
 from autosel.fingerprint.describe import headline
@@ -23,58 +22,21 @@ from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
 from autosel.ledger.describe import contended, held_text, release_command
 from autosel.ledger.store import Evidence, Ledger
-from autosel.native.compile import find_artefact
-from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, from_json
-from autosel.version import __version__
-
-if TYPE_CHECKING:
-    from autosel.daemon.hub import Hub
+from autosel.native.compile import Artefact, find_artefact
+from autosel.values import SERVING, Decision, Fingerprint, NativeRecipe, Passed, Race, RaceSession, from_json
 
 MOST_SOURCE_BYTES = 64 << 10
+MOST_CERTIFICATES = 200
 
 
 # --- now --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownDevice:
-    headline: str
-    load: float  # cores busy with other work
-    average: float
-    cores: int
-    contended: bool
-
-
-def device(hub: Hub) -> ShownDevice:
-    cores, contended, text = 0, False, "being looked at (some seconds after a start)"
-    if hub.facts.fingerprint:
-        fp: Fingerprint = from_json(Fingerprint, hub.facts.fingerprint)
-        text, contended = headline(fp), fp.contended
-        cores = int(fp.identity.get("cpus", 0))
-    return ShownDevice(
-        headline=text, load=hub.jobs.meter.busy, average=idle.load_average(), cores=cores, contended=contended
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherDevice:
-    """Describe a GPU in addition to the CPU. `busy`: share of time that others use it."""
-
-    name: str
-    headline: str
-    busy: float
-    held: str
-
-
-def other_devices(hub: Hub) -> list[OtherDevice]:
-    found = []
-    for name, facts in hub.known.items():
-        if name != hub.facts.device:
-            meter = hub.jobs.meters[name]
-            text = headline(from_json(Fingerprint, facts.fingerprint))
-            held = meter.why(hub.jobs.busy_limit)
-            found.append(OtherDevice(name=name, headline=text, busy=meter.busy, held=held))
-    return found
+def device(fingerprint: Mapping[str, Any]) -> str:
+    """Return the headline of a device by its fingerprint as JSON, which is empty until it has been examined."""
+    if not fingerprint:
+        return "being looked at (some seconds after a start)"
+    return headline(from_json(Fingerprint, fingerprint))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,24 +153,13 @@ def warnings(hub: Hub, held: Sequence[Quarantine]) -> list[Remark]:
 
 
 def last_races(ledger: Ledger) -> list[Decision]:
-    return [d for d in ledger.history(limit=60) if _raced(d)][:12]
+    """Return the last decisions by a race, not by a person, another proof or a timeout."""
+    recent = (d for d in ledger.history(limit=60) if d.state in ("promoted", "kept") and not d.stale)
+    return [d for d in recent if d.verdict and d.verdict.timings][:12]
 
 
-def _raced(d: Decision) -> bool:
-    """Return True if a race decided it, not a person, another proof or a timeout."""
-    return d.state in ("promoted", "kept") and not d.stale and bool(d.verdict and d.verdict.timings)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRow:
-    kind: str
-    pairs: int
-    ratios: tuple[tuple[str, float], ...]  # arm, median ratio of the baseline's time to its time
-    read_bytes_per_s: float
-    voided: str
-
-
-def sessions(race: Race | None) -> list[SessionRow]:
+def sessions(race: Race | None) -> list[tuple[RaceSession, list[tuple[str, float]]]]:
+    """Return a race's sessions; with each, by arm, the median ratio of the baseline's time to its time."""
     from autosel.race.judge import duels
 
     made = []
@@ -218,15 +169,7 @@ def sessions(race: Race | None) -> list[SessionRow]:
             times = sorted(theirs / own for own, theirs in duels(s, arm, s.arms[0]))
             if times:
                 found.append((arm, times[len(times) // 2]))
-        made.append(
-            SessionRow(
-                kind=s.kind,
-                pairs=len(s.pairs),
-                ratios=tuple(found),
-                read_bytes_per_s=s.read_bytes_per_s,
-                voided=s.voided,
-            )
-        )
+        made.append((s, found))
     return made
 
 
@@ -252,147 +195,70 @@ class DecisionFamily:
 def families(decisions: Sequence[Decision], device: Callable[[Decision], str] = lambda _: "") -> list[DecisionFamily]:
     """Group over the context if the op has one, else over the rows; the largest family first. `device`: the device, if
     there are several."""
-    found: dict[str, list[Decision]] = {}
-    axes: dict[str, str] = {}
+    found: dict[tuple[str, str], list[Decision]] = {}
     for d in decisions:
         dims = [name for name, _ in d.workload.dims]
         axis = "L" if "L" in dims else "M" if "M" in dims else "B" if "B" in dims else dims[0]
         rest = " ".join(f"{n}{s}" for n, s in d.workload.dims if n != axis)
         traits = " ".join(f"{n}={v}" for n, v in d.workload.traits)
         name = " ".join(x for x in (device(d), rest, d.workload.dtype, traits, d.mode) if x)
-        found.setdefault(name, []).append(d)
-        axes[name] = axis
-    order = sorted(found, key=lambda name: (-len(found[name]), name))
+        found.setdefault((name, axis), []).append(d)
+    order = sorted(found, key=lambda group: (-len(found[group]), group))
     return [
         DecisionFamily(
             id=str(i),
             name=name,
-            axis=axes[name],
-            decisions=tuple(sorted(found[name], key=lambda d: d.workload[axes[name]])),
+            axis=axis,
+            decisions=tuple(sorted(found[name, axis], key=lambda d: d.workload[axis])),
         )
-        for i, name in enumerate(order)
+        for i, (name, axis) in enumerate(order)
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSource:
-    """Hold the source of a serving kernel as it is now, and how it was compiled."""
-
-    candidate: str
-    path: str
-    text: str
-    command: str
-    log: str
-    edited: str  # why the compiled kernel differs from this source
-
-
-def sources(decisions: Sequence[Decision]) -> list[ShownSource]:
-    found: dict[str, ShownSource] = {}
+def sources(decisions: Sequence[Decision]) -> list[tuple[str, str, str, Artefact | None]]:
+    """Return (candidate, path, text, compiled kernel) of each serving kernel, with its source as it is now."""
+    found = {}
     for d in decisions:
-        recipe = d.arm.recipe
-        if isinstance(recipe, NativeRecipe) and d.arm.candidate not in found:
-            found[d.arm.candidate] = _source(d.arm.candidate, recipe.source, d.arm.build)
+        name, recipe = d.arm.candidate, d.arm.recipe
+        if isinstance(recipe, NativeRecipe) and name not in found:
+            found[name] = name, f"kernels/{recipe.source}", _text(recipe.source), find_artefact(d.arm.build)
     return list(found.values())
 
 
-def _source(candidate: str, source: str, build: str) -> ShownSource:
+def _text(source: str) -> str:
     path = (resources.kernels() / source).resolve()
-    text = "not there any more"
     if path.is_relative_to(resources.kernels().resolve()) and path.is_file():
-        text = path.read_bytes()[:MOST_SOURCE_BYTES].decode(errors="replace")
-    artefact = find_artefact(build)
-    return ShownSource(
-        candidate=candidate,
-        path=f"kernels/{source}",
-        text=text,
-        command=" ".join(artefact.command) if artefact else "",
-        log=(artefact.log.strip() or "the compiler had nothing to say") if artefact else "",
-        edited="" if artefact else "the compiled kernel is not on this disk",
-    )
+        return path.read_bytes()[:MOST_SOURCE_BYTES].decode(errors="replace")
+    return "not there any more"
 
 
-# --- certificates -----------------------------------------------------------------------------------------------------
+# --- certificates and health ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificates:
-    certificates: tuple[Certificate, ...]  # newest first
-    trouble: str
-    path: str
-
-
-def certificates(hub: Hub, most: int = 200) -> Certificates:
-    path = hub.home / "certificates.jsonl"
-    found: list[Certificate] = []
-    trouble = ""
+def certificates(hub: Hub) -> tuple[list[Certificate], str]:
+    """Return the last certificates, newest first, and why their file cannot be read, if so."""
     try:
-        found = [decode_certificate(line) for _, line in certificate_file.lines(path)] if path.exists() else []
+        found = [decode_certificate(line) for _, line in stored_lines(hub)]
     except (AutoselError, ValueError) as error:
-        trouble = str(error)
-    return Certificates(certificates=tuple(reversed(found[-most:])), trouble=trouble, path=str(path))
+        return [], str(error)
+    return found[-MOST_CERTIFICATES:][::-1], ""
 
 
-# --- fleet and health -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownHost:
-    name: str
-    device: str
-    hw_id: str
-    env_id: str
-    decided: int
-    stale: int
-    foreign: int  # decisions in the ledger from other devices
-    contended: bool
-    version: str
-
-
-def host(hub: Hub) -> ShownHost:
-    found = device(hub)
-    return ShownHost(
-        name=platform.node(),
-        device=found.headline,
-        hw_id=hub.view.hw_id,
-        env_id=hub.facts.env_id,
-        decided=len(hub.view.here),
-        stale=len(hub.view.off) + len(hub.view.renewed),
-        foreign=len(hub.view.served) - len(hub.view.here),
-        contended=found.contended,
-        version=__version__,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownStore:
-    name: str
-    where: str
-    bytes: int
-    text: str
-
-
-def stores(hub: Hub) -> list[ShownStore]:
-    """List the database and the caches, with path and size."""
-    found = []
+def stores(hub: Hub) -> list[tuple[str, Path, int, str]]:
+    """Return (name, path, bytes, content) of the database and of each cache."""
     ledger = Path(hub.ledger.name)
-    if ledger.is_file():
-        found.append(
-            ShownStore(name="ledger", where=str(ledger), bytes=ledger.stat().st_size, text=_counts(hub.ledger))
-        )
-        log = ledger.with_name(f"{ledger.name}-wal")
-        if log.exists():
-            text = "writes that are not yet moved into the file"
-            found.append(ShownStore(name="its log", where=str(log), bytes=log.stat().st_size, text=text))
-    path = hub.home / snapshot.FILE
-    if path.exists():
-        text = f"read by best(): epoch {hub.view.epoch}, {len(hub.view.served)} rows"
-        found.append(ShownStore(name="snapshot", where=str(path), bytes=path.stat().st_size, text=text))
+    stored = [
+        ("ledger", ledger, _counts(hub.ledger)),
+        ("its log", Path(f"{ledger}-wal"), "writes that are not yet moved into the file"),
+        ("snapshot", hub.home / snapshot.FILE, f"read by best(): epoch {hub.view.epoch}, {len(hub.view.served)} rows"),
+    ]
+    found = [(name, path, path.stat().st_size, text) for name, path, text in stored if path.is_file()]
     for name, what in (("native", "compiled kernels"), ("cache", "caches of libraries"), ("fingerprint", "rates")):
         folder = hub.home / name
         if folder.is_dir():
             sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
             text = f"{what}, {len(sizes)} file{'s' if len(sizes) != 1 else ''}"
-            found.append(ShownStore(name=name, where=str(folder), bytes=sum(sizes), text=text))
+            found.append((name, folder, sum(sizes), text))
     return found
 
 

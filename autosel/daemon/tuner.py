@@ -157,41 +157,27 @@ def tune(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
     voice.say("done", undecided=undecided, seconds=found.seconds, fingerprint=found.fingerprint)
 
 
-def adopt(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
-    """Prove decisions of other hosts, so that they may serve here."""
+def prove(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
+    """Prove decisions: of other hosts, so that they may serve here (adopt); stale winners again, so that they may serve
+    until they are raced (renew); or the rows of ops' arrays for which a tune had no time (complete)."""
     from autosel import fingerprint
     from autosel.ledger.store import open_ledger
-    from autosel.tuning.adopt import adopt as work
+    from autosel.tuning import adopt, complete, renew
 
+    duty, device = task["do"], task["device"]
+    fp, reporter = fingerprint.take(device), Reporter(voice, orders)
     with open_ledger() as ledger:
-        for made in work(ledger, fingerprint.take(task["device"]), Reporter(voice, orders), device=task["device"]):
-            voice.say("adopted", id=made.decision.id, workload=made.decision.workload.key, reason=made.reason)
-
-
-def renew(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
-    """Prove winners again that a change made stale, so that they may serve until they are raced."""
-    from autosel import fingerprint
-    from autosel.ledger.store import open_ledger
-    from autosel.tuning.renew import renew as work
-
-    device: str = task["device"]
-    fp = fingerprint.take(device)
-    with open_ledger() as ledger, ledger.lock(fp.hw_id, fingerprint.unit(device)):
-        for made in work(ledger, fp, Reporter(voice, orders), device=device):
-            key = made.stale.workload.key
-            voice.say("renewed", id=made.stale.id, workload=key, reason=made.reason)
-
-
-def complete(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
-    """Finish the proofs of winners: the rows of their ops' arrays for which a tune had no time."""
-    from autosel import fingerprint
-    from autosel.ledger.store import open_ledger
-    from autosel.tuning.complete import complete as work
-
-    with open_ledger() as ledger:
-        for made in work(ledger, fingerprint.take(task["device"]), Reporter(voice, orders), device=task["device"]):
-            key = made.decision.workload.key
-            voice.say("completed", id=made.decision.id, workload=key, rows=made.rows, reason=made.reason)
+        if duty == "adopt":
+            for a in adopt.adopt(ledger, fp, reporter, device=device):
+                voice.say("adopted", id=a.decision.id, workload=a.decision.workload.key, reason=a.reason)
+        elif duty == "complete":
+            for c in complete.complete(ledger, fp, reporter, device=device):
+                key = c.decision.workload.key
+                voice.say("completed", id=c.decision.id, workload=key, rows=c.rows, reason=c.reason)
+        else:
+            with ledger.lock(fp.hw_id, fingerprint.unit(device)):
+                for r in renew.renew(ledger, fp, reporter, device=device):
+                    voice.say("renewed", id=r.stale.id, workload=r.stale.workload.key, reason=r.reason)
 
 
 def examine(task: dict[str, Any], voice: Voice, orders: Orders) -> None:
@@ -273,7 +259,7 @@ def has_other_knobs(d: Decision, fp: Fingerprint) -> bool:
     return not isinstance(support, Accepted) or way_of(candidate, d.workload, fp).arm.knobs != d.arm.knobs
 
 
-DUTIES = {"tune": tune, "examine": examine, "adopt": adopt, "renew": renew, "complete": complete}
+DUTIES = {"tune": tune, "examine": examine, "adopt": prove, "renew": prove, "complete": prove}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -22,7 +23,6 @@ from autosel.errors import AutoselError
 from autosel.ledger import faults, intake, server, snapshot
 from autosel.ledger.faults import Fault
 from autosel.ledger.key import at_threads, threads_of
-from autosel.ledger.store import Ledger
 from autosel.tuning import underway
 from autosel.values import WHOLE_STEP, Decision
 
@@ -34,7 +34,7 @@ SOURCES_S = 5.0
 RATES_S = 3600.0  # checking the rates uses the device for 0.1 s, and starts torch
 AGAIN_S = 5.0  # pause before faults that could not be recorded are tried again
 LISTEN_AGAIN_S = 1.0
-FACTS = ("device", "unit", "fingerprint", "hw_id", "env_id", "mode", "stale", "moved")
+FACTS = tuple(field.name for field in fields(Facts))
 LIBRARIES = ("torch", "triton", "apache-tvm-ffi", "autosel-kernels")
 
 
@@ -59,6 +59,10 @@ async def watch(hub: Hub) -> None:
         await asyncio.sleep(LOOK_S)
 
 
+async def tune(hub: Hub) -> None:
+    await hub.jobs.run()
+
+
 async def listen(hub: Hub) -> None:
     """Loop, if the ledger is on a server: publish other hosts' decisions here at once.
 
@@ -77,11 +81,8 @@ async def listen(hub: Hub) -> None:
 async def take_in(hub: Hub) -> list[Fault]:
     """Record the journal of faults. When this returns they are quarantined or demoted, and reported."""
 
-    def work(ledger: Ledger) -> list[Fault]:
-        return intake.take_in(ledger)
-
     try:
-        taken: list[Fault] = await hub.write(work, alone=True)
+        taken: list[Fault] = await hub.write(intake.take_in, alone=True)
     except AutoselError as error:
         log.warning("faults wait: %s", error)
         return []

@@ -1,4 +1,5 @@
-"""Count served calls by candidate, as reported by the processes of this home since this daemon started (proof of use).
+"""Count served calls by candidate, as reported by the processes of this home since this daemon started (proof of use);
+keep the coverage that each reported last: the share of its time in ops that decisions serve.
 
 A process reports the calls since its last report, with a serial number. A report that is repeated because its answer
 was lost counts once.
@@ -16,12 +17,15 @@ from autosel.candidates import registry
 from autosel.daemon.bodies import Bad
 from autosel.errors import UnknownName
 from autosel.ledger import conditions
-from autosel.values import ELSEWHERE, Decision
+from autosel.values import ELSEWHERE, Decision, ServedCalls, to_json
 
 MOST_CLIENTS = 4096  # processes remembered; the one without news for longest is forgotten first
 MOST_KEYS = 8192
 MOST_TOLD = 512  # rows in a report
 SILENT_S = 60.0  # a process without reports for so long no longer counts as calling
+MOST_COVERED = 256  # processes whose coverage is remembered
+MOST_PARTS = 128
+MOST_COUNT = 1 << 53
 OTHER = "other"  # stands for a candidate that neither this ledger nor this autosel knows
 
 
@@ -86,13 +90,68 @@ class UseCounts:
         return {"processes": lively, "calls": sum(self._calls.values()), "uses": rows}
 
 
+def _present_name(op: str) -> str:
+    """Return an op's name in the ledger. Raises Bad for an unknown op."""
+    try:
+        return registry.op_name(op)
+    except UnknownName as error:
+        raise Bad(422, f"no such op: {op!r:.80}") from error
+
+
 def _named(told: UseCount, known: set[tuple[str, str]]) -> UseCount:
     """Return a row with known names. Raises Bad for an unknown op."""
-    try:
-        op = registry.op_name(told.op)
-    except UnknownName as error:
-        raise Bad(422, f"no such op: {told.op!r:.80}") from error
+    op = _present_name(told.op)
     ours = {(c.op, c.name) for c in registry.own_candidates()}
     candidate = told.candidate if told.candidate == ELSEWHERE or (op, told.candidate) in known | ours else OTHER
     other = conditions.told_in(told.conditions) if told.decision_id is None else ""
     return UseCount(op=op, candidate=candidate, decision_id=told.decision_id, calls=told.calls, conditions=other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Covered:
+    """Report all calls of a process so far. `share`: of their time, served by decisions; `left_out`: calls beyond the
+    parts that take most time."""
+
+    client: str
+    process: int
+    engine: str
+    mode: str
+    share: float | None
+    parts: tuple[ServedCalls, ...]
+    left_out: int
+
+
+class Coverages:
+    """Hold the last report of each process. Only in the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, tuple[Covered, float]] = OrderedDict()
+
+    def take(self, report: Covered) -> None:
+        """Keep a report in place of the process's last one. Raises Bad."""
+        _refuse_odd(report)
+        self._last.pop(report.client, None)
+        self._last[report.client] = report, time.monotonic()
+        if len(self._last) > MOST_COVERED:
+            self._last.popitem(last=False)
+
+    def document(self) -> dict[str, Any]:
+        """Return the reports, newest first. `silent_s`: seconds since a process reported."""
+        now = time.monotonic()
+        found = [{**to_json(report), "silent_s": round(now - seen, 1)} for report, seen in self._last.values()]
+        return {"processes": found[::-1]}
+
+
+def _refuse_odd(report: Covered) -> None:
+    if len(report.parts) > MOST_PARTS:
+        raise Bad(422, f"{len(report.parts)} parts", why=f"at most {MOST_PARTS} at a time")
+    texts = [report.client, report.engine, report.mode]
+    texts += [text for p in report.parts for text in (p.bucket, p.candidate, p.why)]
+    if not all(text.isprintable() for text in texts):
+        raise Bad(422, "a text with characters that cannot be printed")
+    counts = [report.process, report.left_out, *(p.calls for p in report.parts)]
+    times = [p.us_per_call for p in report.parts if p.us_per_call is not None]
+    if not all(0 <= n <= MOST_COUNT for n in (*counts, *times)) or not 0 <= (report.share or 0.0) <= 1:
+        raise Bad(422, "a number that no process reports")
+    for op in {p.op for p in report.parts}:
+        _present_name(op)

@@ -131,8 +131,7 @@ class View:
         """Return, by op, the decisions in which another arm serves, with the verdicts that measured it."""
         by_op: dict[str, list[tuple[Decision, Verdict]]] = {}
         for d in self.here:
-            v = self.won(d)
-            if v is not None and v.effect is not None:
+            if (v := self.won(d)) is not None and v.effect is not None:
                 by_op.setdefault(d.op, []).append((d, v))
         return by_op
 

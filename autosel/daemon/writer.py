@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ class _Item:
     """A queued write. `alone`: not in a group, because it also does something that a transaction cannot undo."""
 
     work: Work
-    future: Any  # a concurrent future, or the event loop's, in which its caller waits
+    future: asyncio.Future[Any]  # in which its caller waits
     alone: bool
 
 
@@ -74,15 +73,9 @@ class Writer:
     def read_only(self) -> bool:
         return self.ledger.failed or not self.ledger.writable
 
-    def submit(self, work: Work, *, alone: bool = False) -> Future[Any]:
-        """Submit a write. The result arrives when it is on disk and published. Raises Busy."""
-        future: Future[Any] = Future()
-        self._count(1)
-        self._queue.put([_Item(work=work, future=future, alone=alone)])
-        return future
-
-    def submit_here(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
-        """Submit from an event loop, always the same one. Writes that arrive together form one group."""
+    def submit(self, work: Work, *, alone: bool = False) -> asyncio.Future[Any]:
+        """Submit a write from an event loop, always the same one. Writes that arrive together form one group. The
+        result arrives when it is on disk and published. Raises Busy."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         self._count(1)
@@ -107,10 +100,9 @@ class Writer:
             items, over = self._next()
             self._count(-len(items))
             for alone, some in groupby(items, lambda item: item.alone):
-                how, most = (self._single, 1) if alone else (self._together, MOST_TOGETHER)
-                group = list(some)
+                group, most = list(some), 1 if alone else MOST_TOGETHER
                 for at in range(0, len(group), most):
-                    self._write(group[at : at + most], how)
+                    self._write(group[at : at + most], alone=alone)
             if self._logged >= WRITES_A_LOG or (not items and self._logged):
                 self.ledger.move_log()  # after they are acknowledged, because it takes as long as some commits
                 self._logged = 0
@@ -128,17 +120,12 @@ class Writer:
                 return found, True
             found += more
 
-    def _together(self, ledger: Ledger, group: Sequence[_Item]) -> list[Any]:
-        return ledger.together([partial(item.work, ledger) for item in group])
-
-    def _single(self, ledger: Ledger, group: Sequence[_Item]) -> list[Any]:
-        return [item.work(ledger) for item in group]
-
-    def _write(self, group: Sequence[_Item], how: Callable[[Ledger, Sequence[_Item]], list[Any]]) -> None:
+    def _write(self, group: Sequence[_Item], *, alone: bool) -> None:
         try:
             ledger = self._healthy()
             before = ledger.publications
-            found = how(ledger, group)
+            calls = [partial(item.work, ledger) for item in group]
+            found = [call() for call in calls] if alone else ledger.together(calls)
         except BaseException as error:  # for any error, because no caller may wait for ever
             if self.ledger.failed and not self._failed_at:
                 self._failed_at = time.monotonic()
@@ -163,23 +150,11 @@ class Writer:
 
     def _resolve(self, outcomes: Sequence[Outcome]) -> None:
         """Notify all callers, waking the event loop once."""
-        own = [(future, value) for future, value in outcomes if isinstance(future, asyncio.Future)]
-        for future, value in outcomes:
-            if not isinstance(future, asyncio.Future):
-                _settle(future, value)
-        if own:
-            with suppress(RuntimeError):  # the loop has ended, and its callers with it
-                own[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, own)
+        with suppress(RuntimeError):  # the loop has ended, and its callers with it
+            outcomes[0][0].get_loop().call_soon_threadsafe(self._gathering.settle, outcomes)
 
 
-Outcome = tuple[Any, Any]  # (future, its result)
-
-
-def _settle(future: Any, value: Any) -> None:
-    if isinstance(value, BaseException):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
+Outcome = tuple[asyncio.Future[Any], Any]  # (future, its result)
 
 
 class _Gathering:
@@ -224,8 +199,12 @@ class _Gathering:
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         for future, value in outcomes:
-            if not future.done():  # its caller went away
-                _settle(future, value)
+            if future.done():  # its caller went away
+                continue
+            if isinstance(value, BaseException):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
         self._under_way -= len(outcomes)
         if not self._under_way:
             self._expected = self._handed + len(self._items)

@@ -54,10 +54,10 @@ class RayActor:
         self._one = threading.Lock()
 
     def about(self, device: str) -> str:
-        """Return the host, the device, and the ledger that the actor would write to."""
-        ledger, kind = ledger_name(), hw_id_of(device)
+        """Return the host's name, the device, and the ledger that the actor would write to."""
+        ledger, kind = ledger_name(), devices.named(device).identified().hw_id
         unit = (settings.visible_gpus() or "") if not devices.on_host(device) else ""
-        found = {"version": __version__, "schema": HEAD, "ledger": ledger, "host": here(settings.home()).id}
+        found = {"version": __version__, "schema": HEAD, "ledger": ledger}
         place = {"name": platform.node(), "device": f"{containment.machine()} {device} {unit}".strip(), "kind": kind}
         return json.dumps({**found, **place, "pid": os.getpid()})
 
@@ -100,11 +100,6 @@ def ledger_name() -> str:
     if database.path is not None:
         return f"{here(settings.home()).id}:{database.path}"
     return database.url.set(username=None, password=None).render_as_string()
-
-
-def hw_id_of(device: str) -> str:
-    """Return the hardware id of a device, without measuring."""
-    return devices.named(device).identified().hw_id
 
 
 # --- on ours -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -66,39 +67,23 @@ class Discrepancy:
 _Cell = tuple[str, str, str, str]  # hw_id, mode, workload, digest of the arm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """Describe a host that has written to the ledger: its decisions and proofs, and its first and last write."""
-
-    id: str
-    name: str
-    hw_ids: tuple[str, ...]
-    decisions: int
-    proofs: int
-    since: str
-    last: str
-
-
-def hosts(connection: Connection) -> list[Member]:
-    """Return every host, in the order of their first write."""
-    d, p = t.decisions.c, t.parities.c
-    decided: dict[int, list[tuple[str, int, str]]] = {}
-    for owner in (d, p):
-        query = sa.select(owner.host_id, owner.hw_id, sa.func.count(), sa.func.max(owner.created_at))
-        for row in connection.execute(query.where(owner.host_id.is_not(None)).group_by(owner.host_id, owner.hw_id)):
-            decided.setdefault(row[0], []).append((row[1], row[2] if owner is d else -row[2], row[3]))
-    return [
-        Member(
-            id=row.host,
-            name=row.name,
-            hw_ids=tuple(sorted({hw_id for hw_id, _, _ in decided.get(row.id, [])})),
-            decisions=sum(max(count, 0) for _, count, _ in decided.get(row.id, [])),
-            proofs=-sum(min(count, 0) for _, count, _ in decided.get(row.id, [])),
-            since=row.created_at,
-            last=max([row.created_at, *(stamp for _, _, stamp in decided.get(row.id, []))]),
-        )
-        for row in connection.execute(sa.select(t.hosts).order_by(t.hosts.c.id))
-    ]
+def hosts(connection: Connection) -> list[dict[str, Any]]:
+    """Describe every host that has written to the ledger, in the order of their first write: its numbers of decisions
+    and proofs, and its first and last write."""
+    written: dict[int, dict[str, list[Any]]] = {}  # by host and kind: (host, hw_id, rows, time of the last)
+    for kind, table in (("decisions", t.decisions), ("proofs", t.parities)):
+        query = sa.select(table.c.host_id, table.c.hw_id, sa.func.count(), sa.func.max(table.c.created_at))
+        for row in connection.execute(query.group_by(table.c.host_id, table.c.hw_id)):
+            written.setdefault(row[0], {"decisions": [], "proofs": []})[kind].append(row)
+    found = []
+    for host in connection.execute(sa.select(t.hosts).order_by(t.hosts.c.id)):
+        own = written.get(host.id, {"decisions": [], "proofs": []})
+        both = [*own["decisions"], *own["proofs"]]
+        about = {"id": host.host, "name": host.name, "hw_ids": sorted({row[1] for row in both})}
+        counts = {kind: sum(row[2] for row in rows_of) for kind, rows_of in own.items()}
+        last = max([host.created_at, *(row[3] for row in both)])
+        found.append({**about, **counts, "since": host.created_at, "last": last})
+    return found
 
 
 def disagreements(connection: Connection) -> list[Discrepancy]:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from autosel.ledger import schema as t
-from autosel.ledger.rows import now, value_of
+from autosel.ledger.rows import named, now, value_of
 from autosel.values import Arm
 
 MACHINE_STRIKES = 2  # in a row: power cuts happen, but hardly twice with the same candidate
@@ -43,8 +43,8 @@ class Quarantine:
     created_at: str
 
 
-def active(connection: Connection, hw_id: str, op: str | None = None, driver: str | None = None) -> list[Quarantine]:
-    """Return quarantines in force on a device, oldest first; `driver` "" was stored where there is none."""
+def active(connection: Connection, hw_id: str, op: str | None = None) -> list[Quarantine]:
+    """Return quarantines in force on a device, oldest first."""
     q = t.quarantines.c
     query = (
         sa.select(t.quarantines, t.candidates.c.document)
@@ -55,20 +55,11 @@ def active(connection: Connection, hw_id: str, op: str | None = None, driver: st
     )
     if op is not None:
         query = query.where(q.op == op)
-    if driver is not None:
-        query = query.where(q.driver == driver)
     return [
         Quarantine(
-            id=row.id,
             arm=value_of(Arm, row.document),
-            digest=row.digest,
-            hw_id=row.hw_id,
-            op=row.op,
-            driver=row.driver,
-            cause=row.cause,
-            reason=row.reason,
             evidence=json.loads(row.evidence),
-            created_at=row.created_at,
+            **named(row, ("id", "digest", "hw_id", "op", "driver", "cause", "reason", "created_at")),
         )
         for row in connection.execute(query)
     ]

@@ -66,25 +66,19 @@ class Record(Command[Decision]):
         c, hw_id = tx.c, self.fp.hw_id
         tx.refuse_stale(hw_id)
         if self.state in ("promoted", "pinned") and self.arm.digest != self.baseline.digest:
-            self._refuse_unproven()
+            if not any(a.digest == self.arm.digest and isinstance(p, Passed) for a, p in self.parities):
+                raise ParityError(f"{self.arm.candidate} has not passed parity: it cannot be {self.state}")
             _refuse_quarantined(c, self.arm, hw_id, self.workload.op)
         fingerprint_id = rows.put_fingerprint(c, self.fp)
         race_id = rows.put_race(c, fingerprint_id, self.race) if self.race else None
         proofs = [rows.put_parity(c, tx.host, hw_id, self.workload, a, p) for a, p in self.parities]
         decision = Decision(
             id=0,
-            state=self.state,
             hw_id=hw_id,
             op=self.workload.op,
             bucket=self.workload.bucket,
-            mode=self.mode,
-            workload=self.workload,
-            arm=self.arm,
-            baseline=self.baseline,
-            verdict=self.verdict,
-            reason=self.reason,
             created_at="",
-            length_range=self.length_range,
+            **rows.named(self, ("state", "mode", "workload", "arm", "baseline", "verdict", "reason", "length_range")),
         )
         return decide(
             c,
@@ -96,10 +90,6 @@ class Record(Command[Decision]):
             race_id=race_id,
             proofs=proofs,
         )
-
-    def _refuse_unproven(self) -> None:
-        if not any(a.digest == self.arm.digest and isinstance(p, Passed) for a, p in self.parities):
-            raise ParityError(f"{self.arm.candidate} has not passed parity: it cannot be {self.state}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,26 +307,14 @@ def _append(c: Connection, new: StoredDecision, host: int | None, idempotency_ke
         c,
         t.decisions,
         key=new.key,
-        state=d.state,
-        hw_id=d.hw_id,
-        op=d.op,
-        bucket=d.bucket,
-        mode=d.mode,
+        **rows.named(d, rows.OF_VALUE),
         length_from=d.length_range[0] if d.length_range else None,
         length_to=d.length_range[1] if d.length_range else None,
-        workload_id=new.workload_id,
-        fingerprint_id=new.fingerprint_id,
-        arm_id=new.arm_id,
-        baseline_id=new.baseline_id,
-        race_id=new.race_id,
-        verdict_id=new.verdict_id,
-        previous_id=new.previous_id,
+        **rows.named(new, rows.IDS),
         entrants=json.dumps(list(new.entrants)),
-        reason=d.reason,
         idempotency_key=idempotency_key,
         created_at=rows.now(),
         host_id=host,
-        stale=d.stale,
     )
     for proof in dict.fromkeys(proofs):
         c.execute(sa.insert(t.decision_parities).values(decision_id=made, parity_id=proof))

@@ -16,6 +16,9 @@ def decision_json(decision: Decision) -> dict[str, Any]:
     verdict, standing = decision.verdict, decision.standing
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     base = verdict.timings.get(decision.baseline.candidate) if verdict else None
+    effect = standing.effect if standing else None
+    seen = standing.conditions if standing else None
+    next_best = decision.next_best
     found = {
         "op": decision.op,
         "workload": decision.workload.key,
@@ -26,14 +29,14 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "backend": decision.arm.backend,
         "candidate": decision.arm.candidate,
         "decision_id": decision.id,
-        "speedup": _speedup(standing),
-        "next_best": _next_best(decision),
+        "speedup": {"median": effect.median, "lo": effect.lo, "hi": effect.hi} if effect else None,
+        "next_best": {"candidate": next_best[0], "speedup": next_best[1]} if next_best else None,
         "baseline_us": base.median_us if base else None,
         "time_us": timing.median_us if timing else None,
         "time_interval_us": [timing.lo_us, timing.hi_us] if timing else None,
         "roofline": standing.roofline if standing else None,
         "read_bytes_per_s": standing.read_bytes_per_s if standing else None,
-        "conditions": _conditions(standing),
+        "conditions": {"contended": seen.contended, **to_json(seen)} if seen else None,
         "outcome": standing.outcome if standing else None,
         "reason": decision.reason,
         "stale": decision.stale,
@@ -59,23 +62,6 @@ def release_command(held: Iterable[int]) -> str:
 def served_state(decision: Decision) -> str:
     """Return promoted, kept, pinned or baseline: the state that a caller of best() sees."""
     return decision.state if decision.state in SERVING else "baseline"
-
-
-def _speedup(verdict: Verdict | None) -> dict[str, float] | None:
-    if verdict is None or verdict.effect is None:
-        return None
-    return {"median": verdict.effect.median, "lo": verdict.effect.lo, "hi": verdict.effect.hi}
-
-
-def _next_best(decision: Decision) -> dict[str, Any] | None:
-    found = decision.next_best
-    return {"candidate": found[0], "speedup": found[1]} if found is not None else None
-
-
-def _conditions(verdict: Verdict | None) -> dict[str, Any] | None:
-    if verdict is None or verdict.conditions is None:
-        return None
-    return {"contended": verdict.conditions.contended, **to_json(verdict.conditions)}
 
 
 def contended(decision: Decision) -> str:

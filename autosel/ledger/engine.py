@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
@@ -30,6 +29,7 @@ from autosel.ledger.locks import InUseError, KeptLock, write_lock
 BUSY_S = 10.0  # a writing transaction takes milliseconds; after this time a waiting writer gets an error
 OPEN_S = 0.2  # opening, usually only to read, does not wait for a writer
 OLDEST_SQLITE = (3, 37, 0)  # STRICT tables
+NOT_PERMITTED = (errno.EROFS, errno.EACCES, errno.EPERM)
 INDEX_BYTES = 32 << 10  # minimum size of a write-ahead log's index (-shm); a smaller one could not be created
 
 
@@ -72,7 +72,8 @@ class Database:
             self.writable = os.access(self.path, os.W_OK)
         except LedgerError as error:
             code = _code(error.__cause__) if isinstance(error.__cause__, exc.DBAPIError) else 0
-            read_only_here = code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN) or _cannot_lock(error)
+            refused = isinstance(error.__cause__, OSError) and error.__cause__.errno in NOT_PERMITTED  # the lock's file
+            read_only_here = refused or code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
             if not read_only_here and not lost(error):
                 raise
             self.writable = False
@@ -344,33 +345,24 @@ def explain(error: exc.DBAPIError, name: str) -> LedgerError:
     """Turn a driver's error into a message that a user can act on."""
     if not _is_sqlite(error):
         return server.explain(error, name)
-    why = str(error.orig)
-    words: dict[int, Any] = {
-        sqlite3.SQLITE_BUSY: lambda: locked(name, why),
-        sqlite3.SQLITE_LOCKED: lambda: locked(name, why),
-        sqlite3.SQLITE_READONLY: lambda: read_only(name, why),
-        sqlite3.SQLITE_CORRUPT: lambda: corrupt(name, why),
-        sqlite3.SQLITE_NOTADB: lambda: corrupt(name, why),
-        sqlite3.SQLITE_FULL: lambda: full(name, why),
-        sqlite3.SQLITE_IOERR: lambda: full(name, why),
-    }
-    found = words.get(_code(error))
-    made: LedgerError = found() if found else LedgerError(f"the ledger {name} refused", why=why)
-    return made
-
-
-def locked(name: str, why: str = "") -> LedgerError:
-    return LedgerError(
-        f"the ledger {name} is locked by another process",
-        why=why or f"waited {BUSY_S:.0f} s",
-        todo="let the other process finish, or end it, then run the command again; nothing was changed",
-    )
-
-
-def _cannot_lock(error: LedgerError) -> bool:
-    return isinstance(error.__cause__, PermissionError) or (
-        isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.EROFS, errno.EACCES)
-    )
+    code, why = _code(error), str(error.orig)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return LedgerError(
+            f"the ledger {name} is locked by another process",
+            why=why,
+            todo="let the other process finish, or end it, then run the command again; nothing was changed",
+        )
+    if code == sqlite3.SQLITE_READONLY:
+        return read_only(name, why)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return corrupt(name, why)
+    if code in _IO:
+        return LedgerError(
+            f"the ledger {name} could not be written",
+            why=f"{why}: the disk is full, or a limit or a fault stops writing",
+            todo="free some space and run the command again; everything acknowledged is safe",
+        )
+    return LedgerError(f"the ledger {name} refused", why=why)
 
 
 def read_only(name: str, why: str = "") -> LedgerError:
@@ -381,19 +373,11 @@ def read_only(name: str, why: str = "") -> LedgerError:
     )
 
 
-def corrupt(name: str, why: str = "") -> LedgerError:
+def corrupt(name: str, why: str) -> LedgerError:
     return LedgerError(
         f"the ledger {name} is damaged",
         why=why,
         todo=f"bring back a backup: {settings.spelling()} db restore FILE; until then the snapshot keeps serving",
-    )
-
-
-def full(name: str, why: str = "") -> LedgerError:
-    return LedgerError(
-        f"the ledger {name} could not be written",
-        why=f"{why}: the disk is full, or a limit or a fault stops writing",
-        todo="free some space and run the command again; everything acknowledged is safe",
     )
 
 

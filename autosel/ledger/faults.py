@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from autosel import files
 from autosel.errors import BadConfig
+from autosel.ledger.durable import replace_private
 from autosel.ledger.former import modern
 from autosel.values import Arm, Decision, digest, from_json, parse_json, to_json
 
@@ -58,23 +57,9 @@ def folder(home: Path) -> Path:
 
 def write(home: Path, fault: Fault) -> Path:
     """Write it to disk, completely or not at all. Raises OSError."""
-    place = folder(home)
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = place / f"{fault.id}.json"
-    making = place / f".{fault.id}.{os.getpid()}"
-    with suppress(FileNotFoundError):
-        making.unlink()  # left by a killed process with the same pid
-    descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(plain(to_json(fault)), file, separators=(",", ":"), allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        making.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            making.unlink()
-        raise
+    path = folder(home) / f"{fault.id}.json"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_private(path, json.dumps(plain(to_json(fault)), separators=(",", ":"), allow_nan=False))
     return path
 
 

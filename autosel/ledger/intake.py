@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from pathlib import Path
 
 from autosel.errors import AutoselError, BadConfig
 from autosel.ledger import faults
@@ -21,7 +20,7 @@ def take_in(ledger: Ledger) -> list[Fault]:
 
     Invalid files are put aside, and faults that cannot be stored stay: neither keeps the ledger from opening.
     """
-    if not any(path.suffix == ".json" for path in _files(ledger.home)):
+    if not faults.pending(ledger.home):
         return []
     taken = []
     try:
@@ -40,13 +39,6 @@ def take_in(ledger: Ledger) -> list[Fault]:
     except AutoselError as error:
         log.warning("faults in service wait in %s: %s", faults.folder(ledger.home), error)
     return taken
-
-
-def _files(home: Path) -> list[Path]:
-    try:
-        return list(faults.folder(home).iterdir())
-    except OSError:
-        return []
 
 
 def _decide(ledger: Ledger, fault: Fault) -> None:

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -24,11 +24,9 @@ class InUseError(LedgerError):
     """Raised if another process holds the lock until the timeout."""
 
 
-@contextmanager
-def write_lock(database: Path, *, deadline_s: float) -> Iterator[None]:
+def write_lock(database: Path, *, deadline_s: float) -> AbstractContextManager[None]:
     """Lock writing to a database file. Raises LedgerError after the deadline."""
-    with _locked(_write_lock(database), f"the ledger {database}", deadline_s):
-        yield
+    return _locked(_write_lock(database), f"the ledger {database}", deadline_s)
 
 
 class KeptLock:
@@ -72,29 +70,22 @@ def _write_lock(database: Path) -> Path:
     return database.parent / "locks" / ("write-" + sha256(str(database).encode()).hexdigest()[:16])
 
 
-@contextmanager
-def publish_lock(home: Path, deadline_s: float) -> Iterator[None]:
+def publish_lock(home: Path, deadline_s: float) -> AbstractContextManager[None]:
     """Lock replacing the serving snapshot."""
-    with _locked(home / "locks" / "publish", "the serving snapshot", deadline_s):
-        yield
+    return _locked(home / "locks" / "publish", "the serving snapshot", deadline_s)
 
 
-@contextmanager
-def faults_lock(home: Path) -> Iterator[None]:
+def faults_lock(home: Path) -> AbstractContextManager[None]:
     """Lock storing the journal of faults."""
-    with _locked(home / "locks" / "faults", "the journal of faults", 10.0):
-        yield
+    return _locked(home / "locks" / "faults", "the journal of faults", 10.0)
 
 
-@contextmanager
-def daemon_lock(home: Path) -> Iterator[None]:
+def daemon_lock(home: Path) -> AbstractContextManager[None]:
     """Lock being this home's daemon; at once, or InUseError that names the present one."""
-    with _locked(home / "locks" / "daemon", "this home", 0.0):
-        yield
+    return _locked(home / "locks" / "daemon", "this home", 0.0)
 
 
-@contextmanager
-def device_lock(home: Path, hw_id: str, unit: str = "") -> Iterator[None]:
+def device_lock(home: Path, hw_id: str, unit: str = "") -> AbstractContextManager[None]:
     """Lock measuring on a device; at once, or LedgerError that names the holder. `unit` distinguishes equal devices of
     a machine.
 
@@ -103,8 +94,7 @@ def device_lock(home: Path, hw_id: str, unit: str = "") -> Iterator[None]:
     if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", hw_id):
         raise AssertionError(f"not a device id: {hw_id!r}")
     name = f"device-{hw_id}" + (f"-{sha256(unit.encode()).hexdigest()[:16]}" if unit else "")
-    with _locked(home / "locks" / name, "this device", 0.0):
-        yield
+    return _locked(home / "locks" / name, "this device", 0.0)
 
 
 @contextmanager

@@ -50,15 +50,11 @@ def upgrade(database: Database) -> None:
         backup(database, database.path.with_name(f"{database.path.name}.before-{HEAD}"))
     with database.writing() as connection:
         if revision(connection) != HEAD:  # another process may have been first
-            _run(connection)
+            from alembic import command
 
-
-def _run(connection: Connection) -> None:
-    from alembic import command
-
-    config = _config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, HEAD)
+            config = _config()
+            config.attributes["connection"] = connection
+            command.upgrade(config, HEAD)
 
 
 def _known() -> set[str]:
@@ -76,6 +72,23 @@ def _config() -> Config:
     config = Config()
     config.set_main_option("script_location", str(folder).replace("%", "%%"))
     return config
+
+
+def append_only(table: str) -> None:
+    """Refuse UPDATE and DELETE on a table of history, below any code that might try; for a running migration."""
+    from alembic import op
+
+    if op.get_bind().dialect.name != "sqlite":
+        op.execute(
+            f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
+            "FOR EACH STATEMENT EXECUTE FUNCTION autosel_refuse()"
+        )
+        return
+    for verb in ("UPDATE", "DELETE"):
+        op.execute(
+            f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
+            f"BEGIN SELECT RAISE(ABORT, '{table} is history: append only'); END"
+        )
 
 
 def check(database: Database, *, deep: bool = False) -> None:

@@ -16,7 +16,6 @@ from autosel.ledger import schema as t
 from autosel.ledger.containment import Quarantine
 from autosel.ledger.engine import Database
 from autosel.ledger.host import here
-from autosel.ledger.key import LengthRange
 from autosel.ledger.serving import Served
 from autosel.ledger.transaction import prover
 from autosel.values import WHOLE_STEP, Arm, Decision, Failed, Fingerprint, Parity, Passed, Race, Workload, to_json
@@ -86,26 +85,18 @@ class LedgerReader:
             return serving.of(c, self._prover(c), everywhere=everywhere)
 
     def _prover(self, c: Connection) -> int:
-        return prover(self._seen_host(c), shared=self.shared)
-
-    def _seen_host(self, c: Connection) -> int:
-        """Return the row of this host; 0 before its first write. Keep it: what is read here is committed."""
-        if not self._host_id:
+        if not self._host_id:  # before this host's first write; what is read here is committed
             self._host_id = rows.host_id(c, here(self.home)) or 0
-        return self._host_id
+        return prover(self._host_id, shared=self.shared)
 
-    def known(
-        self, hw_id: str, bucket: str, mode: str, digests: Iterable[str], *, length_range: LengthRange = None
-    ) -> Decision | None:
+    def known(self, hw_id: str, bucket: str, mode: str, digests: Iterable[str]) -> Decision | None:
         """Return the settled decision of a bucket, if nothing that it depends on has changed, so that no measurement is
-        needed.
+        needed; of a split bucket the row for the longest contexts.
 
         `digests` are the arms eligible now, including the baseline. Return None for a new or edited arm, another
-        baseline, or an undecided verdict. For a split bucket without `length_range`: the row for the longest contexts.
+        baseline, or an undecided verdict.
         """
         found = self.known_rows(hw_id, bucket, mode, digests)
-        if length_range is not None:
-            found = tuple(d for d in found if d.length_range == length_range)
         return found[-1] if found else None
 
     def known_rows(self, hw_id: str, bucket: str, mode: str, digests: Iterable[str]) -> tuple[Decision, ...]:
@@ -203,20 +194,12 @@ class LedgerReader:
         with self._database.reading() as c:
             return [s.decision for s in rows.fetch(c, query)]
 
-    def fingerprint(self, env_id: str) -> Fingerprint | None:
-        """Return the latest fingerprint stored for this device and software, measured then."""
-        f = t.fingerprints.c
-        query = sa.select(f.document).where(f.env_id == env_id).order_by(f.id.desc()).limit(1)
-        with self._database.reading() as c:
-            found = c.execute(query).scalar()
-        return rows.value_of(Fingerprint, found) if found else None
-
     # --- quarantines and error budgets ------------------------------------------------------------------------------
 
-    def quarantined(self, hw_id: str, op: str | None = None, driver: str | None = None) -> dict[str, Quarantine]:
+    def quarantined(self, hw_id: str, op: str | None = None) -> dict[str, Quarantine]:
         """Return quarantines by build digest."""
         with self._database.reading() as c:
-            return {q.digest: q for q in containment.active(c, hw_id, op, driver)}
+            return {q.digest: q for q in containment.active(c, hw_id, op)}
 
     def released(self, hw_id: str, op: str) -> dict[str, str]:
         """Return when the last quarantine of each build of an op ended on a device, by digest."""

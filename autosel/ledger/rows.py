@@ -51,9 +51,11 @@ def value_of(kind: Any, text: str) -> Any:
     try:
         return from_json(kind, json.loads(text))
     except ValueError as error:
-        raise LedgerError(
-            f"the ledger holds a {kind} that cannot be read", why=str(error), todo="run `db check`"
-        ) from error
+        raise _unreadable(kind, error) from error
+
+
+def _unreadable(kind: Any, error: Exception) -> LedgerError:
+    return LedgerError(f"the ledger holds a {kind} that cannot be read", why=str(error), todo="run `db check`")
 
 
 # Statements are built once and given values each time: building takes several times as long as running.
@@ -96,9 +98,7 @@ def host_id(connection: Connection, host: Host) -> int | None:
 
 
 def put_host(connection: Connection, host: Host) -> int:
-    found = host_id(connection, host)
-    values = {"host": host.id, "name": host.name, "created_at": now()}
-    return found if found is not None else insert(connection, t.hosts, **values)
+    return _once(connection, t.hosts, "host", host=host.id, name=host.name, created_at=now())
 
 
 def put_fingerprint(connection: Connection, fp: Fingerprint) -> int:
@@ -182,9 +182,7 @@ def race_of(document: bytes) -> Race:
     try:
         made: Race = from_json(Race, json.loads(zlib.decompress(document)))
     except (ValueError, zlib.error) as error:
-        raise LedgerError(
-            "the ledger holds a race that cannot be read", why=str(error), todo="run `db check`"
-        ) from error
+        raise _unreadable("race", error) from error
     return made
 
 
@@ -270,33 +268,31 @@ def fetch(connection: Connection, query: Select[Any], **values: Any) -> list[Sto
     return [_stored_of(row) for row in connection.execute(query, values)]
 
 
+# Columns of `decisions` under the names that they have in a Decision, and in a StoredDecision.
+OF_VALUE = ("state", "hw_id", "op", "bucket", "mode", "reason", "stale")
+IDS = ("workload_id", "fingerprint_id", "arm_id", "baseline_id", "race_id", "verdict_id", "previous_id")
+
+
+def named(found: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return attributes by name."""
+    return {name: getattr(found, name) for name in names}
+
+
 def _stored_of(row: Row[Any]) -> StoredDecision:
     decision = Decision(
         id=row.id,
-        state=row.state,
-        hw_id=row.hw_id,
-        op=row.op,
-        bucket=row.bucket,
-        mode=row.mode,
         workload=value_of(Workload, row.workload),
         arm=value_of(Arm, row.arm),
         baseline=value_of(Arm, row.baseline),
         verdict=value_of(Verdict, row.verdict) if row.verdict else None,
-        reason=row.reason,
         created_at=row.created_at,
         length_range=None if row.length_from is None else (row.length_from, row.length_to),
-        stale=row.stale,
+        **named(row, OF_VALUE),
     )
     return StoredDecision(
         decision=decision,
         key=row.key,
-        workload_id=row.workload_id,
-        fingerprint_id=row.fingerprint_id,
-        arm_id=row.arm_id,
-        baseline_id=row.baseline_id,
-        race_id=row.race_id,
-        verdict_id=row.verdict_id,
-        previous_id=row.previous_id,
+        **named(row, IDS),
         entrants=tuple(json.loads(row.entrants)),
         epoch=row.epoch,
         proven=bool(row.proven),

@@ -6,6 +6,8 @@ every sample.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sqlalchemy import (
     CheckConstraint,
     Column,
@@ -48,16 +50,16 @@ def _to(table: str, column: str = "", *, required: bool = True) -> Column[int]:
     return Column(column or f"{table[:-1]}_id", Integer, ForeignKey(f"{table}.id"), nullable=not required)
 
 
-def _text(name: str, *, unique: bool = False, required: bool = True) -> Column[str]:
-    return Column(name, Text, nullable=not required, unique=unique)
+def _unique(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, unique=True)
 
 
-def _digest_check(column: str = "digest") -> CheckConstraint:
-    return CheckConstraint(f"length({column}) > 0", name=f"{column}_given")
+def _texts(*names: str) -> Iterator[Column[str]]:
+    return (Column(name, Text, nullable=False) for name in names)
 
 
 # Origin: a home on a machine. Unknown for rows from before there were hosts.
-hosts = _table("hosts", _id(), _text("host", unique=True), _text("name"), _text("created_at"))
+hosts = _table("hosts", _id(), _unique("host"), *_texts("name", "created_at"))
 
 
 def _host() -> Column[int]:
@@ -71,26 +73,22 @@ def _unit() -> Column[str]:
 fingerprints = _table(
     "fingerprints",
     _id(),
-    _text("hw_id"),
-    _text("env_id"),
-    _text("digest", unique=True),
-    _text("document"),
-    _text("created_at"),
+    *_texts("hw_id", "env_id"),
+    _unique("digest"),
+    *_texts("document", "created_at"),
 )
 
-workloads = _table("workloads", _id(), _text("key", unique=True), _text("op"), _text("bucket"), _text("document"))
+workloads = _table("workloads", _id(), _unique("key"), *_texts("op", "bucket", "document"))
 
 # One row for each candidate with its build and knobs. `digest` is the arm's; `document_digest` covers the whole row,
 # because one digest may appear with another recipe (a moved folder).
 candidates = _table(
     "candidates",
     _id(),
-    _text("name"),
-    _text("backend"),
-    _text("digest"),
-    _text("document_digest", unique=True),
-    _text("document"),
-    _digest_check(),
+    *_texts("name", "backend", "digest"),
+    _unique("document_digest"),
+    *_texts("document"),
+    CheckConstraint("length(digest) > 0", name="digest_given"),
 )
 
 parities = _table(
@@ -98,11 +96,7 @@ parities = _table(
     _id(),
     _to("candidates"),
     _to("workloads"),
-    _text("hw_id"),
-    _text("scope"),  # the bucket the proof covers
-    _text("outcome"),
-    _text("document"),
-    _text("created_at"),
+    *_texts("hw_id", "scope", "outcome", "document", "created_at"),  # scope: the bucket the proof covers
     _host(),
     CheckConstraint("outcome IN ('passed', 'failed')", name="outcome"),
 )
@@ -113,30 +107,23 @@ races = _table(
     _id(),
     _to("workloads"),
     _to("fingerprints"),
-    _text("digest"),
+    *_texts("digest"),
     Column("document", LargeBinary, nullable=False),
-    _text("created_at"),
+    *_texts("created_at"),
 )
 
 verdicts = _table(
     "verdicts",
     _id(),
     _to("races", required=False),
-    _text("outcome"),
-    _text("document"),
-    _text("created_at"),
+    *_texts("outcome", "document", "created_at"),
     CheckConstraint("outcome IN ('promote', 'tie', 'lose', 'undecided')", name="outcome"),
 )
 
 decisions = _table(
     "decisions",
     _id(),
-    _text("key"),
-    _text("state"),
-    _text("hw_id"),
-    _text("op"),
-    _text("bucket"),
-    _text("mode"),
+    *_texts("key", "state", "hw_id", "op", "bucket", "mode"),
     Column("length_from", Integer),
     Column("length_to", Integer),
     _to("workloads"),
@@ -146,10 +133,10 @@ decisions = _table(
     _to("races", required=False),
     _to("verdicts", required=False),
     _to("decisions", "previous_id", required=False),
-    _text("entrants"),  # JSON list of the digests of all arms considered, so that a new one is noticed
-    _text("reason"),
-    _text("idempotency_key", unique=True),
-    _text("created_at"),
+    *_texts("entrants"),  # JSON list of the digests of all arms considered, so that a new one is noticed
+    *_texts("reason"),
+    _unique("idempotency_key"),
+    *_texts("created_at"),
     _host(),
     Column("stale", Text, nullable=False, server_default=""),
     CheckConstraint("state IN ('promoted', 'kept', 'demoted', 'quarantined', 'pinned')", name="state"),
@@ -177,15 +164,7 @@ serving = _table(
 # Who may measure on a device. The latest lease of a device, machine and unit is in force; an older one can no longer
 # write. `unit` distinguishes equal devices of a machine (a GPU's UUID); it is empty for a single device, such as the
 # CPU.
-leases = _table(
-    "leases",
-    _id(),
-    _text("hw_id"),
-    _text("machine"),
-    _text("holder"),
-    _text("created_at"),
-    _unit(),
-)
+leases = _table("leases", _id(), *_texts("hw_id", "machine", "holder", "created_at"), _unit())
 Index(None, leases.c.hw_id, leases.c.machine)
 
 # A trial without an end was interrupted: the tuner, or the machine, ended with the candidate in a worker.
@@ -193,10 +172,7 @@ trials = _table(
     "trials",
     _id(),
     _to("candidates"),
-    _text("hw_id"),
-    _text("op"),
-    _text("stage"),
-    _text("created_at"),
+    *_texts("hw_id", "op", "stage", "created_at"),
     Column("boot", Text, nullable=False, server_default=""),
     _host(),
     _unit(),
@@ -205,39 +181,30 @@ trials = _table(
 trial_ends = _table(
     "trial_ends",
     Column("trial_id", Integer, ForeignKey("trials.id"), primary_key=True),
-    _text("outcome"),
-    _text("created_at"),
+    *_texts("outcome", "created_at"),
 )
 
 quarantines = _table(
     "quarantines",
     _id(),
     _to("candidates"),
-    _text("digest"),  # of the build: the same source with other knobs is quarantined too
-    _text("hw_id"),
-    _text("op"),
-    _text("driver"),
-    _text("cause"),
-    _text("reason"),
-    _text("evidence"),
-    _text("created_at"),
+    *_texts("digest"),  # of the build: the same source with other knobs is quarantined too
+    *_texts("hw_id", "op", "driver", "cause", "reason", "evidence", "created_at"),
 )
 Index(None, quarantines.c.hw_id, quarantines.c.op)
 releases = _table(
     "releases",
     Column("quarantine_id", Integer, ForeignKey("quarantines.id"), primary_key=True),
-    _text("reason"),
-    _text("created_at"),
+    *_texts("reason", "created_at"),
 )
 
 # The lifetime error budget of a key: each attempt at a promotion debits its false-promotion probability.
 debits = _table(
     "debits",
     _id(),
-    _text("key"),
+    *_texts("key"),
     Column("amount", REAL64, nullable=False),
-    _text("reason"),
-    _text("created_at"),
+    *_texts("reason", "created_at"),
     CheckConstraint("amount > 0 AND amount <= 1", name="amount"),
 )
 Index(None, debits.c.key)
@@ -246,10 +213,9 @@ Index(None, debits.c.key)
 aa_sessions = _table(
     "aa_sessions",
     _id(),
-    _text("hw_id"),
-    _text("time_class"),
+    *_texts("hw_id", "time_class"),
     Column("crossed", Integer, nullable=False),
-    _text("created_at"),
+    *_texts("created_at"),
     CheckConstraint("crossed IN (0, 1)", name="crossed"),
 )
 Index(None, aa_sessions.c.hw_id, aa_sessions.c.time_class)

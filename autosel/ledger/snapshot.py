@@ -9,7 +9,6 @@ replaced, never edited: a reader sees the old one or the new one. Exports and `a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from autosel import files
 from autosel.errors import BadConfig, LedgerError
+from autosel.ledger.durable import replace_private
 from autosel.ledger.former import modern, modern_key
 from autosel.ledger.key import serving_key
 from autosel.values import Decision, from_json, parse_json
@@ -87,21 +87,11 @@ def _text(made: Mapping[str, Any]) -> str:
 
 def write(path: Path, made: Mapping[str, Any]) -> None:
     """Replace the file atomically and durably: its bytes and its folder are on disk on return. Raises LedgerError."""
-    making = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(FileNotFoundError):
-            making.unlink()  # left by a killed process with the same pid
-        descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(_text(made))
-            file.flush()
-            os.fsync(file.fileno())
-        making.replace(path)
+        replace_private(path, _text(made))
         files.sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):
-            making.unlink()
         raise LedgerError(
             f"cannot write {path}", why=str(error), todo="free some space, or make its folder writable"
         ) from error

@@ -6,9 +6,13 @@ Revises: None
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects.sqlite import REAL
+
+from autosel.ledger.migrate import append_only
 
 revision = "0001"
 down_revision = None
@@ -31,21 +35,23 @@ HISTORY = (
 )
 
 
-def text(name: str) -> sa.Column[str]:
-    return sa.Column(name, sa.Text, nullable=False)
+def texts(*names: str) -> Iterator[sa.Column[str]]:
+    return (sa.Column(name, sa.Text, nullable=False) for name in names)
 
 
-def integer(name: str, *, required: bool = True) -> sa.Column[int]:
-    return sa.Column(name, sa.Integer, nullable=not required)
+def integers(*names: str, required: bool = True) -> Iterator[sa.Column[int]]:
+    return (sa.Column(name, sa.Integer, nullable=not required) for name in names)
 
 
 def create(table: str, *items: sa.schema.SchemaItem, key: tuple[str, ...] = ("id",)) -> None:
-    first = [integer("id")] if key == ("id",) else []
+    first = integers("id") if key == ("id",) else ()
     op.create_table(table, *first, *items, sa.PrimaryKeyConstraint(*key, name=f"pk_{table}"), sqlite_strict=True)
 
 
-def refers(table: str, column: str, target: str) -> sa.ForeignKeyConstraint:
-    return sa.ForeignKeyConstraint([column], [f"{target}.id"], name=f"fk_{table}_{column}")
+def refers(table: str, **columns: str) -> Iterator[sa.ForeignKeyConstraint]:
+    """Let columns refer to the ids of other tables."""
+    for column, target in columns.items():
+        yield sa.ForeignKeyConstraint([column], [f"{target}.id"], name=f"fk_{table}_{column}")
 
 
 def unique(table: str, column: str) -> sa.UniqueConstraint:
@@ -71,55 +77,37 @@ def upgrade() -> None:
 def create_evidence() -> None:
     create(
         "fingerprints",
-        text("hw_id"),
-        text("env_id"),
-        text("digest"),
-        text("document"),
-        text("created_at"),
+        *texts("hw_id", "env_id", "digest", "document", "created_at"),
         unique("fingerprints", "digest"),
     )
-    create("workloads", text("key"), text("op"), text("bucket"), text("document"), unique("workloads", "key"))
+    create("workloads", *texts("key", "op", "bucket", "document"), unique("workloads", "key"))
     create(
         "candidates",
-        text("name"),
-        text("backend"),
-        text("digest"),
-        text("document_digest"),
-        text("document"),
+        *texts("name", "backend", "digest", "document_digest", "document"),
         unique("candidates", "document_digest"),
         holds("candidates", "digest_given", "length(digest) > 0"),
     )
     create(
         "parities",
-        integer("candidate_id"),
-        integer("workload_id"),
-        text("hw_id"),
-        text("scope"),
-        text("outcome"),
-        text("document"),
-        text("created_at"),
-        refers("parities", "candidate_id", "candidates"),
-        refers("parities", "workload_id", "workloads"),
+        *integers("candidate_id", "workload_id"),
+        *texts("hw_id", "scope", "outcome", "document", "created_at"),
+        *refers("parities", candidate_id="candidates", workload_id="workloads"),
         holds("parities", "outcome", "outcome IN ('passed', 'failed')"),
     )
     index("parities", "scope", "hw_id")
     create(
         "races",
-        integer("workload_id"),
-        integer("fingerprint_id"),
-        text("digest"),
+        *integers("workload_id", "fingerprint_id"),
+        *texts("digest"),
         sa.Column("document", sa.LargeBinary, nullable=False),
-        text("created_at"),
-        refers("races", "workload_id", "workloads"),
-        refers("races", "fingerprint_id", "fingerprints"),
+        *texts("created_at"),
+        *refers("races", workload_id="workloads", fingerprint_id="fingerprints"),
     )
     create(
         "verdicts",
-        integer("race_id", required=False),
-        text("outcome"),
-        text("document"),
-        text("created_at"),
-        refers("verdicts", "race_id", "races"),
+        *integers("race_id", required=False),
+        *texts("outcome", "document", "created_at"),
+        *refers("verdicts", race_id="races"),
         holds("verdicts", "outcome", "outcome IN ('promote', 'tie', 'lose', 'undecided')"),
     )
 
@@ -127,32 +115,16 @@ def create_evidence() -> None:
 def create_decisions() -> None:
     create(
         "decisions",
-        text("key"),
-        text("state"),
-        text("hw_id"),
-        text("op"),
-        text("bucket"),
-        text("mode"),
-        integer("length_from", required=False),
-        integer("length_to", required=False),
-        integer("workload_id"),
-        integer("fingerprint_id", required=False),
-        integer("arm_id"),
-        integer("baseline_id"),
-        integer("race_id", required=False),
-        integer("verdict_id", required=False),
-        integer("previous_id", required=False),
-        text("entrants"),
-        text("reason"),
-        text("idempotency_key"),
-        text("created_at"),
-        refers("decisions", "workload_id", "workloads"),
-        refers("decisions", "fingerprint_id", "fingerprints"),
-        refers("decisions", "arm_id", "candidates"),
-        refers("decisions", "baseline_id", "candidates"),
-        refers("decisions", "race_id", "races"),
-        refers("decisions", "verdict_id", "verdicts"),
-        refers("decisions", "previous_id", "decisions"),
+        *texts("key", "state", "hw_id", "op", "bucket", "mode"),
+        *integers("length_from", "length_to", required=False),
+        *integers("workload_id"),
+        *integers("fingerprint_id", required=False),
+        *integers("arm_id", "baseline_id"),
+        *integers("race_id", "verdict_id", "previous_id", required=False),
+        *texts("entrants", "reason", "idempotency_key", "created_at"),
+        *refers("decisions", workload_id="workloads", fingerprint_id="fingerprints"),
+        *refers("decisions", arm_id="candidates", baseline_id="candidates"),
+        *refers("decisions", race_id="races", verdict_id="verdicts", previous_id="decisions"),
         unique("decisions", "idempotency_key"),
         holds("decisions", "state", "state IN ('promoted', 'kept', 'demoted', 'quarantined', 'pinned')"),
         holds("decisions", "length_range", "(length_from IS NULL) = (length_to IS NULL)"),
@@ -162,18 +134,15 @@ def create_decisions() -> None:
     index("decisions", "hw_id", "bucket", "mode")
     create(
         "decision_parities",
-        integer("decision_id"),
-        integer("parity_id"),
-        refers("decision_parities", "decision_id", "decisions"),
-        refers("decision_parities", "parity_id", "parities"),
+        *integers("decision_id", "parity_id"),
+        *refers("decision_parities", decision_id="decisions", parity_id="parities"),
         key=("decision_id", "parity_id"),
     )
     create(
         "serving",
-        text("key"),
-        integer("decision_id"),
-        integer("epoch"),
-        refers("serving", "decision_id", "decisions"),
+        *texts("key"),
+        *integers("decision_id", "epoch"),
+        *refers("serving", decision_id="decisions"),
         unique("serving", "epoch"),
         holds("serving", "epoch", "epoch > 0"),
         key=("key",),
@@ -183,42 +152,30 @@ def create_decisions() -> None:
 def create_containment() -> None:
     create(
         "trials",
-        integer("candidate_id"),
-        text("hw_id"),
-        text("op"),
-        text("stage"),
-        text("created_at"),
-        refers("trials", "candidate_id", "candidates"),
+        *integers("candidate_id"),
+        *texts("hw_id", "op", "stage", "created_at"),
+        *refers("trials", candidate_id="candidates"),
         holds("trials", "stage", "stage IN ('worker', 'client')"),
     )
     create(
         "trial_ends",
-        integer("trial_id"),
-        text("outcome"),
-        text("created_at"),
-        refers("trial_ends", "trial_id", "trials"),
+        *integers("trial_id"),
+        *texts("outcome", "created_at"),
+        *refers("trial_ends", trial_id="trials"),
         key=("trial_id",),
     )
     create(
         "quarantines",
-        integer("candidate_id"),
-        text("digest"),
-        text("hw_id"),
-        text("op"),
-        text("driver"),
-        text("cause"),
-        text("reason"),
-        text("evidence"),
-        text("created_at"),
-        refers("quarantines", "candidate_id", "candidates"),
+        *integers("candidate_id"),
+        *texts("digest", "hw_id", "op", "driver", "cause", "reason", "evidence", "created_at"),
+        *refers("quarantines", candidate_id="candidates"),
     )
     index("quarantines", "hw_id", "op")
     create(
         "releases",
-        integer("quarantine_id"),
-        text("reason"),
-        text("created_at"),
-        refers("releases", "quarantine_id", "quarantines"),
+        *integers("quarantine_id"),
+        *texts("reason", "created_at"),
+        *refers("releases", quarantine_id="quarantines"),
         key=("quarantine_id",),
     )
 
@@ -227,40 +184,27 @@ def create_budgets() -> None:
     real = sa.Double().with_variant(REAL(), "sqlite")
     create(
         "debits",
-        text("key"),
+        *texts("key"),
         sa.Column("amount", real, nullable=False),
-        text("reason"),
-        text("created_at"),
+        *texts("reason", "created_at"),
         holds("debits", "amount", "amount > 0 AND amount <= 1"),
     )
     index("debits", "key")
     create(
         "aa_sessions",
-        text("hw_id"),
-        text("time_class"),
-        integer("crossed"),
-        text("created_at"),
+        *texts("hw_id", "time_class"),
+        *integers("crossed"),
+        *texts("created_at"),
         holds("aa_sessions", "crossed", "crossed IN (0, 1)"),
     )
     index("aa_sessions", "hw_id", "time_class")
 
 
 def make_append_only() -> None:
-    """Refuse UPDATE and DELETE on history, below any code that might try."""
-    if op.get_bind().dialect.name == "sqlite":
-        for table in HISTORY:
-            for verb in ("UPDATE", "DELETE"):
-                op.execute(
-                    f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
-                    f"BEGIN SELECT RAISE(ABORT, '{table} is history: append only'); END"
-                )
-        return
-    op.execute(
-        "CREATE FUNCTION autosel_refuse() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION '% is history: append only', TG_TABLE_NAME; END $$"
-    )
-    for table in HISTORY:
+    if op.get_bind().dialect.name != "sqlite":
         op.execute(
-            f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
-            "FOR EACH STATEMENT EXECUTE FUNCTION autosel_refuse()"
+            "CREATE FUNCTION autosel_refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION '% is history: append only', TG_TABLE_NAME; END $$"
         )
+    for table in HISTORY:
+        append_only(table)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from autosel.ledger.migrate import append_only
+
 revision = "0003"
 down_revision = "0002"
 
@@ -24,25 +26,11 @@ def upgrade() -> None:
         sa.UniqueConstraint("host", name="uq_hosts_host"),
         sqlite_strict=True,
     )
-    make_append_only("hosts")
+    append_only("hosts")
     for table in MADE_SOMEWHERE:
         op.execute(f"ALTER TABLE {table} ADD COLUMN host_id INTEGER REFERENCES hosts (id)")
     if op.get_bind().dialect.name != "sqlite":
         tell_of_changes()
-
-
-def make_append_only(table: str) -> None:
-    if op.get_bind().dialect.name != "sqlite":
-        op.execute(
-            f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
-            "FOR EACH STATEMENT EXECUTE FUNCTION autosel_refuse()"
-        )
-        return
-    for verb in ("UPDATE", "DELETE"):
-        op.execute(
-            f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
-            f"BEGIN SELECT RAISE(ABORT, '{table} is history: append only'); END"
-        )
 
 
 def tell_of_changes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from autosel.ledger.key import current_mode
 from tests import drawn
 from tests.cpu.daemons import Daemon, cli, running
 from tests.cpu.test_ledger import ATTN, record
-from tests.flows.test_daemon import here
+from tests.quiet import here
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -62,14 +63,20 @@ def troubles() -> list[str]:
     return []
 
 
+@contextmanager
+def opened(browser: Any, **options: Any) -> Iterator[Any]:
+    """Open a page in a new context."""
+    context = browser.new_context(**options)
+    yield context.new_page()
+    context.close()
+
+
 @pytest.fixture
 def tab(browser: Any, troubles: list[str]) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page = context.new_page()
-    page.on("console", lambda m: troubles.append(m.text) if m.type == "error" else None)
-    page.on("pageerror", lambda e: troubles.append(str(e)))
-    yield page
-    context.close()
+    with opened(browser, viewport={"width": 1280, "height": 900}) as page:
+        page.on("console", lambda m: troubles.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: troubles.append(str(e)))
+        yield page
 
 
 def test_every_page_is_complete_and_the_browser_reports_no_error(tab: Any, daemon: Daemon, troubles: list[str]) -> None:
@@ -88,54 +95,46 @@ def test_charts_are_drawn_from_the_pages_own_data(tab: Any, daemon: Daemon) -> N
 
 @pytest.mark.parametrize("path", drawn.share(PAGES, days=3))
 def test_a_phone_scrolls_down_and_never_sideways(browser: Any, daemon: Daemon, path: str) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
-    page = context.new_page()
-    page.goto(daemon.url.rstrip("/") + path)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    sideways = "[...document.querySelectorAll('.wide:has(.stack)')].filter(w => w.scrollWidth > w.clientWidth + 1)"
-    assert page.evaluate(f"{sideways}.length") == 0, "on a phone, rows of a table must be lists"
-    context.close()
+    with opened(browser, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True) as page:
+        page.goto(daemon.url.rstrip("/") + path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        sideways = "[...document.querySelectorAll('.wide:has(.stack)')].filter(w => w.scrollWidth > w.clientWidth + 1)"
+        assert page.evaluate(f"{sideways}.length") == 0, "on a phone, rows of a table must be lists"
 
 
 def test_it_is_dark_if_the_system_is(browser: Any, daemon: Daemon) -> None:
     grounds = {}
     for scheme in ("light", "dark"):
-        context = browser.new_context(color_scheme=scheme)
-        page = context.new_page()
-        page.goto(daemon.url)
-        grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        context.close()
+        with opened(browser, color_scheme=scheme) as page:
+            page.goto(daemon.url)
+            grounds[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     channels = {scheme: [int(x) for x in text[4:-1].split(",")] for scheme, text in grounds.items()}
     assert max(channels["dark"]) < 64 < 192 < min(channels["light"])
 
 
 def test_a_page_is_complete_without_javascript(browser: Any, daemon: Daemon) -> None:
-    context = browser.new_context(java_script_enabled=False)
-    page = context.new_page()
-    page.goto(f"{daemon.url}op/attn")
-    assert "cpp:attn" in page.locator("main").inner_text()
-    assert page.locator("table tbody tr").count() >= 7
-    page.goto(daemon.url)
-    assert "attn" in page.locator("#serving").inner_text()
-    page.goto(f"{daemon.url}decisions/1")
-    assert "2.0x" in page.locator("main").inner_text()
-    context.close()
+    with opened(browser, java_script_enabled=False) as page:
+        page.goto(f"{daemon.url}op/attn")
+        assert "cpp:attn" in page.locator("main").inner_text()
+        assert page.locator("table tbody tr").count() >= 7
+        page.goto(daemon.url)
+        assert "attn" in page.locator("#serving").inner_text()
+        page.goto(f"{daemon.url}decisions/1")
+        assert "2.0x" in page.locator("main").inner_text()
 
 
 def test_another_site_cannot_read_or_change_anything(browser: Any, daemon: Daemon) -> None:
     """Load a page from another origin in the browser."""
-    context = browser.new_context()
-    page = context.new_page()
-    page.route("http://evil.example/", lambda route: route.fulfill(body="<p>hello</p>", content_type="text/html"))
-    page.goto("http://evil.example/")
     asking = (
         "async ([url, method]) => { try { const a = await fetch(url, {method, headers: method === 'POST' ?"
         " {'Content-Type': 'application/json'} : {}, body: method === 'POST' ? '{\"reason\":\"x\"}' : undefined});"
         " return await a.text(); } catch (e) { return 'refused'; } }"
     )
-    assert page.evaluate(asking, [f"{daemon.url}v1/serving", "GET"]) == "refused"
-    assert page.evaluate(asking, [f"{daemon.url}v1/decisions/1/demote", "POST"]) == "refused"
-    context.close()
+    with opened(browser) as page:
+        page.route("http://evil.example/", lambda route: route.fulfill(body="<p>hello</p>", content_type="text/html"))
+        page.goto("http://evil.example/")
+        assert page.evaluate(asking, [f"{daemon.url}v1/serving", "GET"]) == "refused"
+        assert page.evaluate(asking, [f"{daemon.url}v1/decisions/1/demote", "POST"]) == "refused"
     with daemon.client() as ask:
         assert ask.get("/v1/decisions/1")["serves"]
 

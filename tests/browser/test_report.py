@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from playwright.sync_api import sync_playwright
 
 from autosel.certify import report, slo
 from autosel.certify.certificate import seal
+from tests.browser import test_dashboard
 from tests.null.certificates import certificate, decode_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"),
-]
+pytestmark = test_dashboard.pytestmark
 
 
 def test_a_report_fits_its_page_and_is_complete_without_a_network(tmp_path: Path) -> None:
@@ -31,7 +27,7 @@ def test_a_report_fits_its_page_and_is_complete_without_a_network(tmp_path: Path
     report.write(tmp_path, seal(replace(made, signer="0f" * 32)))
     troubles: list[str] = []
     with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = p.chromium.launch(executable_path=test_dashboard.CHROMIUM, args=["--no-sandbox"])
         for width, scheme in ((390, "light"), (1100, "dark")):
             context: Any = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
             page = context.new_page()

@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -55,6 +53,7 @@ from autosel.values import (
     Verdict,
     Workload,
 )
+from tests.forks import CONTEXT, forked
 
 MODE = "eager.t2.highest"
 FP = Fingerprint(
@@ -124,7 +123,8 @@ def verdict(outcome: Any = "promote") -> Verdict:
     )
 
 
-def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
+def recording(key: str = "one", **changes: Any) -> Record:
+    """Return the command that records a decision for CPP, as a tune sends it."""
     values: dict[str, Any] = {
         "verdict": verdict(),
         "race": race(),
@@ -137,12 +137,11 @@ def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
         "idempotency_key": key,
     }
     fp, w = changes.pop("fp", FP), changes.pop("workload", ATTN)
-    return ledger.write(Record(fp=fp, workload=w, **values | changes))
+    return Record(fp=fp, workload=w, **values | changes)
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
+def record(ledger: Ledger, key: str = "one", **changes: Any) -> Decision:
+    return ledger.write(recording(key, **changes))
 
 
 @pytest.fixture
@@ -263,7 +262,6 @@ def test_a_split_bucket_serves_two_rows_and_a_whole_one_replaces_both(ledger: Le
     assert {s.decision.id for s in ledger.serving()} == {short.id, long.id}
     digests = [CPP.digest, PACKED.digest, BASELINE.digest]
     assert ledger.known_rows(FP.hw_id, ATTN.bucket, MODE, digests) == (short, long)
-    assert ledger.known(FP.hw_id, ATTN.bucket, MODE, digests, length_range=(4097, 6000)) == short
     whole = record(ledger, "c")
     assert [s.decision.id for s in ledger.serving()] == [whole.id]
     assert ledger.evidence(whole.id).previous == long
@@ -355,11 +353,13 @@ def test_a_failure_from_before_a_release_is_forgotten(ledger: Ledger) -> None:
 
 
 def die_in_a_trial(home: Path) -> None:
-    child = os.fork()
-    if child == 0:
+    def work() -> None:
         with open_ledger(home=home) as ledger, ledger.lock(FP.hw_id), ledger.trial(FP.hw_id, "attn", CPP):
             os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    child = forked(work)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
 
 
 def struck(home: Path) -> list[tuple[str, int, bool]]:
@@ -412,8 +412,14 @@ def test_a_trial_that_raises_is_closed_and_is_not_a_strike(ledger: Ledger) -> No
         assert found == []
 
 
-def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(ledger: Ledger, home: Path) -> None:
-    with open_ledger(home=home) as other, ledger.lock(FP.hw_id, "GPU-a"), other.lock(FP.hw_id, "GPU-b") as struck:
+def test_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tuner(ledger: Ledger, home: Path) -> None:
+    cpu = dataclasses.replace(FP, identity={"model": "another kind"})
+    with (
+        open_ledger(home=home) as other,
+        ledger.lock(FP.hw_id, "GPU-a"),
+        other.lock(cpu.hw_id),
+        other.lock(FP.hw_id, "GPU-b") as struck,
+    ):
         with ledger.trial(FP.hw_id, "attn", CPP), open_ledger(home=home) as third:
             with pytest.raises(LedgerError, match="in use"), third.lock(FP.hw_id, "GPU-b"):
                 raise AssertionError("two at a time")
@@ -422,6 +428,7 @@ def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tu
         assert record(ledger, "by a").id == 1
         with pytest.raises(LedgerError, match="taken over this device"):
             record(other, "by b")
+        assert record(other, "of another kind", fp=cpu).id == 2
     with ledger.reading() as c:
         assert c.execute(sa.select(t.trials.c.unit, t.trial_ends.c.outcome).join(t.trial_ends)).all() == [
             ("GPU-a", containment.FINISHED)
@@ -429,18 +436,21 @@ def test_equal_devices_of_a_machine_are_measured_at_the_same_time_each_by_one_tu
 
 
 def test_the_device_lock_names_its_holder_and_ends_with_it(ledger: Ledger, home: Path) -> None:
-    script = "with ledger.lock(FP.hw_id): print('held', flush=True); sys.stdin.read()"
-    child = subprocess.Popen(
-        child_command(home, script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "held\n"
+    here, there = CONTEXT.Pipe(duplex=False)
+
+    def hold() -> None:
+        with open_ledger(home=home) as other, other.lock(FP.hw_id):
+            there.send("held")
+            signal.pause()
+
+    child = forked(hold)
+    assert here.recv() == "held"
     with pytest.raises(LedgerError, match=f"pid {child.pid} "), ledger.lock(FP.hw_id):
         pass
     with ledger.lock("another-device"):
         pass
     child.kill()
-    child.communicate()
+    child.join()
     with ledger.lock(FP.hw_id):
         pass
 
@@ -569,8 +579,8 @@ def test_a_kept_connection_writes_to_the_present_file(home: Path, tmp_path: Path
 
 def test_killing_a_kept_connection_loses_no_acknowledged_write(home: Path) -> None:
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         ledger = open_ledger(home=home)
         ledger.keep_line()
         for n in range(1000):
@@ -579,7 +589,8 @@ def test_killing_a_kept_connection_loses_no_acknowledged_write(home: Path) -> No
                 ledger.move_log()
             if n == 70:
                 os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    forked(work).join()
     os.close(write)
     with os.fdopen(read) as pipe:
         told = [int(line) for line in pipe]
@@ -616,24 +627,6 @@ def test_a_kept_lock_excludes_others_also_after_its_file_was_deleted(home: Path)
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-PREAMBLE = """
-import os, signal, sys
-from pathlib import Path
-import importlib.util
-spec = importlib.util.spec_from_file_location("ledger_tests", {tests!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["ledger_tests"] = module
-spec.loader.exec_module(module)
-globals().update(vars(module))
-home = Path({home!r})
-ledger = open_ledger(home=home)
-"""
-
-
-def child_command(home: Path, script: str) -> list[str]:
-    return [sys.executable, "-c", PREAMBLE.format(tests=__file__, home=str(home)) + script]
 
 
 def read_snapshot(home: Path) -> snapshot.Snapshot:

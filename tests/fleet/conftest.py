@@ -38,11 +38,6 @@ def url(server: postgres.Server, schema: str) -> str:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def ledger(url: str, home: Path) -> Iterator[Ledger]:
     with open_ledger(url, home=home, alone=True) as made:
         yield made

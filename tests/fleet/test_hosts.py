@@ -80,7 +80,7 @@ def test_each_host_has_a_permanent_separate_id(ledger: Ledger, other: Ledger, ur
         record(again, "three")
         with again.reading() as c:
             found = compare.hosts(c)
-    assert [(h.decisions, h.proofs) for h in found] == [(1, 2), (2, 2)]
+    assert [(h["decisions"], h["proofs"]) for h in found] == [(1, 2), (2, 2)]
 
 
 def test_leases_of_two_hosts_are_independent(ledger: Ledger, other: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

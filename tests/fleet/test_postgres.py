@@ -24,7 +24,7 @@ from tests.cpu import test_ledger as on_sqlite
 from tests.cpu.daemons import cli, running
 from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PACKED, PASSED, record
 from tests.fleet.postgres import Server
-from tests.flows.test_daemon import here
+from tests.quiet import here
 
 pytestmark = pytest.mark.fleet
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,23 @@ from autosel.dispatch.board import Board
 from autosel.errors import LedgerError
 from autosel.ledger import commands, faults, open_ledger
 from autosel.ledger.commands import Spend, TakeOver
-from autosel.ledger.faults import Fault
 from autosel.ledger.key import current_mode
 from autosel.ledger.remote import RemoteLedger
-from autosel.values import Fingerprint, to_json
-from tests.cpu.daemons import ROOT, Daemon, cli, environment, running
-from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, PASSED, record
+from autosel.values import Workload, to_json
+from tests.cpu.daemons import Daemon, cli, environment, running
+from tests.cpu.test_ledger import ATTN, BASELINE, CPP, FP, record, recording
 from tests.homes import furnish
+from tests.null.daemon_app import fault_of
+from tests.null.test_daemon_protocol import FAR
+from tests.quiet import here
 
 HERE = this_device()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
 
 
 @pytest.fixture
 def daemon(home: Path) -> Iterator[Daemon]:
     with running(home, "--no-tune", "--tcp", "127.0.0.1:0") as made:
         yield made
-
-
-def here() -> Fingerprint:
-    from autosel.devices.cpu import machine
-
-    return Fingerprint(kind="cpu", name="here", identity=machine.identity(), environment={"torch": "2"}, rates={})
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
@@ -166,20 +158,10 @@ def test_connections_beyond_the_limit_are_refused_and_open_ones_continue(daemon:
     assert cli(daemon.home, "status").returncode == 0
 
 
-HOLDING = """
-import encodings.idna, os, socket, sys
-os.setgid(65534)
-os.setuid(65534)
-lines = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(40)]
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process takes root to start")
 def test_another_users_connections_to_the_port_do_not_count_against_ours(daemon: Daemon) -> None:
     port = daemon.url.rstrip("/").rpartition(":")[2]
-    command = [sys.executable, "-S", "-c", HOLDING, port]
+    command = [sys.executable, "-S", "-c", FAR, "127.0.0.1", port, "40"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
@@ -206,21 +188,7 @@ def _write_until_the_end(home: Path, number: int, acknowledged: Any) -> None:
     line = Client(socket_path(home), timeout_s=30.0)
     for count in range(10_000):
         w = ATTN.at(L=(count % 8 + 1) * 700, B=number + 1)
-        command = commands.Record(
-            fp=FP,
-            workload=w,
-            verdict=None,
-            race=None,
-            parities=((CPP, PASSED),),
-            arm=CPP,
-            baseline=BASELINE,
-            mode="m",
-            state="promoted",
-            reason="",
-            idempotency_key=f"{number}-{count}-{os.getpid()}",
-            length_range=None,
-            entrants=(),
-        )
+        command = recording(f"{number}-{count}-{os.getpid()}", workload=w, verdict=None, race=None)
         try:
             acknowledged.put(line.post(commands.ADDRESS, commands.encode(command, {}))["id"])
         except (Unreachable, Refused):
@@ -298,17 +266,6 @@ def http_get(daemon: Daemon, path: str) -> bytes:
 # --- clients ----------------------------------------------------------------------------------------------------------
 
 
-def _fault(decision: Any) -> Fault:
-    return Fault(
-        cause="kernel",
-        reason="row 3 is wrong",
-        decision=decision,
-        workload=ATTN.key,
-        evidence={"row": 3, "got": float("nan")},
-        seen_at="2026-01-01T00:00:00+00:00",
-    )
-
-
 @pytest.mark.parametrize("way", ["journal", "socket"])
 def test_a_fault_in_one_process_demotes_in_all(daemon: Daemon, way: str) -> None:
     with open_ledger(home=daemon.home) as ledger:
@@ -317,9 +274,9 @@ def test_a_fault_in_one_process_demotes_in_all(daemon: Daemon, way: str) -> None
     with daemon.client() as ask, daemon.client() as events:
         stream = _events(events)
         if way == "journal":
-            faults.write(daemon.home, _fault(made))
+            faults.write(daemon.home, fault_of(made))
         else:
-            told = ask.post("/v1/faults", faults.plain(to_json(_fault(made))))
+            told = ask.post("/v1/faults", faults.plain(to_json(fault_of(made))))
             assert told["taken_in"] is True
         for kind, _ in stream:
             if kind == "fault":
@@ -328,13 +285,10 @@ def test_a_fault_in_one_process_demotes_in_all(daemon: Daemon, way: str) -> None
         found = ask.get(f"/v1/best/attn?workload={ATTN.key}")
         assert gone.is_set() and found["state"] == "baseline"
         assert ask.get("/v1/faults")["quarantines"][0]["candidate"] == CPP.candidate
-    board = Board(daemon.home)
-    try:
+    with closing(Board(daemon.home)) as board:
         q, k = torch.zeros(1, 32, 1, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 8192, 128, dtype=torch.bfloat16)
         bound = board.bind(dispatch.ops.find("attn"), (q, k, k))
         assert bound.candidate == BASELINE.candidate
-    finally:
-        board.close()
 
 
 def _events(line: Client) -> Iterator[tuple[str, Any]]:
@@ -362,8 +316,7 @@ def test_misses_of_a_serving_process_are_queued_and_reported_to_the_next_daemon_
 
     op, x, weight = find("rmsnorm"), torch.zeros(1, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
     home.mkdir(mode=0o700)
-    board = Board(home)
-    try:
+    with closing(Board(home)) as board:
         board.selection(op)(x, weight)
         board.hand_over()  # without a reader, nothing happens
         for _ in range(2):
@@ -373,8 +326,6 @@ def test_misses_of_a_serving_process_are_queued_and_reported_to_the_next_daemon_
                 assert [(j["op"], j["source"], j["state"]) for j in jobs] == [("rmsnorm", "miss", "queued")]
                 assert jobs[0]["calls"] >= 1
                 ask.delete(f"/v1/jobs/{jobs[0]['id']}")
-    finally:
-        board.close()
 
 
 CALLING = """
@@ -393,8 +344,7 @@ def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Dae
     other = current_mode().replace(f".t{threads}", f".t{threads + 6}")
     with open_ledger(home=daemon.home) as ledger:
         record(ledger, fp=here(), mode=other, workload=find("rmsnorm").workload("fp32", {"M": 1, "d": 64}))
-    board = Board(daemon.home)
-    try:
+    with closing(Board(daemon.home)) as board:
         norm = board.selection(find("rmsnorm"))
         for _ in range(3):
             norm(torch.zeros(1, 64), torch.ones(64))
@@ -402,8 +352,6 @@ def test_counts_of_served_calls_are_reported_to_the_daemon_and_shown(daemon: Dae
         norm(torch.zeros(2, 64), torch.ones(64))
         board.hand_over(last=True)
         board.hand_over(last=True)
-    finally:
-        board.close()
     subprocess.run([sys.executable, "-c", CALLING], env=environment(daemon.home), check=True, timeout=120)
     with daemon.client() as ask:
         found = ask.get("/v1/uses")
@@ -434,12 +382,9 @@ def test_a_fault_that_cannot_be_written_to_the_journal_goes_to_the_daemon(
         raise OSError(28, "no space")
 
     monkeypatch.setattr(faults, "write", full)
-    board = Board(daemon.home)
-    try:
-        board.report(_fault(made))
+    with closing(Board(daemon.home)) as board:
+        board.report(fault_of(made))
         board.hand_over()
-    finally:
-        board.close()
     with daemon.client() as ask:
         assert ask.get("/v1/faults")["quarantines"][0]["reason"] == "row 3 is wrong"
 
@@ -487,8 +432,6 @@ def test_on_a_full_disk_writes_fail_and_reads_continue(home: Path) -> None:
 
 
 def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None:
-    from autosel.values import Workload
-
     furnish(home)
     w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 256)), dtype="fp32")
     with running(home, "--busy", "1000") as daemon, daemon.client() as ask:
@@ -508,11 +451,3 @@ def test_a_requested_workload_is_tuned_in_a_child_and_serves(home: Path) -> None
         assert ask.get("/v1/serving")["hw_id"] == HERE
         health = ask.get("/v1/health")
         assert health["tuning"] is None
-        assert ROOT.exists()
-
-
-# --- invalid input ---------------------------------------------------------------------------------------------------
-
-
-_PART = {"op": "rmsnorm", "bucket": "b", "candidate": "cpp:rmsnorm", "why": "", "calls": 3}
-_PART |= {"us_per_call": 1.5, "origin": "raced"}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,32 +24,18 @@ from autosel.ledger import schema as t
 from autosel.ledger.commands import SaveParity
 from tests import drawn
 from tests.cpu.killed import Bomb
-from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, child_command, race, read_snapshot, record
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
+from tests.cpu.test_ledger import ATTN, CPP, FP, PASSED, race, read_snapshot, record
+from tests.forks import forked, result_of
 
 # --- kill -9 ------------------------------------------------------------------------------------------------------
 
 
 def in_child(work: Callable[[], None]) -> bool:
     """Run `work` in a fork; return True if it finished, False if SIGKILL ended it; fail for any other end."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            sys.stderr.write(repr(error))
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, -signal.SIGKILL), status
-    return status == 0
+    child = forked(work)
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL), child.exitcode
+    return child.exitcode == 0
 
 
 def test_a_kill_at_any_step_of_a_record_loses_no_acknowledged_decision_and_leaves_none_partial(home: Path) -> None:
@@ -157,20 +141,22 @@ def test_a_full_disk_loses_nothing_acknowledged_and_reading_continues(home: Path
     ledger = open_ledger(home=home)
     record(ledger, "before")
     room = (home / "ledger.db").stat().st_size + 60_000
-    script = f"""
-import resource, json
-resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
-acks, trouble = [], []
-for n in range(400):
-    try:
-        acks.append(record(ledger, str(n)).id)
-    except LedgerError as error:
-        trouble.append(str(error))
-        if len(trouble) == 3: break
-print(json.dumps([acks, trouble, [d.id for d in ledger.history()]]))
-"""
-    done = subprocess.run(child_command(home, script), cwd=ROOT, capture_output=True, text=True, check=True)
-    acks, trouble, seen = json.loads(done.stdout)
+
+    def fill() -> tuple[list[int], list[str], list[int]]:
+        acks: list[int] = []
+        trouble: list[str] = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        with open_ledger(home=home) as own:
+            for n in range(400):
+                try:
+                    acks.append(record(own, str(n)).id)
+                except LedgerError as error:
+                    trouble.append(str(error))
+                if len(trouble) == 3:
+                    break
+            return acks, trouble, [d.id for d in own.history()]
+
+    acks, trouble, seen = result_of(fill)
     assert len(acks) > 3
     assert len(trouble) == 3, "the limit was not reached"
     assert all("could not be written" in text and "free some space" in text for text in trouble)
@@ -191,15 +177,14 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
     before = read_snapshot(home)
     with ledger._database.writing() as c:  # a change that is committed and not yet published
         c.execute(sa.delete(t.serving).where(t.serving.c.decision_id == 24))
-    child = os.fork()
-    if child == 0:
+
+    def publish() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-        try:
+        with pytest.raises(LedgerError) as refused:
             ledger.publish()
-        except LedgerError as error:
-            os._exit(7 if "decisions.json" in str(error) else 1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return str(refused.value)
+
+    assert "decisions.json" in result_of(publish)
     assert read_snapshot(home) == before, "the old snapshot must be complete"
     assert list(home.glob(".decisions*")) == []
     open_ledger(home=home)
@@ -209,30 +194,21 @@ def test_a_failed_snapshot_is_not_acknowledged_and_is_written_at_the_next_open(h
 # --- damage and other versions ------------------------------------------------------------------------------------
 
 
-def damage_header(data: bytearray) -> None:
-    data[:64] = bytes(64)
+DAMAGE = {
+    "header": (slice(0, 64), bytes(64)),
+    "page": (slice(3 * 4096, 4 * 4096), bytes(range(256)) * 16),
+    "schema": (slice(100, 108), b"\xff" * 8),
+    "cut": (slice(16 * 4096, None), b""),
+}
 
 
-def damage_a_page(data: bytearray) -> None:
-    data[3 * 4096 : 4 * 4096] = bytes(range(256)) * 16
-
-
-def damage_the_schema(data: bytearray) -> None:
-    data[100:108] = b"\xff" * 8
-
-
-def cut(data: bytearray) -> None:
-    del data[len(data) // 2 :]
-
-
-@pytest.mark.parametrize("damage", [damage_header, damage_a_page, damage_the_schema, cut])
-def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(
-    home: Path, damage: Callable[[bytearray], None]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_ledger_is_refused_and_unchanged_and_the_snapshot_serves(home: Path, damage: str) -> None:
     record(open_ledger(home=home))
     served = read_snapshot(home)
     data = bytearray((home / "ledger.db").read_bytes())
-    damage(data)
+    place, content = DAMAGE[damage]
+    data[place] = content
     (home / "ledger.db").write_bytes(data)
     with pytest.raises(LedgerError, match=r"is damaged[\s\S]*backup"):
         open_ledger(home=home)
@@ -338,35 +314,28 @@ def test_a_locked_ledger_is_reported_after_a_bounded_wait(home: Path, monkeypatc
             record(ledger)
         raw.execute("ROLLBACK")
     with ledger._database.writing():
-        pid = os.fork()
-        if pid == 0:
-            try:
+
+        def write() -> str:
+            with pytest.raises(LedgerError) as refused:
                 record(ledger, "from the child")
-            except LedgerError as error:
-                os._exit(7 if f"pid {os.getppid()} " in str(error) else 1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            return str(refused.value)
+
+        assert f"pid {os.getpid()} " in result_of(write)
     assert record(ledger).id == 1
 
 
 def test_many_writers_lose_nothing_and_every_change_has_its_epoch(home: Path) -> None:
     ledger = open_ledger(home=home)
-    writers = []
-    for number in range(4):
-        child = os.fork()
-        if child == 0:
-            try:
-                for n in range(15):
-                    ledger.write(
-                        SaveParity(
-                            hw_id=FP.hw_id, workload=record(ledger, f"{number}-{n}").workload, arm=CPP, parity=PASSED
-                        )
-                    )
-                os._exit(0)
-            finally:
-                os._exit(1)
-        writers.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(w, 0)[1]) for w in writers] == [0] * 4
+
+    def write(number: int) -> None:
+        for n in range(15):
+            w = record(ledger, f"{number}-{n}").workload
+            ledger.write(SaveParity(hw_id=FP.hw_id, workload=w, arm=CPP, parity=PASSED))
+
+    writers = [forked(partial(write, number)) for number in range(4)]
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
     assert len(ledger.history()) == 60
     (row,) = read_snapshot(home).rows
     assert (row.epoch, row.decision.id) == (60, 60)

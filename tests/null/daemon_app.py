@@ -10,6 +10,9 @@ from starlette.testclient import TestClient
 from autosel.daemon.access import Access
 from autosel.daemon.app import build
 from autosel.daemon.hub import Hub, Options
+from autosel.daemon.jobs import Jobs
+from autosel.ledger.faults import Fault
+from autosel.values import Decision
 
 PORT = 8765
 TOKEN = "t" * 43
@@ -40,11 +43,26 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def over_tcp(app: App, **more: Any) -> TestClient:
+def over_tcp(app: App) -> TestClient:
     """Return a client of the loopback port: anyone on this machine, or a web page."""
-    return TestClient(app, base_url=f"http://127.0.0.1:{PORT}", client=("127.0.0.1", 40000), **more)
+    return TestClient(app, base_url=f"http://127.0.0.1:{PORT}", client=("127.0.0.1", 40000))
 
 
-def over_socket(app: App, **more: Any) -> TestClient:
+def over_socket(app: App) -> TestClient:
     """Return a client of the Unix socket, whose user the kernel reports."""
-    return TestClient(app, base_url="http://localhost", client=("uid:1000", 4711), **more)
+    return TestClient(app, base_url="http://localhost", client=("uid:1000", 4711))
+
+
+def fault_of(decision: Decision) -> Fault:
+    return Fault(
+        cause="kernel",
+        reason="row 3 is wrong",
+        decision=decision,
+        workload=decision.workload.key,
+        evidence={"row": 3, "got": float("nan")},
+        seen_at="2026-01-01T00:00:00+00:00",
+    )
+
+
+def queue_in(folder: Path) -> Jobs:
+    return Jobs(folder / "jobs.json", busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +26,11 @@ from autosel.daemon.idle import GpuMeter, Utilisation
 from autosel.daemon.jobs import Jobs
 from autosel.dispatch.handover import Handover
 from autosel.dispatch.served import Coverage
-from autosel.errors import LedgerError
 from autosel.fingerprint import known
-from autosel.ledger.commands import TakeOver
-from autosel.ledger.locks import InUseError
 from autosel.tuning.underway import RunningCommand
 from autosel.values import to_json
 from tests.cpu.test_ledger import ATTN, MODE, record
-from tests.null.daemon_app import App, over_socket
+from tests.null.daemon_app import App, over_socket, queue_in
 from tests.quiet import here
 
 H200 = known.load("h200")
@@ -153,7 +151,7 @@ def test_a_gpu_without_nvml_answers_is_not_tuned(nvml: Nvml) -> None:
 
 @pytest.fixture
 def queue(tmp_path: Path) -> Jobs:
-    made = Jobs(tmp_path / "jobs.json", busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
+    made = queue_in(tmp_path)
     made.know("cuda:0", UUID)
     return made
 
@@ -167,18 +165,30 @@ def test_a_workload_waits_once_for_each_device_and_keeps_its_own_over_a_restart(
     for device in ("cpu", "cuda:0", "cuda:0"):
         queue.add(ATTN, "miss", "", calls=1, device=device)
     assert sorted((j.device, j.calls) for j in queue.all()) == [("cpu", 1), ("cuda:0", 2)]
-    again = Jobs(queue.path, busy_limit=0.5, tell=lambda *_: None, ended=lambda _: None)
-    assert sorted(j.device for j in again.all()) == ["cpu", "cuda:0"]
+    assert sorted(j.device for j in queue_in(queue.path.parent).all()) == ["cpu", "cuda:0"]
+
+
+class Child:
+    """Replace the tuning process; collect its tasks, and send `said` to the queue."""
+
+    def __init__(self, queue: Jobs, *said: dict[str, Any]) -> None:
+        self.tasks: list[dict[str, Any]] = []
+        self.code, self._said = 0, [*said]
+        queue._child_runs = self._runs  # type: ignore[method-assign]
+
+    @property
+    def proofs(self) -> list[tuple[str, str]]:
+        return [(task["do"], task["device"]) for task in self.tasks]
+
+    async def _runs(self, task: dict[str, Any], hear: Any, *, aside: bool = False) -> int:
+        self.tasks.append(task)
+        while self._said and task["do"] == "complete":
+            hear(self._said.pop())
+        return self.code
 
 
 def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
-    tasks: list[dict[str, Any]] = []
-
-    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
-        tasks.append(task)
-        return 0
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    tasks = Child(queue).tasks
     queue.add(ATTN, "asked", "", device="cpu")
     queue.add(ATTN.at(B=2), "miss", "", device="cuda:0")
     queue.add(ATTN.at(B=4), "miss", "", device="cuda:0")
@@ -198,62 +208,28 @@ def test_a_busy_device_does_not_delay_work_on_an_idle_one(queue: Jobs) -> None:
 
 
 def test_stale_winners_and_decisions_of_others_are_proven_on_their_own_device(queue: Jobs) -> None:
-    tasks: list[tuple[str, str]] = []
-    code = [0]
-
-    async def child(task: dict[str, Any], _: Any, *, aside: bool = False) -> int:
-        tasks.append((task["do"], task["device"]))
-        return code[0]
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    child = Child(queue)
     queue.lost, queue.offered = {1: "cpu", 2: "cuda:0"}, {3: "cuda:0"}
     rest(queue, "cuda:0")
     asyncio.run(queue._next())
-    assert tasks == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
-    code[0] = 1  # another process holds the device
+    assert child.proofs == [("renew", "cuda:0")] and queue.lost == {1: "cpu"}
+    child.code = 1  # another process holds the device
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert tasks == [("renew", "cuda:0"), ("adopt", "cuda:0")], "it was tried again at once"
+    assert child.proofs == [("renew", "cuda:0"), ("adopt", "cuda:0")], "it was tried again at once"
 
 
 def test_remaining_rows_of_proofs_come_last_and_are_looked_up_once_if_there_are_none(queue: Jobs) -> None:
-    tasks: list[tuple[str, str]] = []
-    told: list[dict[str, Any]] = [{"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""}]
-
-    async def child(task: dict[str, Any], hear: Any, *, aside: bool = False) -> int:
-        tasks.append((task["do"], task["device"]))
-        while told and task["do"] == "complete":
-            hear(told.pop())
-        return 0
-
-    queue._child_runs = child  # type: ignore[method-assign]
+    child = Child(queue, {"event": "completed", "id": 5, "workload": "rmsnorm/M1", "rows": 37, "reason": ""})
     queue.offered, queue.incomplete = {3: "cpu"}, {5: "cpu", 6: "cpu"}
     rest(queue, "cpu")
     asyncio.run(queue._next())
     queue.offered = {}
     asyncio.run(queue._next())
-    assert tasks == [("adopt", "cpu"), ("complete", "cpu")] and queue.incomplete == {6: "cpu"}
+    assert child.proofs == [("adopt", "cpu"), ("complete", "cpu")] and queue.incomplete == {6: "cpu"}
     asyncio.run(queue._next())
     asyncio.run(queue._next())
-    assert tasks[2:] == [("complete", "cpu")] and queue.incomplete == {}
-
-
-# --- one tuner a device -----------------------------------------------------------------------------------------------
-
-
-def test_a_tuner_of_one_device_does_not_block_another_and_each_has_its_epoch(tmp_path: Path) -> None:
-    there = dataclasses.replace(H200, rates={})
-    ledger = ledgers.open_ledger(home=tmp_path / "home", alone=True)
-    with ledger, ledger.lock(this_device()), ledger.lock(H200.hw_id, UUID):
-        with pytest.raises(InUseError), ledger.lock(H200.hw_id, UUID):
-            pass
-        with ledgers.open_ledger(home=ledger.home, alone=True) as other, other.lock(H200.hw_id, "GPU-its like"):
-            record(other, "of its like", fp=there)
-        record(ledger, "of the gpu", fp=there)
-        ledger.write(TakeOver(hw_id=H200.hw_id, holder="another tuner", unit=UUID))
-        with pytest.raises(LedgerError, match="taken over this device"):
-            record(ledger, "late", fp=there)
-        record(ledger, "of the cpu", fp=here())
+    assert child.proofs[2:] == [("complete", "cpu")] and queue.incomplete == {}
 
 
 # --- requests and answers --------------------------------------------------------------------------------------------
@@ -267,12 +243,13 @@ def app(tmp_path: Path) -> App:
     return App(tmp_path / "home")
 
 
-def learned(client: TestClient, app: App, *facts: Facts) -> None:
-    """Report this in the event loop's thread, like a child's findings."""
+def learned(client: TestClient, app: App, *facts: Facts, commands: Sequence[RunningCommand] = ()) -> None:
+    """Report this in the event loop's thread, like a child's findings and the commands of other processes."""
 
     async def tell() -> None:
         for found in facts:
             app.hub.learn(found)
+        app.hub.see(list(commands))
         await app.hub.reload()
 
     client.portal.call(tell)  # type: ignore[union-attr]
@@ -294,11 +271,12 @@ def test_each_device_has_its_identity_decisions_and_misses(app: App) -> None:
         on = {d: client.get(f"/v1/best/attn?device={d}").json() for d in ("cpu", "cuda:0")}
         assert [len(rows) for rows in on.values()] == [1, 1]
         assert on["cpu"] != on["cuda:0"]
-        miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(ATTN.at(B=7)), "calls": 3}]}
+        w = ATTN.at(B=7)
+        miss = {"hw_id": H200.hw_id, "mode": MODE, "misses": [{"workload": to_json(w), "calls": 3}]}
         app.hub.jobs.meters["cuda:1"].busy = 0.0  # of equal ones, the idle one is chosen
         assert client.post("/v1/misses", json=miss).json()["refused"] == ""
         (job,) = client.get("/v1/jobs").json()["jobs"]
-        assert (job["device"], job["calls"]) == ("cuda:1", 3)
+        assert (job["device"], job["calls"], job["workload"], job["bucket"]) == ("cuda:1", 3, w.key, w.bucket)
         otherwise = miss | {"mode": MODE.replace("highest", "high"), "misses": miss["misses"] * 2}
         otherwise["misses"][1] = {"workload": to_json(dataclasses.replace(ATTN, dtype="fp32")), "calls": 1}
         told = client.post("/v1/misses", json=otherwise).json()
@@ -351,19 +329,13 @@ def test_the_pages_show_a_tune_from_the_command_line_until_it_ends(app: App) -> 
     tune = RunningCommand(command="autosel tune --model llama-8b", pid=7, started_at="2026-11-26T01:00:00+00:00")
     tune = dataclasses.replace(tune, stage="screening", detail="attn", done=3, total=12, decided=5, left_s=200.0)
 
-    def see(*commands: RunningCommand) -> None:
-        async def tell() -> None:
-            app.hub.see(list(commands))
-
-        client.portal.call(tell)  # type: ignore[union-attr]
-
     with over_socket(app) as client:
-        see(tune)
+        learned(client, app, commands=[tune])
         for page in ("/", "/race"):
             text = " ".join(re.sub("<[^>]*>", "", client.get(page).text).split())
             assert "autosel tune --model llama-8b screening 3/12 attn" in text and "5 decided, about 3 min left" in text
         assert client.get("/v1/health").json()["commands"] == [to_json(tune)]
-        see()
+        learned(client, app)
         assert "autosel tune --model llama-8b" not in client.get("/race").text
 
 

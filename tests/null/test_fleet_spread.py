@@ -38,6 +38,11 @@ class World:
         self.now += seconds
 
 
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
 class Fake:
     def __init__(self, world: World, name: str, kind: str = "kind", device: str = "", dies_after: int = -1) -> None:
         self.world, self.name, self.kind, self.device = world, name, kind, device or name
@@ -85,8 +90,7 @@ def spread(world: World, workers: list[Fake], count: int = 12, **more: Any) -> S
     return Spread(request, workers, clock=lambda: world.now, rest=world.rest, **more)
 
 
-def test_devices_of_a_kind_share_the_workloads_and_each_is_decided_once() -> None:
-    world = World()
+def test_devices_of_a_kind_share_the_workloads_and_each_is_decided_once(world: World) -> None:
     workers = [Fake(world, name) for name in "abc"]
     found = spread(world, workers).run()
     assert len(found.decided) == 12
@@ -96,28 +100,24 @@ def test_devices_of_a_kind_share_the_workloads_and_each_is_decided_once() -> Non
     assert not found.failed
 
 
-def test_each_kind_of_device_gets_all_workloads() -> None:
-    world = World()
+def test_each_kind_of_device_gets_all_workloads(world: World) -> None:
     found = spread(world, [Fake(world, "a", kind="x"), Fake(world, "b", kind="y")]).run()
     assert len(found.decided) == 24
 
 
-def test_workers_of_one_device_take_turns() -> None:
-    world = World()
+def test_workers_of_one_device_take_turns(world: World) -> None:
     found = spread(world, [Fake(world, "a", device="cpu"), Fake(world, "b", device="cpu")]).run()
     assert len(found.decided) == 12
     assert max(map(len, world.at_once)) == 1
 
 
-def test_workloads_of_an_op_stay_together() -> None:
-    world = World()
+def test_workloads_of_an_op_stay_together(world: World) -> None:
     made = parts(named(12), [Fake(world, "a"), Fake(world, "b")])
     assert [[n.workload.op for n in part.workloads] for part in made] == [[f"op{n // 2}"] * 2 for n in range(6)]
     assert sum(len(part.workloads) for part in made) == 12
 
 
-def test_the_part_of_a_killed_worker_goes_to_another_and_its_decisions_are_kept() -> None:
-    world = World()
+def test_the_part_of_a_killed_worker_goes_to_another_and_its_decisions_are_kept(world: World) -> None:
     dying, other = Fake(world, "a", device="cpu", dies_after=5), Fake(world, "b", device="cpu")
     found = spread(world, [dying, other]).run()
     assert len(found.decided) == 12
@@ -125,22 +125,19 @@ def test_the_part_of_a_killed_worker_goes_to_another_and_its_decisions_are_kept(
     assert not found.failed
 
 
-def test_a_lost_worker_is_replaced() -> None:
-    world = World()
+def test_a_lost_worker_is_replaced(world: World) -> None:
     found = spread(world, [Fake(world, "a", dies_after=2)], replace=lambda _: Fake(world, "a again")).run()
     assert len(found.decided) == 12
 
 
-def test_with_no_worker_left_the_rest_is_undecided_with_the_reason() -> None:
-    world = World()
+def test_with_no_worker_left_the_rest_is_undecided_with_the_reason(world: World) -> None:
     found = spread(world, [Fake(world, "a", dies_after=2)]).run()
     assert len(found.decided) == 2
     assert len(found.undecided) == 10
     assert [part.trouble["what"] for part in found.failed] == ["no worker is left"]
 
 
-def test_a_part_that_kills_every_worker_is_given_up() -> None:
-    world = World()
+def test_a_part_that_kills_every_worker_is_given_up(world: World) -> None:
     made = [0]
 
     def another(_: Any) -> Fake:
@@ -153,8 +150,7 @@ def test_a_part_that_kills_every_worker_is_given_up() -> None:
     assert len(found.failed) == 1
 
 
-def test_a_device_in_use_is_waited_for_a_while() -> None:
-    world = World()
+def test_a_device_in_use_is_waited_for_a_while(world: World) -> None:
     worker = Fake(world, "a")
     worker.in_use = 3
     assert len(spread(world, [worker]).run().decided) == 12
@@ -164,8 +160,7 @@ def test_a_device_in_use_is_waited_for_a_while() -> None:
     assert found.failed[0].trouble["what"] == "in use"
 
 
-def test_a_part_that_one_worker_refuses_goes_to_another() -> None:
-    world = World()
+def test_a_part_that_one_worker_refuses_goes_to_another(world: World) -> None:
     poor, rich = Fake(world, "a"), Fake(world, "b")
     poor.fails = True
     found = spread(world, [poor, rich]).run()
@@ -182,16 +177,14 @@ def test_a_workers_broken_environment_keeps_its_exit_code(kind: str, code: int) 
     assert (error_of(part).what, error_of(part).exit_code) == ("it broke", code)
 
 
-def test_after_the_budget_no_new_part_starts() -> None:
-    world = World()
+def test_after_the_budget_no_new_part_starts(world: World) -> None:
     found = spread(world, [Fake(world, "a"), Fake(world, "b")], 30, budget_s=1.0).run()
     assert 0 < len(found.decided) < 30
     assert len(found.decided) + len(found.undecided) == 30
     assert not found.failed
 
 
-def test_ctrl_c_stops_the_workers_and_is_raised() -> None:
-    world = World()
+def test_ctrl_c_stops_the_workers_and_is_raised(world: World) -> None:
     workers = [Fake(world, "a"), Fake(world, "b")]
 
     def interrupted(_: float) -> None:

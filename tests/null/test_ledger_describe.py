@@ -35,7 +35,6 @@ TOLD = "timed beside other work: cc1plus 1.2 cores, make 0.4 cores; 160 samples 
 WORK = ops.OPS["attn"].workload("bf16", {"B": 1, "Hq": 8, "Hkv": 2, "S": 1, "D": 64, "L": 512})
 REASON = "a NaN was seen"
 Said = Callable[..., str]
-Record = Callable[[Conditions], Decision]
 
 pytestmark = pytest.mark.usefixtures("cpu_alone")
 
@@ -57,14 +56,6 @@ def said(home: Path, capsys: pytest.CaptureFixture[str]) -> Said:
     return call
 
 
-@pytest.fixture
-def recorded(home: Path) -> Record:
-    def call(conditions: Conditions) -> Decision:
-        return promoted(home, conditions=conditions)
-
-    return call
-
-
 def promoted(home: Path, **changes: Any) -> Decision:
     """Record that PyTorch's packed attention was promoted on this device."""
     fp = this_device()
@@ -79,8 +70,8 @@ def promoted(home: Path, **changes: Any) -> Decision:
         )  # fmt: skip
 
 
-def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None:
-    recorded(BUSY)
+def test_the_verbs_mark_a_contended_effect(home: Path, said: Said) -> None:
+    promoted(home, conditions=BUSY)
     table = said("best", "attn")
     assert "2.0x ≥1.90*" in table and f"* {TOLD}" in table
     found = json.loads(said("best", "attn", "--json"))["conditions"]
@@ -92,29 +83,27 @@ def test_the_verbs_mark_a_contended_effect(recorded: Record, said: Said) -> None
     assert "2.0x ≥1.90*" in history and TOLD in history
 
 
-def test_results_of_a_quiet_machine_have_no_mark(recorded: Record, said: Said) -> None:
-    recorded(QUIET)
+def test_results_of_a_quiet_machine_have_no_mark(home: Path, said: Said) -> None:
+    promoted(home, conditions=QUIET)
     for words in (("best", "attn"), ("explain", "attn"), ("explain", "attn", "--history")):
         assert "other work" not in said(*words) and "*" not in said(*words)
     assert json.loads(said("best", "attn", "--json"))["conditions"]["contended"] is False
 
 
-def test_systems_that_cannot_repeat_samples_are_marked(recorded: Record, said: Said) -> None:
-    recorded(dataclasses.replace(BUSY, watched=False, again=0))
+def test_systems_that_cannot_repeat_samples_are_marked(home: Path, said: Said) -> None:
+    promoted(home, conditions=dataclasses.replace(BUSY, watched=False, again=0))
     assert "samples kept as they came" in said("best", "attn")
 
 
-def test_a_selection_explains_the_mark(recorded: Record, home: Path) -> None:
-    recorded(BUSY)
+def test_a_selection_explains_the_mark(home: Path) -> None:
+    promoted(home, conditions=BUSY)
     with dispatch.use(home) as board:
         assert TOLD in board.resolution(ops.find("attn"), WORK).explain()
 
 
 @pytest.mark.parametrize(("conditions", "shown"), [(BUSY, True), (QUIET, False)])
-def test_the_dashboard_and_the_metrics_mark_a_contended_effect(
-    recorded: Record, home: Path, conditions: Conditions, shown: bool
-) -> None:
-    made = recorded(conditions)
+def test_the_dashboard_and_the_metrics_mark_a_contended_effect(home: Path, conditions: Conditions, shown: bool) -> None:
+    made = promoted(home, conditions=conditions)
     with over_socket(App(home)) as client:
         pages = [client.get(page).text for page in ("/", "/op/attn", f"/decisions/{made.id}")]
         assert [">contended<" in page for page in pages] == [shown] * 3
