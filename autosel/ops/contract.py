@@ -12,7 +12,6 @@ output or the tuple of them. An `inout` argument (a KV cache) is written in plac
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
-    "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written", "replace",
+    "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written",
+    "edge_sample",
 ]  # fmt: skip
 
 Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
@@ -104,6 +104,17 @@ class Written(Rows):
     restore: Callable[[], None]
 
 
+def edge_sample(n: int, count: int, seed: int) -> Tensor:
+    """Return `count` distinct indices below n, sorted, always with the first and the last: edges fail first."""
+    if n <= count:
+        return torch.arange(n)
+    picked = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(seed))
+    picked[0] = 0
+    picked[-1] = n - 1
+    distinct: Tensor = torch.sort(picked).values.unique_consecutive()
+    return distinct
+
+
 class Op(ABC):
     """Base class of ops: one subclass per op (autosel/ops/<op>.py), registered in `ops.OPS`."""
 
@@ -113,6 +124,7 @@ class Op(ABC):
     dim_names: ClassVar[tuple[str, ...]]
     trait_defaults: ClassVar[Mapping[str, Scalar]] = {}
     domains: ClassVar[Mapping[str, Domain]]  # one for each dimension, trait and argument (domains.py)
+    by_row: ClassVar[tuple[str, ...]] = ()  # operands of which each row decides the same row of the results, for `rows`
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
@@ -205,9 +217,11 @@ class Op(ABC):
         """Return the judge of results that no bound of elements can judge (ties, supports, copies), else None."""
         return None
 
-    @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """Return about `count` output rows to check in float64 at full size, without computing the others."""
+        picked = edge_sample(w.dims[0][1], count, seed)
+        part = {**inputs, **{n: inputs[n][picked] for n in self.by_row}}
+        return Rows(inputs=part, pick=lambda outs: tuple(out[picked] for out in outs))
 
     def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
         """Return the part that determines the first output's elements at `where`, int64 [n, dimensions], worst first.
@@ -256,7 +270,3 @@ class Op(ABC):
             for tensor in made:
                 tensor.fill_(fill if tensor.is_floating_point() else int(fill) if math.isfinite(fill) else -(2**62))
         return tuple(made)
-
-
-def replace(w: Workload, **changes: Any) -> Workload:
-    return dataclasses.replace(w, **changes)
