@@ -84,10 +84,6 @@ class Truths:
             _, gone = self._kept.popitem(last=False)
             self._kept_bytes -= gone.size_bytes
 
-    def fresh(self, op: Op, inputs: Inputs) -> Truth:
-        """Return a truth for inputs that only one candidate gets."""
-        return Truth(op, inputs)
-
 
 def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:
     """Run the eager composition on copies of its inout operands; return its outputs, or None if the op has none."""
