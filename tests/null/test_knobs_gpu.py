@@ -26,7 +26,7 @@ def workload(op: str, dtype: str = "bf16", traits: tuple[tuple[str, object], ...
     return Workload(op=op, dims=tuple(dims.items()), dtype=dtype, traits=traits)
 
 
-def linear(m: int, n: int, k: int = 4096, dtype: str = "bf16") -> Workload:
+def linear(m: int, n: int = 4096, k: int = 4096, dtype: str = "bf16") -> Workload:
     return workload("linear", dtype, M=m, N=n, K=k)
 
 
@@ -260,12 +260,9 @@ def test_a_split_never_loses_to_no_split_by_more_than_its_tolerance(device, b, l
 
 @pytest.mark.parametrize("device", EVERY)
 @given(m=st.integers(1, 4096), n=st.integers(16, 1 << 17), k=st.integers(64, 1 << 15))
-def test_shapes_fit_the_device(device, m, n, k):
+def test_large_tiles_fit_the_device(device, m, n, k):
     f = EVERY[device]
     p = product(m, n, k)
-    s = gemm.stream_shape(p, f)
-    assert s.stages * (gemm.STREAM_ROWS + s.columns) * gemm.TILE_ROW_BYTES <= f.smem_per_cta
-    assert s.split * 4 * 64 <= max(k, 4 * 64)
     tile = gemm.best_tile(p, f, f.bf16_flops / f.l2)
     held = tile.stages * (tile.m + tile.n) * gemm.TILE_ROW_BYTES + gemm.epilogue_bytes(tile.m, tile.n, p, f)
     assert held <= f.smem_per_cta

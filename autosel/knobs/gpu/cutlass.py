@@ -31,17 +31,6 @@ SPLIT_MOST = 64
 FILLED = 0.85  # of the last wave; below this, splitting a tile pays (knobs of `gemm.large`)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streaming:
-    """Hold a tile of weights that streams past x, and the number of CTAs that share its K."""
-
-    rows: int  # of w
-    columns: int  # of x, padded
-    stages: int
-    tiles: int
-    split: int
-
-
 # --- Hopper -----------------------------------------------------------------------------------------------------------
 
 EPILOGUE_COLUMNS, EPILOGUE_STAGES = 32, 4  # CUTLASS's epilogue: sub-tiles of 64 or 128 rows by 32 columns, up to four
@@ -64,9 +53,9 @@ def hopper(w: Workload, f: GpuFacts) -> Knobs:
     if p.rows > gemm.large_from(p.dtype, f):
         return _hopper_large(w, p, f)
     columns = columns_of(p, COLUMNS_LEAST, 256)
-    fine = p.rows <= narrow_most(f) and tiles_of(p, NARROW, columns) >= f.sms_needed
+    fine = p.rows <= narrow_most(f) and gemm.tiles_of(p, NARROW, columns) >= f.sms_needed
     rows = NARROW if fine else WIDE
-    s = streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns))
+    s = gemm.streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns), split_most=SPLIT_MOST)
     return Knobs(
         settings=(
             Knob(
@@ -158,8 +147,8 @@ def ampere(w: Workload, f: GpuFacts) -> Knobs:
     if p.rows > gemm.large_from(p.dtype, f):
         return _ampere_large(p, f)
     columns = columns_of(p, 16, COLUMNS_MOST)
-    fine = p.rows <= narrow_most(f) and tiles_of(p, WIDE, columns) < f.sms
-    s = streaming(p, f, rows=NARROW if fine else WIDE, columns=columns, beside=0)
+    fine = p.rows <= narrow_most(f) and gemm.tiles_of(p, WIDE, columns) < f.sms
+    s = gemm.streaming(p, f, rows=NARROW if fine else WIDE, columns=columns, split_most=SPLIT_MOST)
     return Knobs(settings=_streaming_knobs(p, s, f, ("rows", "columns"), "N / 128 tiles are fewer than S"))
 
 
@@ -260,24 +249,9 @@ def columns_of(p: Projection, least: int, most: int) -> int:
     return max(least, min(most, power_of_two(p.rows)))
 
 
-def tiles_of(p: Projection, rows: int, columns: int) -> int:
-    """Return G: tiles of the product."""
-    return math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
-
-
-def streaming(p: Projection, f: GpuFacts, *, rows: int, columns: int, beside: int) -> Streaming:
-    """Return stages and split of a streaming tile; `beside`: bytes of shared memory in addition to the stages."""
-    weights = rows * STEP_BYTES
-    fit = (f.smem_per_cta - beside) // (weights + columns * STEP_BYTES)
-    stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weights)))
-    tiles = tiles_of(p, rows, columns)
-    flight = (stages - 1) * weights
-    wanted = math.ceil(max(f.sms_needed / tiles, f.in_flight / (tiles * flight)))
-    most = min(SPLIT_MOST, p.depth * p.weight_bytes // (4 * STEP_BYTES))
-    return Streaming(rows=rows, columns=columns, stages=stages, tiles=tiles, split=max(1, min(wanted, most)))
-
-
-def _streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, sides: tuple[str, str], when: str) -> tuple[Knob, ...]:
+def _streaming_knobs(
+    p: Projection, s: gemm.Streaming, f: GpuFacts, sides: tuple[str, str], when: str
+) -> tuple[Knob, ...]:
     return (
         Knob(
             name=sides[0],
@@ -286,23 +260,5 @@ def _streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, sides: tuple[str,
             inputs={"M": p.rows, "N": p.outputs, "S": f.sms, "S_min": f.sms_needed, "beta": f.read, "beta2": f.l2},
         ),
         Knob(name=sides[1], value=s.columns, formula="M as a power of two, within the tile's", inputs={"M": p.rows}),
-        Knob(
-            name="stages",
-            value=s.stages,
-            formula="min(smem / stage bytes, 1 + ceil(rho * lambda / weight tile bytes))",
-            inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
-        ),
-        Knob(
-            name="split_k",
-            value=s.split,
-            formula="ceil(max(S_min / G, X / (G * X_cta))), at most K / (4 * BK)",
-            inputs={
-                "S_min": f.sms_needed,
-                "G": s.tiles,
-                "X": f.in_flight,
-                "X_cta": (s.stages - 1) * s.rows * STEP_BYTES,
-                "K": p.depth,
-            },
-            reason="added in fp32 in a fixed order" if s.split > 1 else "",
-        ),
+        *gemm.streaming_knobs(p, s, f, "added in fp32 in a fixed order"),
     )
