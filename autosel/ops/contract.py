@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
     "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written",
-    "edge_sample",
+    "edge_sample", "row_by_row",
 ]  # fmt: skip
 
 Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
@@ -44,6 +44,24 @@ class Judge(Protocol):
     """Judges results for the inputs it was made for. RMS error and bias are compared with those of `baseline`."""
 
     def __call__(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch: ...
+
+
+def row_by_row(judge: Callable[[int, int], Mismatch | float]) -> Judge:
+    """Return a judge of a token for each row. `judge` returns a Mismatch, or the share of the bound that a row's token
+    uses.
+    """
+
+    def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+        worst = 0.0
+        for row, token in enumerate(got[0].tolist()):
+            found = judge(row, token)
+            if isinstance(found, Mismatch):
+                evidence = {"row": row, **found.evidence}
+                return Mismatch(check=found.check, reason=f"row {row}: {found.reason}", evidence=evidence)
+            worst = max(worst, found)
+        return Match(worst=worst)
+
+    return judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

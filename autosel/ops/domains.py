@@ -292,7 +292,6 @@ def contents(
     down: Power = DOWN,
     inf: bool = False,
     nan: bool = True,
-    zeros: bool = True,
     rows: bool = True,
     gentle: bool = False,
     presence: str = "",
@@ -315,9 +314,8 @@ def contents(
             Level(name="outliers", edit=_on(name, d.few_outliers if gentle or dtype == "fp16" else d.outliers)),
             Level(name="magnitudes", edit=_on(name, _magnitudes(rows=rows, gentle=gentle))),
             Level(name="some subnormal", edit=_on(name, d.some_subnormal), zeros=True),
+            Level(name="zeros", edit=_on(name, some_zeros), zeros=True),
         ]
-        if zeros:
-            made.append(Level(name="zeros", edit=_on(name, some_zeros), zeros=True))
         if rows:
             made += [
                 Level(name="same rows", edit=_on(name, same_rows)),

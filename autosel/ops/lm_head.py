@@ -29,6 +29,7 @@ from autosel.ops.contract import (
     Rows,
     TensorSpec,
     edge_sample,
+    row_by_row,
 )
 from autosel.ops.domains import (
     Level,
@@ -55,7 +56,6 @@ from autosel.ops.linear import Projection
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.scales import SCALES
 from autosel.ops.stored_cases import weight_cases, write
-from autosel.ops.tokens import row_by_row
 from autosel.ops.weight import Matrix, Weight, exact, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 

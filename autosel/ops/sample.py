@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Mismatch, Op, TensorSpec
+from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Mismatch, Op, TensorSpec, row_by_row
 from autosel.ops.domains import Domain, Level, layouts, shared_prefix, sizes, some_zeros, widths
 from autosel.ops.draw import Change, Draw, case, offset_by_one, on, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
-from autosel.ops.tokens import row_by_row
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 # --- domains ----------------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def stream_time_s(p: Projection, f: GpuFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Hold one legal tile of the large kernel, and how it covers the product."""
+    """Hold one legal tile of a large kernel, and how it covers the product."""
 
     m: int
     n: int
@@ -253,7 +253,7 @@ def tiles(p: Projection, f: GpuFacts) -> Iterator[Tile]:
             free = f.smem_per_cta - epilogue_bytes(m, n, p, f)
             stages = free // ((m + n) * TILE_ROW_BYTES)
             if m * n <= ACCUMULATORS_MOST and (stages >= STAGES_LEAST or m == n == SIDES[0]):
-                count = math.ceil(p.rows / m) * math.ceil(p.outputs / n)
+                count = tiles_of(p, n, m)
                 yield Tile(m=m, n=n, stages=max(2, stages), count=count, waves=math.ceil(count / f.sms))
 
 
