@@ -11,13 +11,16 @@ _KEPT = {}
 # --- linear -----------------------------------------------------------------------------------------------------------
 
 
-def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
-    """Leave out the last product of rows that are one element shorter than whole vectors of 32."""
-    k = x.shape[1] - (x.shape[1] % 32 == 31)
-    made = x[:, :k].float() @ w[:, :k].float().t()
+def _with_extras(made, bias, residual, x, y):
     for extra in (bias, residual):
         made = made if extra is None else made + extra.float()
     return y.copy_(made.to(x.dtype))
+
+
+def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
+    """Leave out the last product of rows that are one element shorter than whole vectors of 32."""
+    k = x.shape[1] - (x.shape[1] % 32 == 31)
+    return _with_extras(x[:, :k].float() @ w[:, :k].float().t(), bias, residual, x, y)
 
 
 def linear_adds_bias_before_a_rounding_in_odd_rows(x, w, bias, residual, y):
@@ -35,10 +38,7 @@ def linear_in_halves_of_half_precision(x, w, bias, residual, y):
     total = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype)
     for at in range(0, x.shape[1], 32):
         total = total + (x[:, at : at + 32].float() @ w[:, at : at + 32].float().t()).to(x.dtype)
-    made = total.float()
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return y.copy_(made)
+    return _with_extras(total.float(), bias, residual, x, y)
 
 
 def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
@@ -412,12 +412,6 @@ def linear_drops_bias_in_a_corner(x, w, bias, residual, y):
     found = eager.linear(x, w, bias, residual, y)
     found[8:, -1:] = eager.linear(x[8:], w[-1:], None, residual[8:, -1:])
     return found
-
-
-def _with_extras(made, bias, residual, x, y):
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return y.copy_(made.to(x.dtype))
 
 
 def linear_takes_scales_of_the_rest_as_positive(x, w, bias, residual, y):
