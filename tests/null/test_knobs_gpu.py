@@ -193,23 +193,11 @@ def test_rmsnorm_is_fused_while_rereading_is_cheaper_than_a_launch(f, below):
     assert not rows.rmsnorm(workload("rmsnorm", M=below + 1, d=4096), f)["fuse"]
 
 
-def test_graph_and_persistent_kernel_on_llama_8b():
-    # 15.01 GB of weights and 1.07 GB of cache at L = 8192, 192 kernels.
+def test_the_floor_of_a_step_of_llama_8b():
+    # 15.01 GB of weights and 1.07 GB of cache at L = 8192.
     cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9)
     assert step.floor_s(cost, H200) * 1e3 == pytest.approx(3.74, abs=0.01)
     assert step.floor_s(cost, TI) * 1e3 == pytest.approx(19.5, abs=0.02)
-    assert step.graph_saving_s(cost, H200) * 1e3 == pytest.approx(0.23, abs=0.005)
-    assert step.graph_saving_s(cost, TI) * 1e3 == pytest.approx(0.12, abs=0.005)
-    assert (step.step(cost, H200)["graph"], step.step(cost, TI)["graph"]) == (True, False)
-    for f, share in ((H200, 0.018), (TI, 0.0034)):
-        assert 192 * f.persistent_saving_s / step.floor_s(cost, f) == pytest.approx(share, rel=0.03)
-        assert not step.step(cost, f)["persistent"]
-
-
-def test_a_host_that_cannot_keep_up_makes_the_graph_worth_it():
-    cost = step.StepCost(kernels=192, bytes_read=16.08e9, flops=17e9, host_launch_s=110 * us, host_s=30e-3)
-    assert step.step(cost, TI)["graph"]
-    assert step.step(cost, TI)["host_depth"] == 3
 
 
 # --- properties on every device --------------------------------------------------------------------------------------
