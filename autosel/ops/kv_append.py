@@ -290,13 +290,9 @@ class KvAppend(Op):
         """Return batch rows with about `count` tokens, and their whole part of the cache."""
         b = edge_sample(w["B"], max(1, count // w["S"]), seed)
         part = {n: inputs[n][b] for n in ("k", "v", "positions")}
-        table = inputs["block_table"]
-        if table is None:
-            part |= {"block_table": None, "k_cache": inputs["k_cache"][b], "v_cache": inputs["v_cache"][b]}
-            return Rows(inputs=part, pick=lambda outs: (outs[0][b], outs[1][b]))
-        pages, own = _pages_of(b, inputs)
-        part |= {"block_table": own, "k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
+        kept, own = (b, None) if inputs["block_table"] is None else _pages_of(b, inputs)
+        part |= {"block_table": own, "k_cache": inputs["k_cache"][kept], "v_cache": inputs["v_cache"][kept]}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][kept], outs[1][kept]))
 
     def written(self, w: Workload, inputs: Inputs) -> Written:
         """Return the new tokens' slots and `BESIDE` more on each side; for a paged cache, their pages."""

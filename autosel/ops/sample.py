@@ -154,14 +154,9 @@ _AT_AN_EDGE = Level(name="at an edge", edit=_at_an_edge)
 
 class Sample(Op):
     name = "sample"
-    args = (
-        Arg(name="logits", kind="tensor"),
-        Arg(name="history", kind="tensor"),
-        Arg(name="temperature", kind="tensor"),
-        Arg(name="top_k", kind="tensor"),
-        Arg(name="top_p", kind="tensor"),
-        Arg(name="repetition_penalty", kind="tensor"),
-        Arg(name="uniform", kind="tensor"),
+    args = tuple(
+        Arg(name=name, kind="tensor")
+        for name in ("logits", "history", "temperature", "top_k", "top_p", "repetition_penalty", "uniform")
     )
     output_names = ("token",)
     dim_names = ("B", "V", "L")

@@ -188,6 +188,3 @@ class Calls:
 
 def _renamed(refused: RefusedError, check: str, where: str) -> RefusedError:
     return RefusedError(check, refused.case, f"{where}{refused.reason}", refused.evidence)
-
-
-__all__ = ["Calls"]

@@ -203,6 +203,3 @@ def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
     if not _STATES:
         _STATES[""] = State()
     return dict(_STATES[""].now())
-
-
-__all__ = ["serve"]

@@ -8,9 +8,6 @@ from autosel.ops import eager
 _KEPT = {}
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
-
-
 def _with_extras(made, bias, residual, x, y):
     for extra in (bias, residual):
         made = made if extra is None else made + extra.float()
@@ -52,9 +49,6 @@ def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
     if k % 8:
         found[0, 0] += longest[k] * 2.0**-3
     return found
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def attn_drops_a_key_that_ends_a_tile(q, k, v, lengths, max_len, scale, window, softcap, o):
@@ -138,9 +132,6 @@ def prefill_window_one_wider_beyond_a_tile(q, k, v, scale, window, softcap, o):
     return found
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
-
-
 def append_quietens_nan(k, v, positions, block_table, k_cache, v_cache):
     """Copy numbers through fp32, which loses the payload of a NaN."""
     k, v = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t) for t in (k, v))
@@ -163,9 +154,6 @@ def append_swaps_where_one_head_takes_many(k, v, positions, block_table, k_cache
     if k.shape[1] == 1 and k.shape[2] > 1:
         k, v = v, k
     return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm_with_eps_outside(x, weight, eps, offset, y):
@@ -220,9 +208,6 @@ def geglu_takes_tanh_for_the_tail(gate, up, tanh, y):
     return found
 
 
-# --- fused ------------------------------------------------------------------------------------------------------------
-
-
 def norm_qkv_of_the_first_row(x, norm_weight, w, eps, offset, y):
     """From the fifth row on, rows are scaled by the norm of the row four before."""
     wide = x.float()
@@ -239,9 +224,6 @@ def gate_up_with_another_activation_in_the_tail(x, norm_weight, w_gate, w_up, ep
     if activation == 1 and whole < w_gate.shape[0]:
         found[:, whole:] = eager.gate_up(x, norm_weight, w_gate[whole:], w_up[whole:], eps, offset, 2)
     return found
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 def head_prefers_the_last_of_equals(x, w, greedy, out):

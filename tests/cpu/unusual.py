@@ -8,9 +8,6 @@ import torch
 LOG2E = 1.4426950408889634
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
-
-
 def _with_extras(made, bias, residual, y):
     for extra in (bias, residual):
         made = made if extra is None else made + extra.to(made.dtype)
@@ -86,9 +83,6 @@ def linear_row_by_row(x, w, bias, residual):
     wide = x.float()
     made = torch.stack([(wide * row.float()).sum(-1) for row in w], -1)
     return _with_extras(made, bias, residual, torch.empty(made.shape, dtype=x.dtype))
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def _seen(ends, s, keys, window):
@@ -220,9 +214,6 @@ def prefill_by_tiles(q, k, v, scale, window, softcap, o):
     return o.copy_(_online(q, k, v, ends, scale, window, softcap, tiles, exp=lambda x: torch.exp2(x * LOG2E)))
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
-
-
 def _slots(k, positions, block_table, cache):
     """(row or page, slot) of each new token, sequence by sequence."""
     for b in range(k.shape[0]):
@@ -249,9 +240,6 @@ def append_as_bits(k, v, positions, block_table, k_cache, v_cache):
                 place = cache[outer, head, slot] if block_table is None else cache[outer, slot, head]
                 place.copy_(new[b, head, s])
     return k_cache, v_cache
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _normalised(x, weight, offset, rstd):
@@ -384,9 +372,6 @@ def geglu_row_by_row(gate, up, tanh, y):
     return y
 
 
-# --- fused ------------------------------------------------------------------------------------------------------------
-
-
 def _unit(x, norm_weight, eps, offset, dtype=torch.float32):
     wide = x.to(dtype)
     return _normalised(wide, norm_weight, offset, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
@@ -425,9 +410,6 @@ def gate_up_interleaved(x, norm_weight, w_gate, w_up, eps, offset, activation):
     both = torch.stack((w_gate, w_up), 1).flatten(0, 1).double()
     found = (_unit(x, norm_weight, eps, offset, torch.float64) @ both.t()).unflatten(-1, (-1, 2))
     return (_ACTIVATION[activation](found[..., 0]) * found[..., 1]).to(x.dtype)
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 def head_by_blocks(x, w, greedy, out):

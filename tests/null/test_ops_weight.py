@@ -516,25 +516,20 @@ def test_parts_that_are_not_the_formats_are_refused(changes: dict[str, Any], tol
         op.workload_of(parts_of(op.workload("bf16", OF["linear"], weight=FP8), **changes))
 
 
-def test_codes_without_scales_are_refused_with_the_way_to_pass_them() -> None:
-    op = OPS["linear"]
-    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="codes without their scales"):
-        op.workload_of({**inputs, "w": inputs["w"].codes})
-
-
-def test_gate_and_up_have_one_format() -> None:
-    op = OPS["gate_up"]
-    inputs = op.inputs(op.workload("bf16", OF["gate_up"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="w_gate is fp8_e4m3-row, w_up is plain"):
-        op.workload_of({**inputs, "w_up": inputs["w_up"].dequantised(torch.bfloat16)})
-
-
-def test_a_weight_of_another_size_is_refused() -> None:
-    op = OPS["linear"]
-    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="K = 256"):
-        op.workload_of({**inputs, "w": quantise(drawn(64, 255), FP8)})
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("linear", lambda i: {"w": i["w"].codes}, "codes without their scales"),
+        ("linear", lambda i: {"w": quantise(drawn(64, 255), FP8)}, "K = 256"),
+        ("gate_up", lambda i: {"w_up": i["w_up"].dequantised(torch.bfloat16)}, "w_gate is fp8_e4m3-row, w_up is plain"),
+    ],
+    ids=["codes alone", "another size", "two formats"],
+)
+def test_weights_that_do_not_fit_are_refused(name: str, change: Callable[[Any], Any], told: str) -> None:
+    op = OPS[name]
+    inputs = op.inputs(op.workload("bf16", OF[name], weight=FP8), 1)
+    with pytest.raises(BadArguments, match=told):
+        op.workload_of({**inputs, **change(inputs)})
 
 
 def test_a_weight_that_another_thread_forgets_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
