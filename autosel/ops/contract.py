@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
-    "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written",
+    "Arg", "Case", "Expected", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written",
     "edge_sample", "row_by_row",
 ]  # fmt: skip
 
@@ -224,12 +224,7 @@ class Op(ABC):
 
     def judge(self, inputs: Inputs) -> Judge:
         """Return the judge of results for these inputs, after computing once what only depends on them."""
-        own = self.own_judge(inputs)
-        if own is not None:
-            return own
-        reference = self.reference(inputs)
-        bound = self.bound(inputs, reference)
-        return lambda got, baseline=None: compare(got, reference, bound, baseline)
+        return Expected(self, inputs).judge
 
     def own_judge(self, inputs: Inputs) -> Judge | None:
         """Return the judge of results that no bound of elements can judge (ties, supports, copies), else None."""
@@ -288,3 +283,17 @@ class Op(ABC):
             for tensor in made:
                 tensor.fill_(fill if tensor.is_floating_point() else int(fill) if math.isfinite(fill) else -(2**62))
         return tuple(made)
+
+
+class Expected:
+    """Reference and bound of the current inputs, or without a bound `own`, the judge that the op has for them."""
+
+    def __init__(self, op: Op, inputs: Inputs) -> None:
+        self.own = op.own_judge(inputs)
+        if self.own is None:
+            self.reference = op.reference(inputs)
+            self.bound = op.bound(inputs, self.reference)
+
+    def judge(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+        """Judge a result as `Op.verify` does."""
+        return self.own(got, baseline) if self.own else compare(got, self.reference, self.bound, baseline)

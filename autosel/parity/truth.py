@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autosel.ops.contract import Case, Inputs, Match, Mismatch, Op
-from autosel.ops.expected import Expected
+from autosel.ops.contract import Case, Expected, Inputs, Match, Mismatch, Op
 from autosel.ops.stored import Stored, leaves
 
 KEPT_BYTES = 256 << 20
