@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -246,12 +246,6 @@ def columns_apart(x: Tensor, draw: Draw) -> None:
     x.mul_((2.0 ** draw.integers(-most, most + 1, x.shape[-1])).to(x.dtype))
 
 
-def _magnitudes(*, rows: bool, gentle: bool) -> Callable[[Tensor, Draw], None]:
-    if gentle:
-        return lambda x, draw: rows_apart(x, draw, 2)
-    return rows_apart if rows else columns_apart
-
-
 def same_rows(x: Tensor, _: Draw) -> None:
     rows = x.view(-1, x.shape[-1])
     rows.copy_(rows[:1].clone().expand_as(rows))
@@ -303,6 +297,8 @@ def contents(
     must stay meaningful.
     """
 
+    apart = partial(rows_apart, most=2) if gentle else rows_apart if rows else columns_apart
+
     def levels(dtype: DTypeName, _: Random) -> list[Level]:
         made = [
             *([ABSENT] if presence else []),
@@ -312,7 +308,7 @@ def contents(
             Level(name="positive", edit=_on(name, positive)),
             Level(name="negative", edit=_on(name, negative)),
             Level(name="outliers", edit=_on(name, d.few_outliers if gentle or dtype == "fp16" else d.outliers)),
-            Level(name="magnitudes", edit=_on(name, _magnitudes(rows=rows, gentle=gentle))),
+            Level(name="magnitudes", edit=_on(name, apart)),
             Level(name="some subnormal", edit=_on(name, d.some_subnormal), zeros=True),
             Level(name="zeros", edit=_on(name, some_zeros), zeros=True),
         ]

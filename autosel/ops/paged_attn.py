@@ -193,7 +193,7 @@ class PagedAttn(attention.AttentionOp):
         cases = []
         for i, found in enumerate(attn_cases(ATTN, contiguous(w), layouts=False)):
             page = w["page"] if i % 2 == 0 else (16, 1, 64, 24)[i // 2 % 4]
-            at = _paged(w, found.workload, page)
+            at = w.at(**dict(found.workload.dims), page=page)
             cases.append(Case(name=found.name, workload=at, make=_cut(found, page), covers=found.covers))
         small = next(c for c in cases if "Hkv2" in c.workload.key and c.workload["L"] > 100 and c.workload["page"] > 1)
         floats = ("q", "k_pages", "v_pages")
@@ -259,10 +259,6 @@ def gather(pages: Tensor, table: Tensor, lengths: Tensor, keys: int) -> Tensor:
 
 def _blocks(w: Workload) -> int:
     return -(-w["L"] // w["page"])
-
-
-def _paged(w: Workload, at: Workload, page: int) -> Workload:
-    return w.at(**dict(at.dims), page=page)
 
 
 def _cut(found: Case, page: int) -> Any:

@@ -104,7 +104,7 @@ class FullSize:
 
     def _worst(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str) -> Rows | None:
         """Return the elements that differ most from the baseline; None without Op.around or with a slow baseline."""
-        if type(self.op).around is Op.around or not whole.affordable(self.op, self.w):
+        if type(self.op).around is Op.around or self.op.flops(self.w) > whole.MOST_FLOPS:
             return None
         base = battery.truths.baseline(self.op, inputs, (f"{what} {self.w.key}", self.seed(self.w.key)))
         return None if base is None else whole.worst(self.op, self.w, inputs, got[0], base[0])
