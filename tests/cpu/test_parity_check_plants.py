@@ -14,14 +14,13 @@ import pytest
 
 from autosel.ops import OPS
 from autosel.parity.check import Proof, Prover, Terms
-from autosel.values import Failed, Parity, Passed
+from autosel.values import Failed, Parity, Passed, Workload
 from tests import drawn
 from tests.cpu.planting import ATTN, HEADS, LINEAR, RMSNORM, RMSNORM_FP32, WIDE, functional, in_two, proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 TESTS = Path(__file__).parents[1]
-ELEMENTS = ("elements",)
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,12 @@ def plant(what: str, *kernels: Kernel, caught_by: tuple[str, ...] = ()) -> Plant
     return Plant(what, kernels, caught_by)
 
 
-def wrong(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function), checks, case)
+def wrong(function: str, *checks: str, case: str = "", workload: Workload = RMSNORM) -> Kernel:
+    return Kernel(proof(function, workload), checks, case)
 
 
 def allocating(function: str, *checks: str) -> Kernel:
     return Kernel(functional(function), checks)
-
-
-def linear(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function, LINEAR), checks, case)
-
-
-def attn(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function, ATTN), checks, case)
 
 
 BURST = "cpu/test_race_bench_plants.py::test_work_left_out_of_a_burst_shows_in_an_unannounced_call_on_new_contents"
@@ -74,20 +65,24 @@ PLANTS: Mapping[int, Plant] = {
     ),
     4: plant(
         "the last K or key skipped",
-        linear("forgets_the_last_k", "elements", case="needle"),
-        attn("forgets_the_last_key", "elements", "rmse", case="needle at the last"),
+        wrong("forgets_the_last_k", "elements", case="needle", workload=LINEAR),
+        wrong("forgets_the_last_key", "elements", "rmse", case="needle at the last", workload=ATTN),
     ),
     5: plant(
         "a mask off by one", caught_by=("cpu/test_ops_contract_variants.py::test_a_wrong_way_is_refused_by_some_case",)
     ),
     6: plant(
-        "sums kept in bf16", linear("sums_products_in_bf16", "elements"), wrong("native_sums_in_bf16", "elements")
+        "sums kept in bf16",
+        wrong("sums_products_in_bf16", "elements", workload=LINEAR),
+        wrong("native_sums_in_bf16", "elements"),
     ),
-    7: plant("weights cut down to fp8", linear("stores_weights_in_fp8", "elements")),
+    7: plant("weights cut down to fp8", wrong("stores_weights_in_fp8", "elements", workload=LINEAR)),
     8: plant("a scale 0.4 % too large", wrong("a_bit_too_large", "elements", "bias")),
     9: plant("truncation for rounding", wrong("native_truncates", "elements", "rmse", "bias")),
     10: plant("NaN swallowed", wrong("native_swallows_nan", "nan_pattern")),
-    11: plant("a softmax that subtracts no maximum", attn("subtracts_no_maximum", "nan_pattern", "elements")),
+    11: plant(
+        "a softmax that subtracts no maximum", wrong("subtracts_no_maximum", "nan_pattern", "elements", workload=ATTN)
+    ),
     12: plant(
         "garbage for subnormals",
         wrong("leaves_eps_out", "elements", case="subnormal"),
@@ -125,7 +120,7 @@ PLANTS: Mapping[int, Plant] = {
     ),
     19: plant(
         "a sum in the order of arrival, undeclared",
-        Kernel(proof("spreads_a_little", RMSNORM_FP32), ("repeat",)),
+        wrong("spreads_a_little", "repeat", workload=RMSNORM_FP32),
         wrong("flips_a_coin", "repeat"),
     ),
     20: plant("an input changed", wrong("changes_its_weight", "inputs"), wrong("native_normalises_in_place", "inputs")),
@@ -133,7 +128,7 @@ PLANTS: Mapping[int, Plant] = {
     22: plant(
         "a result remembered by address",
         wrong("remembers_by_address", "anti_cache", "outside_reads", "elements"),
-        linear("packs_weights_by_address", "anti_cache", "elements"),
+        wrong("packs_weights_by_address", "anti_cache", "elements", workload=LINEAR),
     ),
     23: plant(
         "a result remembered by content", wrong("remembers_by_content", "elements", "anti_cache"), caught_by=(BURST,)
@@ -213,9 +208,9 @@ PLANTS: Mapping[int, Plant] = {
     45: plant("new memory taken for zero", wrong("native_sums_into_new_memory", "elements")),
     46: plant(
         "one row of a large result",
-        Kernel(proof("drops_one_output", WIDE), ELEMENTS, "at M1 N6000"),
-        Kernel(proof("one_output_a_little_off", WIDE), ELEMENTS, "at M1 N6000"),
-        Kernel(proof("forgets_a_head", HEADS), ELEMENTS, "at B1 Hq48"),
+        wrong("drops_one_output", "elements", case="at M1 N6000", workload=WIDE),
+        wrong("one_output_a_little_off", "elements", case="at M1 N6000", workload=WIDE),
+        wrong("forgets_a_head", "elements", case="at B1 Hq48", workload=HEADS),
     ),
 }
 # Beyond the list: forms of a result, and exceptions.
