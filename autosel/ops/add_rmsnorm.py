@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, TensorSpec
 from autosel.ops.domains import (
     FAR_DOWN,
     FAR_UP,
@@ -30,7 +30,7 @@ from autosel.ops.domains import (
     trait,
     widths,
 )
-from autosel.ops.draw import Draw, case, edge_sample, hostile_rows, on, one_nan, outliers
+from autosel.ops.draw import Draw, case, hostile_rows, on, one_nan, outliers
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
@@ -51,6 +51,7 @@ class AddRmsNorm(Op):
     output_names = ("y", "new_residual")
     dim_names = ("M", "d")
     trait_defaults = {"offset": 0.0, "sandwich": 0}
+    by_row = ("x", "residual")
     domains = {
         "M": counts(),
         "d": widths(),
@@ -132,11 +133,6 @@ class AddRmsNorm(Op):
         error = relative * y.abs() + flushed * rstd * scale
         error = error + normalise_flush(r, weight, inputs["eps"], inputs["offset"])
         return stored(y, error, dtype), stored(r, flushed + U32 * r.abs(), dtype)
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = edge_sample(w["M"], count, seed)
-        part = {**inputs, "x": inputs["x"][picked], "residual": inputs["residual"][picked]}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][picked], outs[1][picked]))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return DTYPE_BYTES[w.dtype] * (4 * w["M"] * w["d"] + w["d"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from autosel.formats import PLAIN
 from autosel.ops.cached import DIMS, Cached
 from autosel.ops.codes import TORCH_DTYPE
 from autosel.ops.contract import DTYPE, DTYPE_NAME, Inputs
+from autosel.ops.stored import Stored
 from autosel.ops.weight import Weight
 from autosel.values import DTypeName
 
+S = TypeVar("S", bound=Stored)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -59,15 +61,9 @@ class Binder:
 
         Raises BadArguments for parts that do not fit the format.
         """
-        w = self.inputs.get(name)
-        if not isinstance(w, Weight):
-            self._refuse_codes(name, w)
-            self.floats(name, shape)
+        w = self._stored(name, shape, Weight)
+        if w is None:
             return PLAIN
-        if len(w.shape) != 2:
-            raise self.fail(name, f"has shape {tuple(w.shape)}, expected [{','.join(shape.split())}]")
-        for letter, size in zip(shape.split(), w.shape, strict=True):
-            self._bind(name, letter, size, tuple(w.shape), f"[{','.join(shape.split())}]")
         given = w.parts()
         for part in w.format.parts:
             self._part(
@@ -82,16 +78,10 @@ class Binder:
 
         Raises BadArguments for parts that do not fit the format.
         """
-        c = self.inputs.get(name)
-        if not isinstance(c, Cached):
-            self._refuse_codes(name, c, "Cached")
-            self.floats(name, shape)
+        c = self._stored(name, shape, Cached)
+        if c is None:
             return PLAIN
-        letters, sizes = shape.split(), tuple(c.shape)
-        if len(sizes) != len(letters):
-            raise self.fail(name, f"has shape {sizes}, expected [{','.join(letters)}]")
-        for letter, size in zip(letters, sizes, strict=True):
-            self._bind(name, letter, size, sizes, f"[{','.join(letters)}]")
+        sizes = tuple(c.shape)
         scales = c.format.scales_shape(dict(zip(DIMS, sizes, strict=True)))
         self._part(f"{name}.codes", c.codes, c.format.dtype, sizes, c.format.name)
         self._part(f"{name}.scales", c.scales, c.format.scale, scales, c.format.name)
@@ -106,14 +96,22 @@ class Binder:
             raise BadArguments(f"{self.op}: {told}", why="operands that are used together have one format")
         return spelled[names[0]]
 
-    def _refuse_codes(self, name: str, w: Any, kind: str = "Weight") -> None:
-        """Refuse codes without their scales, a common mistake."""
+    def _stored(self, name: str, shape: str, kind: type[S]) -> S | None:
+        """Return an operand in a format, with its shape bound; None for a plain tensor, which is checked."""
+        w = self.inputs.get(name)
         if isinstance(w, Tensor) and w.itemsize == 1:
-            raise self.fail(
-                name,
-                f"is {w.dtype}: codes without their scales",
-                todo=f"pass autosel.{kind}.of(format, codes={name}, scales=...)",
-            )
+            todo = f"pass autosel.{kind.__name__}.of(format, codes={name}, scales=...)"
+            raise self.fail(name, f"is {w.dtype}: codes without their scales", todo=todo)
+        if not isinstance(w, kind):
+            self.floats(name, shape)
+            return None
+        letters, sizes = shape.split(), tuple(w.shape)
+        expected = f"[{','.join(letters)}]"
+        if len(sizes) != len(letters):
+            raise self.fail(name, f"has shape {sizes}, expected {expected}")
+        for letter, size in zip(letters, sizes, strict=True):
+            self._bind(name, letter, size, sizes, expected)
+        return w
 
     def _part(self, name: str, tensor: Any, dtype_name: str | None, shape: tuple[int, ...], format_: str) -> None:
         if not isinstance(tensor, Tensor):

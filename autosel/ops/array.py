@@ -7,6 +7,7 @@ share it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -179,7 +180,7 @@ class Array:
             return found.levels[at]
         if found.domain.kind != "count":
             return found.levels[0]
-        return min(found.levels, key=lambda level: _product(level.value))
+        return min(found.levels, key=lambda level: math.prod(_sizes(level)))
 
     # --- from a row to a case -----------------------------------------------------------------------------------------
 
@@ -188,8 +189,7 @@ class Array:
         traits: dict[str, Scalar] = {}
         for f in self.factors:
             if f.domain.kind == "count":
-                value = levels[f.name].value
-                dims |= zip(f.name.split(), value if isinstance(value, tuple) else (value,), strict=True)
+                dims |= zip(f.name.split(), _sizes(levels[f.name]), strict=True)
             elif f.domain.kind == "trait":
                 traits[f.name] = levels[f.name].value
             elif f.domain.presence:
@@ -199,13 +199,11 @@ class Array:
     def case(self, levels: Mapping[str, Level]) -> Case:
         """Return the case of a row. Its name is a digest of its levels, so a row has the same name everywhere."""
         at = self._workload(levels)
-        told = ", ".join(f"{name} {level.name}" for name, level in levels.items() if level is not self._first(name))
+        unusual = [f for f in self.factors if levels[f.name] is not f.levels[0]]
+        told = ", ".join(f"{f.name} {levels[f.name].name}" for f in unusual)
         name = hashlib.blake2b(f"{at.key} {told}".encode(), digest_size=4).hexdigest()
         made = partial(self._made, at, levels)
         return Case(name=f"pairs {name}", workload=at, make=made, covers=told, averages=False)
-
-    def _first(self, name: str) -> Level:
-        return next(f.levels[0] for f in self.factors if f.name == name)
 
     def _made(self, at: Workload, levels: Mapping[str, Level], seed: int) -> dict[str, Any]:
         inputs, draw = self.op.small_inputs(at, seed), Draw(seed + 77_003, at.dtype)
@@ -224,8 +222,6 @@ def _turn(kind: Kind, level: Level) -> tuple[bool, bool, int]:
     return kind == "layout", bool(level.special), ORDER.index(kind)
 
 
-def _product(value: Any) -> int:
-    product = 1
-    for size in value if isinstance(value, tuple) else (value,):
-        product *= size
-    return product
+def _sizes(level: Level) -> tuple[int, ...]:
+    """Return the size of each dimension of a factor."""
+    return level.value if isinstance(level.value, tuple) else (level.value,)

@@ -11,13 +11,19 @@ does not see do not influence it if they are finite. An infinite score has no de
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT
+from autosel.ops.arguments import Binder
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, TINY_SUBNORMAL, U32, UNIT, Arg, Inputs, Op, TensorSpec
+from autosel.ops.domains import Row
 from autosel.ops.rounding import LAMBDA, flushable, matmul_error, stored
+from autosel.values import Scalar, Workload
 
 # Error of PyTorch's exponential on a CPU when P is stored in halves (ATen, vec: fexp_u20); measured: 2^-15.6.
 HALF_EXP = 2.0**-15
@@ -134,3 +140,68 @@ def pairs_seen(s: int, length: int, window: int) -> int:
         at = length - s + i + 1
         total += min(at, window) if window else at
     return total
+
+
+# --- the ops ----------------------------------------------------------------------------------------------------------
+
+SETTINGS = (
+    Arg(name="scale", kind="float", default=0.0),
+    Arg(name="window", kind="int", default=0),
+    Arg(name="softcap", kind="float", default=0.0),
+)
+QUIET = ("plain", "same rows", "shared prefix", "shared sum", "positive", "negative")  # no weight is zero in fp32
+ALIKE = ("same rows", "shared prefix")
+
+
+class AttentionOp(Op):
+    """Common base of the attention ops. `values` names the operand with the values."""
+
+    output_names = ("o",)
+    trait_defaults = {"window": 0, "softcap": 0.0}
+    values: ClassVar[str] = "v"
+
+    def affordable(self, w: Workload) -> bool:
+        """Return True if the reference is small: it sees every key, and has a dozen float64 operations for each
+        score.
+        """
+        keys = dict(w.dims).get("L", w["S"])
+        cache, scores = w["B"] * w["Hkv"] * keys * w["D"], w["B"] * w["Hq"] * w["S"] * keys
+        return cache <= 100_000 and scores <= 20_000
+
+    def admits(self, row: Row) -> bool:
+        """Refuse combinations without a defined result or bound.
+
+        With scores that span more than fp32's range, a NaN or infinity could have weight zero for one kernel and a tiny
+        weight for another. Equal values with equal scores round equally at each key, beyond a bound of independent
+        roundings.
+        """
+        scores = [row[n].name for n in ("q", "k", "k_pages") if n in row]
+        v = row.get(self.values)
+        if v is None:
+            return True
+        if v.name in ALIKE and any(name not in QUIET or name in ALIKE for name in scores):
+            return False
+        return not v.special or all(name in QUIET for name in scores)
+
+    def settings(self, take: Binder) -> dict[str, Scalar]:
+        """Check scale, window and softcap; return the traits among them."""
+        take.number("scale", 0.0, low=0.0)
+        window, softcap = take.number("window", 0, low=0), take.number("softcap", 0.0, low=0.0)
+        return {"window": int(window), "softcap": float(softcap)}
+
+    def drawn_settings(self, w: Workload) -> dict[str, Any]:
+        """Return the workload's scale, window and softcap."""
+        return {"scale": 0.0, "window": int(w.trait("window", 0)), "softcap": float(w.trait("softcap", 0.0))}
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+
+    @abstractmethod
+    def _exact(self, inputs: Inputs) -> tuple[Exact, Any, Any]:
+        """Return the result, and the keys and values in use."""
+
+    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        return (unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
+
+    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (unpack(error_bound(*self._exact(inputs), inputs["scale"]), inputs["q"].shape),)

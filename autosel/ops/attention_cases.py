@@ -15,8 +15,8 @@ from torch import Tensor
 from autosel.ops import draw as d
 from autosel.ops.cached import Cache, write_key
 from autosel.ops.codes import CODES
-from autosel.ops.contract import Case, Op
-from autosel.ops.draw import Draw
+from autosel.ops.contract import Case, Inputs, Op
+from autosel.ops.draw import Change, Draw
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 509, 1021)
@@ -26,8 +26,6 @@ WIDTHS = (64, 80, 96, 128, 256, 66)  # the last: 8 does not divide it
 BUDGET = 3 << 19
 NEEDLE_SCORE = 12.0  # e^12 outweighs a quarter of a thousand keys by 500 to 1
 
-Edit = Callable[[dict[str, Any], Draw], None]
-
 
 def attn_cases(op: Op, w: Workload, *, layouts: bool = True) -> tuple[Case, ...]:
     cases: list[Case] = []
@@ -36,7 +34,7 @@ def attn_cases(op: Op, w: Workload, *, layouts: bool = True) -> tuple[Case, ...]
         name: str,
         covers: str,
         at: Workload,
-        edit: Edit | None = None,
+        edit: Change | None = None,
         *,
         room: int = 0,
         short: bool = True,
@@ -53,7 +51,7 @@ def attn_cases(op: Op, w: Workload, *, layouts: bool = True) -> tuple[Case, ...]
     return tuple(cases)
 
 
-def _maker(op: Op, at: Workload, edit: Edit | None, room: int, short: bool) -> Callable[[int], dict[str, Any]]:
+def _maker(op: Op, at: Workload, edit: Change | None, room: int, short: bool) -> Callable[[int], dict[str, Any]]:
     def make(seed: int) -> dict[str, Any]:
         inputs, draw = op.inputs(at, seed), Draw(seed + 77_003, at.dtype)
         if inputs["lengths"] is not None:
@@ -135,6 +133,12 @@ def _shapes(w: Workload, add: Any) -> None:
 # --- needles ----------------------------------------------------------------------------------------------------------
 
 
+def ends_of(inputs: Inputs) -> list[int]:
+    """Return how many keys each batch row has."""
+    lengths = inputs["lengths"]
+    return [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
+
+
 def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
     """Make all queries of a KV head nearly parallel; return the key [B, Hkv, D] whose score is `score`."""
     q, hkv = inputs["q"], inputs["k"].shape[1]
@@ -148,9 +152,9 @@ def aim(inputs: dict[str, Any], draw: Draw, score: float) -> Tensor:
     return key
 
 
-def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int], *, score: float = NEEDLE_SCORE) -> None:
+def plant(inputs: dict[str, Any], draw: Draw, positions: Sequence[int]) -> None:
     """Give key positions[b % n] of batch row b nearly all the weight, and unique values of +-3."""
-    key = aim(inputs, draw, score)
+    key = aim(inputs, draw, NEEDLE_SCORE)
     k, v = inputs["k"], inputs["v"]
     for b in range(k.shape[0]):
         at = positions[b % len(positions)]
@@ -168,11 +172,7 @@ def _needles(w: Workload, add: Any) -> None:
         some = inside[start : start + long["B"]]
         add(f"needles at {', '.join(map(str, some))}", "a skipped or doubled key", long, _planter(some), short=False)
 
-    def last(inputs: dict[str, Any], draw: Draw) -> None:
-        lengths = inputs["lengths"]
-        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
-        plant(inputs, draw, [n - 1 for n in ends])
-
+    last = _edge_planter(-1)
     for keys in (33, 64, 65, 128, 129, 200):
         at = _at(w, b=8, heads=(2 * g, 2), keys=keys)
         add(f"needle at the last of {keys}", "the last key skipped", at, last, room=2, short=False)
@@ -190,21 +190,16 @@ def _needles(w: Workload, add: Any) -> None:
             add("needle second in the window", "window off by one", at, _edge_planter(1 - window), short=False)
 
 
-def _planter(positions: Sequence[int]) -> Edit:
+def _planter(positions: Sequence[int]) -> Change:
     def edit(inputs: dict[str, Any], draw: Draw) -> None:
-        lengths = inputs["lengths"]
-        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
-        rows = [min(positions[b % len(positions)], n - 1) for b, n in enumerate(ends)]
-        plant(inputs, draw, rows)
+        plant(inputs, draw, [min(positions[b % len(positions)], n - 1) for b, n in enumerate(ends_of(inputs))])
 
     return edit
 
 
-def _edge_planter(from_end: int) -> Edit:
+def _edge_planter(from_end: int) -> Change:
     def edit(inputs: dict[str, Any], draw: Draw) -> None:
-        lengths = inputs["lengths"]
-        ends = [inputs["max_len"]] * inputs["q"].shape[0] if lengths is None else [int(n) for n in lengths]
-        plant(inputs, draw, [max(0, n + from_end) for n in ends])
+        plant(inputs, draw, [max(0, n + from_end) for n in ends_of(inputs)])
 
     return edit
 
@@ -216,17 +211,18 @@ def _values(w: Workload, add: Any) -> None:
     g = _group(w)
     at = _at(w, b=3, heads=(2 * g, 2), keys=193)
     for name in ("q", "k", "v"):
-        add(f"outliers in {name}", "precision below fp32", at, _on(name, d.outliers if name == "v" else _few_outliers))
-        add(f"zeros in {name}", "-0.0; a uniform average", at, _on(name, d.zeros))
-        add(f"subnormal {name}", "garbage for subnormal inputs", at, _on(name, d.subnormal))
-        add(f"some subnormal {name}", "garbage for subnormal inputs", at, _on(name, d.some_subnormal))
+        rare = d.outliers if name == "v" else d.few_outliers
+        add(f"outliers in {name}", "precision below fp32", at, d.on(name, rare))
+        add(f"zeros in {name}", "-0.0; a uniform average", at, d.on(name, d.zeros))
+        add(f"subnormal {name}", "garbage for subnormal inputs", at, d.on(name, d.subnormal))
+        add(f"some subnormal {name}", "garbage for subnormal inputs", at, d.on(name, d.some_subnormal))
         add(f"nan in {name}", "a swallowed NaN", at, _spoil(name, float("nan")))
     add("inf in v", "a swallowed infinity", at, _spoil("v", float("inf")))
-    add("large v", "overflow of sums", at, _on("v", d.large))
-    add("large scores", "exp without the maximum", at, _scaled(12.0))
-    add("huge scores", "exp without the maximum", at, _scaled(40.0))
+    add("large v", "overflow of sums", at, d.on("v", d.large))
+    add("large scores", "exp without the maximum", at, scaled(12.0))
+    add("huge scores", "exp without the maximum", at, scaled(40.0))
     add("very negative scores", "a maximum that starts at 0", at, _negative)
-    add("all equal", "a softmax that is not uniform", at, _all_equal)
+    add("all equal", "a softmax that is not uniform", at, all_equal)
     add("v around one", "accumulation below fp32", at, _positive_values)
     add("rivals", "a score off by little", at, _rivals, averages=False)  # a head's elements err by one factor
     rising = _at(w, b=1, heads=(g, 1), keys=509)
@@ -234,17 +230,7 @@ def _values(w: Workload, add: Any) -> None:
     add("falling scores", "a running maximum not kept", rising, _slope(-1.0), short=False)
 
 
-def _on(name: str, edit: Callable[[Tensor, Draw], None]) -> Edit:
-    return lambda inputs, draw: edit(inputs[name], draw)
-
-
-def _few_outliers(x: Tensor, draw: Draw) -> None:
-    """Use outliers of 30 instead of 1000, because fp32 scores must stay meaningful after exp."""
-    flat = x.view(-1)
-    flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
-
-
-def _spoil(name: str, value: float) -> Edit:
+def _spoil(name: str, value: float) -> Change:
     """Put one bad element into batch row 0, in a key that every query there sees."""
 
     def edit(inputs: dict[str, Any], _: Draw) -> None:
@@ -257,7 +243,7 @@ def _spoil(name: str, value: float) -> Edit:
     return edit
 
 
-def _scaled(factor: float) -> Edit:
+def scaled(factor: float) -> Change:
     def edit(inputs: dict[str, Any], _: Draw) -> None:
         inputs["q"].mul_(factor)
         inputs["k"].mul_(factor)
@@ -271,7 +257,7 @@ def _negative(inputs: dict[str, Any], draw: Draw) -> None:
     inputs["k"].copy_(key[:, :, None] + 0.1 * inputs["k"].double())
 
 
-def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
+def all_equal(inputs: dict[str, Any], _: Draw) -> None:
     for name in ("q", "k", "v"):
         inputs[name].fill_(0.75)
 
@@ -289,7 +275,7 @@ def _rivals(inputs: dict[str, Any], draw: Draw) -> None:
         v[:, :, at] = value
 
 
-def _slope(sign: float) -> Edit:
+def _slope(sign: float) -> Change:
     """Make scores rise (fall) along the keys: every tile brings a new maximum (none does)."""
 
     def edit(inputs: dict[str, Any], draw: Draw) -> None:
@@ -308,14 +294,6 @@ def _layouts(w: Workload, add: Any) -> None:
     every = ("q", "k", "v")
     add("offset by one element", "alignment assumed", at, d.relayout(every, d.offset_by_one))
     add("strided rows", "row strides ignored", at, d.relayout(every, d.strided))
-    add("heads inside tokens", "layout [B, L, H, D] seen through strides", at, d.relayout(every, heads_inside))
-    add("heads inside tokens, junk behind", "layout seen through strides", at, d.relayout(every, heads_inside), room=3)
-
-
-def heads_inside(x: Tensor) -> Tensor:
-    """Return the same [B, H, L, D] in memory laid out as [B, L, H, D], as a QKV projection leaves it; scales are
-    unchanged.
-    """
-    if x.dim() < 4:
-        return x
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    inside = d.relayout(every, d.axes_swapped)
+    add("heads inside tokens", "layout [B, L, H, D] seen through strides", at, inside)
+    add("heads inside tokens, junk behind", "layout seen through strides", at, inside, room=3)

@@ -8,40 +8,27 @@ from typing import Any, Literal
 import torch
 
 from autosel.ops import draw as d
-from autosel.ops.attention_cases import bury
 from autosel.ops.cached import with_room
 from autosel.ops.domains import (
     ABSENT,
     FAR_DOWN,
     FAR_UP,
     Domain,
-    Edit,
     Level,
-    Row,
     among,
     balanced,
     contents,
     sizes,
     trait,
 )
-from autosel.ops.draw import Draw
-from autosel.values import DTypeName, Workload
+from autosel.ops.draw import Change, Draw
+from autosel.values import DTypeName
 
 HEADS = among((2, 1), (1, 1), (4, 4), (8, 2), (6, 2), (5, 1), (16, 1), (33, 11), (40, 40))
 WIDTHS = among(64, 128, 80, 96, 256, 66, 16, 8, 63, 127, 255)
 SEQUENCES = sizes(2, 1, powers=(2, 4), primes=(11, 30))  # always more than the eight that kernels take together
 KEYS = sizes(130, 1, 17, 1500, 4099, powers=(3, 9), primes=(19, 700))
 WINDOW, SOFTCAP = trait(0, 1, 3, 37), trait(0.0, 30.0, 4.3)
-QUIET = (
-    "plain",
-    "same rows",
-    "shared prefix",
-    "shared sum",
-    "positive",
-    "negative",
-)  # no weight is zero in fp32
-
-ALIKE = ("same rows", "shared prefix")
 
 
 def attention_domains(q: str = "q", k: str = "k", v: str = "v") -> dict[str, Domain]:
@@ -78,29 +65,7 @@ FEW = 40  # keys
 SCORE_UP = {"bf16": 3, "fp16": 3, "fp32": 3}  # scores of about 64: e^64 needs its maximum subtracted
 
 
-def affordable(w: Workload) -> bool:
-    """Return True if the reference is small: it sees every key, and has a dozen float64 operations for each score."""
-    keys = dict(w.dims).get("L", w["S"])
-    cache, scores = w["B"] * w["Hkv"] * keys * w["D"], w["B"] * w["Hq"] * w["S"] * keys
-    return cache <= 100_000 and scores <= 20_000
-
-
-def admits(row: Row, v: str = "v") -> bool:
-    """Refuse combinations without a defined result or bound.
-
-    With scores that span more than fp32's range, a NaN or infinity could have weight zero for one kernel and a tiny
-    weight for another. Equal values with equal scores round equally at each key, beyond a bound of independent
-    roundings.
-    """
-    scores = [row[n].name for n in ("q", "k", "k_pages") if n in row]
-    if v in row and row[v].name in ALIKE and any(name not in QUIET or name in ALIKE for name in scores):
-        return False
-    return not any(level.special for name, level in row.items() if name == v) or all(
-        row[n].name in QUIET for n in ("q", "k", "k_pages") if n in row
-    )
-
-
-def _traded(q: str, k: str, *, up: bool) -> Edit:
+def _traded(q: str, k: str, *, up: bool) -> Change:
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         power = 2.0 ** (40 if draw.name != "fp16" else 6)
         inputs[q].mul_(power if up else 1 / power)
@@ -109,7 +74,7 @@ def _traded(q: str, k: str, *, up: bool) -> Edit:
     return change
 
 
-def each_key(k: str, v: str) -> Edit:
+def each_key(k: str, v: str) -> Change:
     """Make all keys equal, and the values of key j zero except in channel j mod D.
 
     Each key then has a share of one channel, where a dropped, doubled or misplaced key shows.
@@ -127,7 +92,7 @@ def each_key(k: str, v: str) -> Edit:
 
 
 def _scales(q: str) -> Domain:
-    def given(value: float) -> Edit:
+    def given(value: float) -> Change:
         def change(inputs: dict[str, Any], _: Draw) -> None:
             inputs["scale"] = value or inputs[q].shape[-1] ** -0.5
 
@@ -153,7 +118,7 @@ def _scales(q: str) -> Domain:
 def lengths_domain(*, presence: str = "") -> Domain:
     """Return the domain of lengths: near and far apart, none, one, and all below `max_len`."""
 
-    def filled(pattern: Any) -> Edit:
+    def filled(pattern: Any) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             lengths, most = inputs["lengths"], inputs["max_len"]
             if lengths is not None:
@@ -185,7 +150,7 @@ def _end(most: int, row: int) -> int:
 def room_domain(*caches: str) -> Domain:
     """Return the domain of extra room beyond `max_len`, as a cache has."""
 
-    def more(count: int) -> Edit:
+    def more(count: int) -> Change:
         def change(inputs: dict[str, Any], _: Draw) -> None:
             for name in caches:
                 inputs[name] = with_room(inputs[name], count)
@@ -194,12 +159,6 @@ def room_domain(*caches: str) -> Domain:
 
     levels = [Level(name="none"), *(Level(name=f"{n} more", edit=more(n)) for n in (1, 7, 64))]
     return Domain(kind="index", levels=lambda *_: levels)
-
-
-def bury_unseen(inputs: dict[str, Any], draw: Draw, caches: tuple[str, ...] = ("k", "v")) -> None:
-    """Write large finite values beyond the lengths."""
-    for name in caches:
-        bury(inputs[name], inputs["lengths"], inputs["max_len"], draw)
 
 
 def seen(name: str, bad: Literal["nan", "inf"]) -> Level:

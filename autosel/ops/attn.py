@@ -13,27 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN
+from autosel.formats import CACHE_FORMATS, PLAIN
 from autosel.ops import attention
 from autosel.ops.arguments import Binder, need_multiple
-from autosel.ops.attention_cases import attn_cases, heads_inside
-from autosel.ops.attention_domains import (
-    HEADS,
-    KEYS,
-    SEQUENCES,
-    WIDTHS,
-    admits,
-    affordable,
-    attention_domains,
-    bury_unseen,
-    lengths_domain,
-    room_domain,
-)
+from autosel.ops.attention_cases import attn_cases, bury
+from autosel.ops.attention_domains import HEADS, KEYS, SEQUENCES, WIDTHS, attention_domains, lengths_domain, room_domain
 from autosel.ops.cached import Cache, Cached, exact, first_keys, numbers, quantise_cache, scales_of, some_heads
 from autosel.ops.cached_attention import cached_bound, cached_cases
-from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.domains import Level, Row, among, cache_formats, follows, in_format, layouts
-from autosel.ops.draw import Draw, relayout, resident_draw, streamed_draw
+from autosel.ops.contract import Arg, Case, Inputs, Rows
+from autosel.ops.domains import Level, Row, among, follows, in_format, layouts, trait
+from autosel.ops.draw import Draw, axes_swapped, relayout, resident_draw, streamed_draw
 from autosel.ops.stored_cases import KEYS as KEY_SCALES
 from autosel.ops.stored_cases import VALUES as VALUE_SCALES
 from autosel.ops.stored_cases import stored_domains
@@ -42,7 +31,7 @@ from autosel.values import DTYPE_BYTES, Workload
 STEPS = 3  # of a decode
 
 
-class Attn(Op):
+class Attn(attention.AttentionOp):
     name = "attn"
     args = (
         Arg(name="q", kind="tensor"),
@@ -50,13 +39,10 @@ class Attn(Op):
         Arg(name="v", kind="cache", role="streamed"),
         Arg(name="lengths", kind="optional"),
         Arg(name="max_len", kind="int"),
-        Arg(name="scale", kind="float", default=0.0),
-        Arg(name="window", kind="int", default=0),
-        Arg(name="softcap", kind="float", default=0.0),
+        *attention.SETTINGS,
     )
-    output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L")
-    trait_defaults = {"ragged": False, "window": 0, "softcap": 0.0, "cache": PLAIN}
+    trait_defaults = {"ragged": False, **attention.AttentionOp.trait_defaults, "cache": PLAIN}
     domains = {
         "B": SEQUENCES,
         "Hq Hkv": HEADS,
@@ -67,22 +53,21 @@ class Attn(Op):
         "lengths": lengths_domain(presence="ragged"),
         "max_len": follows("L"),
         "room": room_domain("k", "v"),
-        "cache": cache_formats(),
+        "cache": trait(*CACHE_FORMATS),
         **stored_domains(KEY_SCALES, "k"),
         **stored_domains(VALUE_SCALES, "v"),
         "layout": layouts(
-            "q", "k", "v", "lengths", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), heads_inside)),)
+            "q", "k", "v", "lengths", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), axes_swapped)),)
         ),
     }
 
-    def affordable(self, w: Workload) -> bool:
-        return affordable(w)
-
     def admits(self, row: Row) -> bool:
-        return admits(row) and in_format(row, "k", "v", trait="cache")
+        return super().admits(row) and in_format(row, "k", "v", trait="cache")
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
-        bury_unseen(inputs, draw)
+        """Write large finite values beyond the lengths."""
+        for name in ("k", "v"):
+            bury(inputs[name], inputs["lengths"], inputs["max_len"], draw)
 
     def steps(self, inputs: Inputs) -> Sequence[Inputs]:
         return grown(inputs)
@@ -100,18 +85,8 @@ class Attn(Op):
         take.dims["L"] = int(take.number("max_len", room, low=1))
         if take.dims["L"] > room:
             raise take.fail("max_len", f"is {take.dims['L']}, the cache holds {room}")
-        take.number("scale", 0.0, low=0.0)
-        return self.workload(
-            take.dtype_name,
-            take.dims,
-            ragged=ragged,
-            window=int(take.number("window", 0, low=0)),
-            softcap=float(take.number("softcap", 0.0, low=0.0)),
-            cache=take.one_format("k", "v"),
-        )
-
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+        traits = self.settings(take)
+        return self.workload(take.dtype_name, take.dims, ragged=ragged, **traits, cache=take.one_format("k", "v"))
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, shape = streamed_draw(seed, w.dtype), (w["B"], w["Hkv"], w["L"], w["D"])
@@ -127,9 +102,7 @@ class Attn(Op):
             "v": inputs["v"],
             "lengths": lengths,
             "max_len": w["L"],
-            "scale": 0.0,
-            "window": int(w.trait("window", 0)),
-            "softcap": float(w.trait("softcap", 0.0)),
+            **self.drawn_settings(w),
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from autosel.ops import attention
-from autosel.ops.attention_cases import attn_cases, bury, heads_inside, small_cache
+from autosel.ops.attention_cases import attn_cases, bury, small_cache
 from autosel.ops.cached import Cached, quantise_cache
 from autosel.ops.codes import CODES
 from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Case, Op
-from autosel.ops.draw import Change, Draw, case, offset_by_one, relayout, strided
+from autosel.ops.draw import Change, Draw, axes_swapped, case, offset_by_one, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.stored_cases import KEYS, VALUES, cache_cases
 from autosel.values import Workload
@@ -49,7 +49,7 @@ def cached_cases(op: Op, w: Workload) -> tuple[Case, ...]:
     for told, covers, view in (
         ("strided rows", "row strides ignored", strided),
         ("offset by one element", "alignment assumed", offset_by_one),
-        ("heads inside tokens", "layout [B, L, H, D] seen through strides", heads_inside),
+        ("heads inside tokens", "layout [B, L, H, D] seen through strides", axes_swapped),
     ):
         cases.append(case(op, small, told, covers, relayout(("q", "k", "v"), view)))
     return *cases, case(op, small, "small scales, large queries", "a small scale flushed", _traded)

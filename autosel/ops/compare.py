@@ -70,7 +70,8 @@ def _pattern(got: Tensor, ref: Tensor) -> Mismatch | None:
     g = got.double()
     if got.dtype != torch.float64:
         # A finite float64 reference beyond the output dtype's range rounds to Inf, which is then right.
-        ref = _saturate(ref, got.dtype)
+        rounded = ref.to(got.dtype).double()
+        ref = torch.where(rounded.isinf(), rounded, ref)
     wrong = (g.isnan() != ref.isnan()) | (g.isinf() != ref.isinf()) | (g.isinf() & (g != ref))
     if not wrong.any():
         return None
@@ -83,11 +84,6 @@ def _pattern(got: Tensor, ref: Tensor) -> Mismatch | None:
         reference=str(ref[where].item()),
         wrong_elements=int(wrong.sum()),
     )
-
-
-def _saturate(ref: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = ref.to(dtype).double()
-    return torch.where(rounded.isinf(), rounded, ref)
 
 
 def _ratio(got: Tensor, ref: Tensor, tol: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ output or the tuple of them. An `inout` argument (a KV cache) is written in plac
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE", "DTYPE_NAME", "TINY_NORMAL", "TINY_SUBNORMAL", "U32", "UNIT",
-    "Arg", "Case", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written", "replace",
+    "Arg", "Case", "Expected", "Inputs", "Judge", "Match", "Mismatch", "Op", "Role", "Rows", "TensorSpec", "Written",
+    "edge_sample", "row_by_row",
 ]  # fmt: skip
 
 Inputs = Mapping[str, Any]  # argument name -> Tensor | Weight | Cached | None | int | float
@@ -44,6 +44,24 @@ class Judge(Protocol):
     """Judges results for the inputs it was made for. RMS error and bias are compared with those of `baseline`."""
 
     def __call__(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch: ...
+
+
+def row_by_row(judge: Callable[[int, int], Mismatch | float]) -> Judge:
+    """Return a judge of a token for each row. `judge` returns a Mismatch, or the share of the bound that a row's token
+    uses.
+    """
+
+    def judged(got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+        worst = 0.0
+        for row, token in enumerate(got[0].tolist()):
+            found = judge(row, token)
+            if isinstance(found, Mismatch):
+                evidence = {"row": row, **found.evidence}
+                return Mismatch(check=found.check, reason=f"row {row}: {found.reason}", evidence=evidence)
+            worst = max(worst, found)
+        return Match(worst=worst)
+
+    return judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +122,17 @@ class Written(Rows):
     restore: Callable[[], None]
 
 
+def edge_sample(n: int, count: int, seed: int) -> Tensor:
+    """Return `count` distinct indices below n, sorted, always with the first and the last: edges fail first."""
+    if n <= count:
+        return torch.arange(n)
+    picked = torch.randint(0, n, (count,), generator=torch.Generator().manual_seed(seed))
+    picked[0] = 0
+    picked[-1] = n - 1
+    distinct: Tensor = torch.sort(picked).values.unique_consecutive()
+    return distinct
+
+
 class Op(ABC):
     """Base class of ops: one subclass per op (autosel/ops/<op>.py), registered in `ops.OPS`."""
 
@@ -113,6 +142,7 @@ class Op(ABC):
     dim_names: ClassVar[tuple[str, ...]]
     trait_defaults: ClassVar[Mapping[str, Scalar]] = {}
     domains: ClassVar[Mapping[str, Domain]]  # one for each dimension, trait and argument (domains.py)
+    by_row: ClassVar[tuple[str, ...]] = ()  # operands of which each row decides the same row of the results, for `rows`
 
     # --- shape ------------------------------------------------------------------------------------------------------
 
@@ -194,20 +224,17 @@ class Op(ABC):
 
     def judge(self, inputs: Inputs) -> Judge:
         """Return the judge of results for these inputs, after computing once what only depends on them."""
-        own = self.own_judge(inputs)
-        if own is not None:
-            return own
-        reference = self.reference(inputs)
-        bound = self.bound(inputs, reference)
-        return lambda got, baseline=None: compare(got, reference, bound, baseline)
+        return Expected(self, inputs).judge
 
     def own_judge(self, inputs: Inputs) -> Judge | None:
         """Return the judge of results that no bound of elements can judge (ties, supports, copies), else None."""
         return None
 
-    @abstractmethod
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """Return about `count` output rows to check in float64 at full size, without computing the others."""
+        picked = edge_sample(w.dims[0][1], count, seed)
+        part = {**inputs, **{n: inputs[n][picked] for n in self.by_row}}
+        return Rows(inputs=part, pick=lambda outs: tuple(out[picked] for out in outs))
 
     def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
         """Return the part that determines the first output's elements at `where`, int64 [n, dimensions], worst first.
@@ -258,5 +285,15 @@ class Op(ABC):
         return tuple(made)
 
 
-def replace(w: Workload, **changes: Any) -> Workload:
-    return dataclasses.replace(w, **changes)
+class Expected:
+    """Reference and bound of the current inputs, or without a bound `own`, the judge that the op has for them."""
+
+    def __init__(self, op: Op, inputs: Inputs) -> None:
+        self.own = op.own_judge(inputs)
+        if self.own is None:
+            self.reference = op.reference(inputs)
+            self.bound = op.bound(inputs, self.reference)
+
+    def judge(self, got: Sequence[Tensor], baseline: Sequence[Tensor] | None = None) -> Match | Mismatch:
+        """Judge a result as `Op.verify` does."""
+        return self.own(got, baseline) if self.own else compare(got, self.reference, self.bound, baseline)

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from autosel.formats import CACHE_FORMATS, PLAIN, WEIGHT_FORMATS
+from autosel.formats import PLAIN
 from autosel.ops import draw as d
-from autosel.ops.draw import Draw
+from autosel.ops.draw import Change, Draw
 from autosel.values import DTypeName, Scalar
 
 if TYPE_CHECKING:
     from autosel.ops.contract import Op
 
-Edit = Callable[[dict[str, Any], Draw], None]
 Kind = Literal["count", "trait", "content", "scalar", "index", "layout"]
 ORDER: tuple[Kind, ...] = (
     "count",
@@ -47,7 +46,7 @@ class Level:
 
     name: str
     value: Any = None
-    edit: Edit | None = None
+    edit: Change | None = None
     special: Literal["", "nan", "inf"] = ""
     zeros: bool = False
 
@@ -148,16 +147,6 @@ def trait(*values: Scalar) -> Domain:
     return Domain(kind="trait", levels=lambda *_: [Level(name=str(v), value=v) for v in values])
 
 
-def weight_formats() -> Domain:
-    """Return the domain of the formats of weights."""
-    return trait(*WEIGHT_FORMATS)
-
-
-def cache_formats() -> Domain:
-    """Return the domain of the formats of keys and values."""
-    return trait(*CACHE_FORMATS)
-
-
 def in_format(row: Row, *operands: str, trait: str = "weight") -> bool:
     """Return True if contents and format of the operands fit together.
 
@@ -178,7 +167,7 @@ def in_format(row: Row, *operands: str, trait: str = "weight") -> bool:
 TRADED = ("balanced", "for huge keys", "for tiny keys")  # contents of one operand that change another
 
 
-def scalar(*values: float, edit: Callable[[float], Edit] | None = None) -> Domain:
+def scalar(*values: float, edit: Callable[[float], Change] | None = None) -> Domain:
     """Return the domain of a number. `edit(value)` changes operands so that this value matters."""
     made = [Level(name=f"{v:.4g}", value=v, edit=None if edit is None else edit(v)) for v in values]
     return Domain(kind="scalar", levels=lambda *_: made)
@@ -195,7 +184,7 @@ NORM_EPS = (1e-6, 1e-5, 1e-3, 0.0, 0.25, 1e-12)  # Qwen's and Gemma's; Llama's a
 def norm_eps(*rows: str) -> Domain:
     """Return the domain of a norm's epsilon, with `rows` whose mean square has about the same size."""
 
-    def edit(eps: float) -> Edit:
+    def edit(eps: float) -> Change:
         def change(inputs: dict[str, Any], _: Draw) -> None:
             for name in rows:
                 x = inputs[name]
@@ -234,7 +223,7 @@ FAR_DOWN: Power = {"bf16": -60, "fp16": -7, "fp32": -60}
 APART: Power = {"bf16": 18, "fp16": 3, "fp32": 18}  # magnitudes within one operand
 
 
-def _on(name: str, edit: Callable[[Tensor, Draw], Any]) -> Edit:
+def _on(name: str, edit: Callable[[Tensor, Draw], Any]) -> Change:
     def change(inputs: dict[str, Any], draw: Draw) -> None:
         if inputs.get(name) is not None:
             edit(inputs[name], draw)
@@ -255,12 +244,6 @@ def rows_apart(x: Tensor, draw: Draw, most: int = 0) -> None:
 def columns_apart(x: Tensor, draw: Draw) -> None:
     most = APART[draw.name]
     x.mul_((2.0 ** draw.integers(-most, most + 1, x.shape[-1])).to(x.dtype))
-
-
-def _magnitudes(*, rows: bool, gentle: bool) -> Callable[[Tensor, Draw], None]:
-    if gentle:
-        return lambda x, draw: rows_apart(x, draw, 2)
-    return rows_apart if rows else columns_apart
 
 
 def same_rows(x: Tensor, _: Draw) -> None:
@@ -303,7 +286,6 @@ def contents(
     down: Power = DOWN,
     inf: bool = False,
     nan: bool = True,
-    zeros: bool = True,
     rows: bool = True,
     gentle: bool = False,
     presence: str = "",
@@ -315,6 +297,8 @@ def contents(
     must stay meaningful.
     """
 
+    apart = partial(rows_apart, most=2) if gentle else rows_apart if rows else columns_apart
+
     def levels(dtype: DTypeName, _: Random) -> list[Level]:
         made = [
             *([ABSENT] if presence else []),
@@ -323,12 +307,11 @@ def contents(
             Level(name="tiny", edit=_on(name, scaled(down[dtype]))),
             Level(name="positive", edit=_on(name, positive)),
             Level(name="negative", edit=_on(name, negative)),
-            Level(name="outliers", edit=_on(name, _few_outliers if gentle or dtype == "fp16" else d.outliers)),
-            Level(name="magnitudes", edit=_on(name, _magnitudes(rows=rows, gentle=gentle))),
+            Level(name="outliers", edit=_on(name, d.few_outliers if gentle or dtype == "fp16" else d.outliers)),
+            Level(name="magnitudes", edit=_on(name, apart)),
             Level(name="some subnormal", edit=_on(name, d.some_subnormal), zeros=True),
+            Level(name="zeros", edit=_on(name, some_zeros), zeros=True),
         ]
-        if zeros:
-            made.append(Level(name="zeros", edit=_on(name, some_zeros), zeros=True))
         if rows:
             made += [
                 Level(name="same rows", edit=_on(name, same_rows)),
@@ -344,19 +327,13 @@ def contents(
     return Domain(kind="content", levels=levels, presence=presence)
 
 
-def _few_outliers(x: Tensor, draw: Draw) -> None:
-    """Use outliers of 30 instead of 1000: products of halves must stay within their range."""
-    flat = x.view(-1)
-    flat[draw.integers(0, flat.numel(), max(1, flat.numel() // 1000))] = 30.0
-
-
 def _some_nan(x: Tensor, draw: Draw) -> None:
     """Put one NaN into a row or vector."""
     at = draw.integers(0, x.numel(), 1)
     x.view(-1)[at] = d.any_nan(x.dtype, draw)
 
 
-def _infinite(name: str) -> Edit:
+def _infinite(name: str) -> Change:
     """Put one infinity in, and remove numbers that may count as zero: infinity times zero is NaN."""
 
     def change(inputs: dict[str, Any], draw: Draw) -> None:
@@ -371,7 +348,7 @@ def _infinite(name: str) -> Edit:
     return change
 
 
-def balanced(up: str, *down: str) -> Edit:
+def balanced(up: str, *down: str) -> Change:
     """Multiply columns of `up` by powers of two and divide those of `down` by them.
 
     Each product of two elements stays the same, and no operand fits a narrower format.
@@ -411,7 +388,7 @@ def _wide_gaps(x: Tensor) -> Tensor:
     return d.strided(x, gap=-(-x.shape[-1] // 2)) if x.dim() >= 2 else x
 
 
-def one_storage(*names: str) -> Edit:
+def one_storage(*names: str) -> Change:
     """Make operands slices of one buffer's rows, as a fused projection leaves them: they share rows of memory."""
 
     def change(inputs: dict[str, Any], _: Draw) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN
+from autosel.formats import PLAIN, WEIGHT_FORMATS
 from autosel.ops import activation
 from autosel.ops.activation import ACTIVATIONS
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs
 from autosel.ops.domains import (
     Level,
     Row,
@@ -28,16 +28,15 @@ from autosel.ops.domains import (
     layouts,
     norm_eps,
     trait,
-    weight_formats,
     widths,
 )
-from autosel.ops.draw import Draw, case, edge_sample, resident_draw, streamed_draw
-from autosel.ops.linear import checked_columns, projection_cases
+from autosel.ops.draw import Draw, case, resident_draw
+from autosel.ops.linear import Projection, projection_cases
 from autosel.ops.norm_qkv import normed_matmul_error
 from autosel.ops.rmsnorm import normalise
 from autosel.ops.rounding import stored
 from autosel.ops.stored_cases import write
-from autosel.ops.weight import drawn, product, rows_of
+from autosel.ops.weight import product
 from autosel.values import DTYPE_BYTES, Workload
 
 # Two products are multiplied: these powers of two keep the result within the dtype.
@@ -55,8 +54,9 @@ def _overflow(inputs: dict[str, Any], draw: Draw) -> None:
     write(inputs["w_up"], slice(None), (signs * big / 64).expand(inputs["w_up"].shape))
 
 
-class GateUp(Op):
+class GateUp(Projection):
     name = "gate_up"
+    weights, width, out = ("w_gate", "w_up"), "d", "I"
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="norm_weight", kind="tensor"),
@@ -86,7 +86,7 @@ class GateUp(Op):
         "eps": norm_eps("x"),
         "offset": trait(0.0, 1.0, 0.3),
         "activation": trait(0, 1, 2),
-        "weight": weight_formats(),
+        "weight": trait(*WEIGHT_FORMATS),
         "layout": layouts("x", "norm_weight", "w_gate", "w_up"),
     }
 
@@ -104,14 +104,6 @@ class GateUp(Op):
         offset, kind = float(take.number("offset", 0.0)), take.among("activation", 0, (0, 1, 2))
         return self.workload(take.dtype_name, take.dims, offset=offset, activation=kind, weight=weight)
 
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="y", shape=(w["M"], w["I"]), dtype=w.dtype),)
-
-    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        draw = streamed_draw(seed, w.dtype)
-        weights = {name: drawn(draw, w["I"], w["d"], w.weight_format) for name in ("w_gate", "w_up")}
-        return self.refresh(w, weights, seed)
-
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
         return {
@@ -126,7 +118,7 @@ class GateUp(Op):
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
         # An infinite weight makes an infinite gate, which has no defined result (swiglu). An infinite x gives NaN.
-        cases = projection_cases(self, w, weights=("w_gate", "w_up"), width="d", out="I", skip=("inf in weights",))
+        cases = projection_cases(self, w, weights=self.weights, width="d", out="I", skip=("inf in weights",))
         over = case(self, w.at(M=2, d=64, I=24), "overflow", "the largest number in place of infinity", _overflow)
         return *cases, over
 
@@ -150,18 +142,6 @@ class GateUp(Op):
         a = activation.value(kind, gate)
         a_error = stored(a, activation.propagate(kind, gate, gate_error), dtype)
         return (stored(y, a_error * up.abs() + a.abs() * up_error + a_error * up_error, dtype),)
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        m = edge_sample(w["M"], count, seed)
-        return self._part(inputs, m, edge_sample(w["I"], checked_columns(2 * w["d"], len(m), count), seed + 1))
-
-    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
-        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
-
-    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
-        weights = {name: rows_of(inputs[name], n) for name in ("w_gate", "w_up")}
-        part = {**inputs, "x": inputs["x"][m], **weights}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, d, i = w["M"], w["d"], w["I"]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import Arg, Case, Inputs, Judge, Match, Mismatch, Op, Rows, TensorSpec, Written
+from autosel.ops.compare import bits
+from autosel.ops.contract import Arg, Case, Inputs, Judge, Match, Mismatch, Op, Rows, TensorSpec, Written, edge_sample
 from autosel.ops.domains import (
     FAR_DOWN,
     FAR_UP,
     Domain,
-    Edit,
     Level,
     among,
     contents,
@@ -33,9 +33,10 @@ from autosel.ops.domains import (
 from autosel.ops.draw import (
     Change,
     Draw,
+    axes_swapped,
     case,
-    edge_sample,
     offset_by_one,
+    on,
     one_inf,
     one_nan,
     relayout,
@@ -46,7 +47,7 @@ from autosel.ops.draw import (
 )
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
-CAPACITY = 1024  # positions per row of the generated cache, in addition to the new tokens
+CAPACITY = 1024
 SMALL_CAPACITY = 96
 MOST_CACHE_BYTES = 3 << 19  # limit of the two caches of a case
 BESIDE = 8  # positions before and after the new tokens that must stay unchanged
@@ -55,18 +56,13 @@ SHAPES = ((1, 1, 1, 64), (1, 8, 1, 128), (3, 2, 1, 80), (8, 1, 2, 96), (2, 2, 17
           (1, 1, 1, 2))  # fmt: skip
 
 
-def _tokens_outside(x: Tensor) -> Tensor:
-    """Return the same tensor with its two middle axes swapped in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 # --- domains ----------------------------------------------------------------------------------------------------------
 
 
 def _room_levels(_: DTypeName, rng: Random) -> list[Level]:
     """Return the domain of a row's room in addition to the new tokens: caches as long as a context."""
 
-    def of(room: int) -> Edit:
+    def of(room: int) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             k, cache, paged = inputs["k"], inputs["k_cache"], inputs["block_table"] is not None
             b, hkv, s, width = k.shape
@@ -90,7 +86,7 @@ def _room_levels(_: DTypeName, rng: Random) -> list[Level]:
 def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
     share = rng.uniform(0.3, 0.9)
 
-    def of(values: Callable[[int, int, Draw], Any]) -> Edit:
+    def of(values: Callable[[int, int, Draw], Any]) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             positions, s, cache = inputs["positions"], inputs["k"].shape[2], inputs["k_cache"]
             table = inputs["block_table"]
@@ -182,10 +178,14 @@ class KvAppend(Op):
             "block_table",
             more=(
                 Level(name="one storage", edit=one_storage("k", "v")),
-                Level(name="axes swapped", edit=relayout(("k", "v", "k_cache", "v_cache"), _tokens_outside)),
+                Level(name="axes swapped", edit=relayout(("k", "v", "k_cache", "v_cache"), axes_swapped)),
             ),
         ),
     }
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        """`capacity`: positions per row of the generated cache, in addition to the new tokens."""
+        self.capacity = capacity
 
     def used(self, inputs: Inputs, name: str) -> Tensor | None:
         if name != "block_table":
@@ -209,46 +209,41 @@ class KvAppend(Op):
         return self.workload(take.dtype_name, dims, page=page)
 
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        shape = cache_shape(w, CAPACITY)
+        shape = cache_shape(w, self.capacity)
         return tuple(TensorSpec(name=n, shape=shape, dtype=w.dtype) for n in self.output_names)
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.sized(w, seed, CAPACITY)
-
-    def sized(self, w: Workload, seed: int, capacity: int) -> dict[str, Any]:
-        """Return inputs with a cache for `capacity` positions in addition to the new ones."""
-        draw, shape = streamed_draw(seed, w.dtype), cache_shape(w, capacity)
+        draw, shape = streamed_draw(seed, w.dtype), cache_shape(w, self.capacity)
         table = draw.permutation(shape[0]).view(w["B"], -1).int() if w.trait("page", 0) else None
         caches = {"k_cache": draw.normal(*shape), "v_cache": draw.normal(*shape)}
-        return self.refresh(w, {**caches, "block_table": table, "capacity": capacity}, seed)
+        return self.refresh(w, {**caches, "block_table": table}, seed)
 
     def small_inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.sized(w, seed, SMALL_CAPACITY)
+        return KvAppend(SMALL_CAPACITY).inputs(w, seed)
 
     def affordable(self, w: Workload) -> bool:
         return 2 * DTYPE_BYTES[w.dtype] * math.prod(cache_shape(w, SMALL_CAPACITY)) <= MOST_CACHE_BYTES
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, new = resident_draw(seed, w.dtype), (w["B"], w["Hkv"], w["S"], w["D"])
-        capacity = inputs.get("capacity", CAPACITY)
         return {
             "k": draw.normal(*new),
             "v": draw.normal(*new),
-            "positions": draw.integers(0, capacity + 1, w["B"], dtype=torch.int32),
+            "positions": draw.integers(0, self.capacity + 1, w["B"], dtype=torch.int32),
             "block_table": inputs["block_table"],
             "k_cache": inputs["k_cache"],
             "v_cache": inputs["v_cache"],
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
-        small = _Small(self)
+        small = KvAppend(SMALL_CAPACITY)
         cases = []
         for b, hkv, s, d in SHAPES:
             at = w.at(B=b, Hkv=hkv, S=s, D=d)
             cases.append(case(small, at, f"random {at.shape_text}", "heads, widths and counts"))
         long, far = w.at(B=2, Hkv=1, S=1, D=2), 70_000
         positions = _positions(far - 1, 65_537)
-        cases.append(case(_Small(self, far), long, "a long cache", "a slot of 16 bits", positions))
+        cases.append(case(KvAppend(far), long, "a long cache", "a slot of 16 bits", positions))
         at = w.at(B=3, Hkv=2, S=w["S"] if w["S"] <= 8 else 5, D=min(w["D"], 256))
         two = at.at(S=2)
         end = SMALL_CAPACITY
@@ -257,22 +252,14 @@ class KvAppend(Op):
             case(small, at, "first positions", "a slot off by one", _positions(0, 0, 1)),
             case(small, at, "last positions", "a write past the end", _positions(end, end - 1, end)),
             case(small, two, "across a page", "a page boundary inside one call", _positions(15, 31, 63)),
-            case(small, at, "nan in k", "copied bit for bit", lambda i, draw: one_nan(i["k"], draw)),
-            case(small, at, "inf in v", "copied bit for bit", lambda i, draw: one_inf(i["v"], draw)),
-            case(
-                small,
-                at,
-                "subnormal v",
-                "a copy must not flush",
-                lambda i, draw: subnormal(i["v"], draw),
-            ),
-            case(
-                small, at, "nan in the cache", "untouched slots rewritten", lambda i, draw: one_nan(i["k_cache"], draw)
-            ),
+            case(small, at, "nan in k", "copied bit for bit", on("k", one_nan)),
+            case(small, at, "inf in v", "copied bit for bit", on("v", one_inf)),
+            case(small, at, "subnormal v", "a copy must not flush", on("v", subnormal)),
+            case(small, at, "nan in the cache", "untouched slots rewritten", on("k_cache", one_nan)),
             case(small, at, "strided rows", "row strides ignored", relayout(news + caches, strided)),
             case(small, at, "offset by one element", "alignment assumed", relayout(news + caches, offset_by_one)),
-            case(small, at, "slices of one projection", "token strides ignored", relayout(news, _tokens_outside)),
-            case(small, at, "cache axes swapped in memory", "cache strides ignored", relayout(caches, _tokens_outside)),
+            case(small, at, "slices of one projection", "token strides ignored", relayout(news, axes_swapped)),
+            case(small, at, "cache axes swapped in memory", "cache strides ignored", relayout(caches, axes_swapped)),
         ]
         return tuple(cases)
 
@@ -303,13 +290,9 @@ class KvAppend(Op):
         """Return batch rows with about `count` tokens, and their whole part of the cache."""
         b = edge_sample(w["B"], max(1, count // w["S"]), seed)
         part = {n: inputs[n][b] for n in ("k", "v", "positions")}
-        table = inputs["block_table"]
-        if table is None:
-            part |= {"block_table": None, "k_cache": inputs["k_cache"][b], "v_cache": inputs["v_cache"][b]}
-            return Rows(inputs=part, pick=lambda outs: (outs[0][b], outs[1][b]))
-        pages, own = _pages_of(b, inputs)
-        part |= {"block_table": own, "k_cache": inputs["k_cache"][pages], "v_cache": inputs["v_cache"][pages]}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][pages], outs[1][pages]))
+        kept, own = (b, None) if inputs["block_table"] is None else _pages_of(b, inputs)
+        part |= {"block_table": own, "k_cache": inputs["k_cache"][kept], "v_cache": inputs["v_cache"][kept]}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][kept], outs[1][kept]))
 
     def written(self, w: Workload, inputs: Inputs) -> Written:
         """Return the new tokens' slots and `BESIDE` more on each side; for a paged cache, their pages."""
@@ -398,20 +381,6 @@ def _appended(inputs: Inputs, new: str, cache: str) -> Tensor:
     by_token = made if inputs["block_table"] is not None else made.transpose(1, 2)
     by_token[slots(inputs)] = inputs[new].transpose(1, 2)
     return made
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize])
-
-
-class _Small:
-    """KvAppend with a cache of a given size, for `case`."""
-
-    def __init__(self, op: KvAppend, capacity: int = SMALL_CAPACITY) -> None:
-        self.op, self.capacity = op, capacity
-
-    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        return self.op.sized(w, seed, self.capacity)
 
 
 def _positions(*where: int) -> Change:

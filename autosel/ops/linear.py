@@ -8,14 +8,14 @@ sum before the residual is added.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN
+from autosel.formats import PLAIN, WEIGHT_FORMATS
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, U32, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, U32, Arg, Case, Inputs, Op, Rows, TensorSpec, edge_sample
 from autosel.ops.domains import (
     FAR_DOWN,
     FAR_UP,
@@ -26,7 +26,7 @@ from autosel.ops.domains import (
     counts,
     in_format,
     layouts,
-    weight_formats,
+    trait,
     widths,
 )
 from autosel.ops.draw import (
@@ -34,7 +34,6 @@ from autosel.ops.draw import (
     HOSTILE,
     Draw,
     case,
-    edge_sample,
     offset_by_one,
     on,
     relayout,
@@ -57,8 +56,42 @@ NEEDLES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 25
 CHECKED_PRODUCTS = 1 << 22
 
 
-class Linear(Op):
+class Projection(Op):
+    """Common base of ops that multiply x[M, width] by streamed weights [out, width]; elements of y[M, out] are checked
+    alone.
+    """
+
+    weights: ClassVar[tuple[str, ...]] = ("w",)
+    width: ClassVar[str]
+    out: ClassVar[str]
+
+    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(name=self.output_names[0], shape=(w["M"], w[self.out]), dtype=w.dtype),)
+
+    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
+        draw = streamed_draw(seed, w.dtype)
+        weights = {name: drawn(draw, w[self.out], w[self.width], w.weight_format) for name in self.weights}
+        return self.refresh(w, weights, seed)
+
+    def cases(self, w: Workload) -> tuple[Case, ...]:
+        return projection_cases(self, w, weights=self.weights, width=self.width, out=self.out)
+
+    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
+        m = edge_sample(w["M"], count, seed)
+        columns = checked_columns(len(self.weights) * w[self.width], len(m), count)
+        return self._part(inputs, m, edge_sample(w[self.out], columns, seed + 1))
+
+    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
+        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
+
+    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
+        part = {**inputs, "x": inputs["x"][m], **{name: rows_of(inputs[name], n) for name in self.weights}}
+        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+
+
+class Linear(Projection):
     name = "linear"
+    width, out = "K", "N"
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="w", kind="weight", role="streamed"),
@@ -76,7 +109,7 @@ class Linear(Op):
         "w": contents("w", inf=True),
         "bias": contents("bias", up=FAR_UP, down=FAR_DOWN, rows=False, inf=True, presence="bias"),
         "residual": contents("residual", up=FAR_UP, down=FAR_DOWN, inf=True, presence="residual"),
-        "weight": weight_formats(),
+        "weight": trait(*WEIGHT_FORMATS),
         **stored_domains(PRODUCT, "w"),
         "layout": layouts("x", "w", "bias", "residual"),
     }
@@ -91,13 +124,6 @@ class Linear(Op):
         bias, residual = take.optional("bias", "N") is not None, take.optional("residual", "M N") is not None
         return self.workload(take.dtype_name, take.dims, bias=bias, residual=residual, weight=weight)
 
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
-
-    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = drawn(streamed_draw(seed, w.dtype), w["N"], w["K"], w.weight_format)
-        return self.refresh(w, {"w": weight}, seed)
-
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw = resident_draw(seed, w.dtype)
         return {
@@ -106,9 +132,6 @@ class Linear(Op):
             "bias": draw.normal(w["N"]) if w.trait("bias", False) else None,
             "residual": draw.normal(w["M"], w["N"]) if w.trait("residual", False) else None,
         }
-
-    def cases(self, w: Workload) -> tuple[Case, ...]:
-        return projection_cases(self, w, weights=("w",), width="K")
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         y = product(inputs["x"], inputs["w"])
@@ -127,22 +150,13 @@ class Linear(Op):
                 y = y + extra.double()
         return (stored(y, error, dtype),)
 
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        m = edge_sample(w["M"], count, seed)
-        return self._part(inputs, m, edge_sample(w["N"], checked_columns(w["K"], len(m), count), seed + 1))
-
-    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
-        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
-
     def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
         bias, residual = inputs["bias"], inputs["residual"]
-        part = {
-            "x": inputs["x"][m],
-            "w": rows_of(inputs["w"], n),
+        extras = {
             "bias": None if bias is None else bias[n],
             "residual": None if residual is None else residual[m][:, n],
         }
-        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+        return super()._part({**inputs, **extras}, m, n)
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, n, k = w["M"], w["N"], w["K"]

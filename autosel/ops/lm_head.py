@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN
+from autosel.formats import PLAIN, WEIGHT_FORMATS
 from autosel.ops.arguments import Binder
 from autosel.ops.contract import (
     DTYPE_NAME,
@@ -28,6 +28,8 @@ from autosel.ops.contract import (
     Op,
     Rows,
     TensorSpec,
+    edge_sample,
+    row_by_row,
 )
 from autosel.ops.domains import (
     Level,
@@ -38,26 +40,23 @@ from autosel.ops.domains import (
     in_format,
     layouts,
     trait,
-    weight_formats,
     widths,
 )
 from autosel.ops.draw import (
     Change,
     Draw,
     case,
-    edge_sample,
     offset_by_one,
+    on,
     relayout,
     resident_draw,
-    streamed_draw,
     strided,
 )
-from autosel.ops.linear import checked_columns, projection_cases
+from autosel.ops.linear import Projection
 from autosel.ops.rounding import LAMBDA, flushable, stored
 from autosel.ops.scales import SCALES
 from autosel.ops.stored_cases import weight_cases, write
-from autosel.ops.tokens import row_by_row
-from autosel.ops.weight import Matrix, Weight, drawn, exact, product, product_error, rows_of
+from autosel.ops.weight import Matrix, Weight, exact, product, product_error, rows_of
 from autosel.values import DTYPE_BYTES, Workload
 
 MOST_CHOICES = 256  # limit of rows of a case made of domains
@@ -66,8 +65,9 @@ BLOCK = 4096  # vocabulary rows converted at a time: 64 MB of fp32 at d = 4096
 QUANTUM = 2.0**-6
 
 
-class LmHead(Op):
+class LmHead(Projection):
     name = "lm_head"
+    width, out = "d", "V"
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="w", kind="weight", role="streamed"),
@@ -83,7 +83,7 @@ class LmHead(Op):
         "x": contents("x", inf=True, more=(Level(name="balanced", edit=balanced("x", "w")),)),
         "w": contents("w", inf=True),
         "greedy": trait(0, 1),
-        "weight": weight_formats(),
+        "weight": trait(*WEIGHT_FORMATS),
         "layout": layouts("x", "w"),
     }
 
@@ -99,11 +99,7 @@ class LmHead(Op):
     def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
         if w.trait("greedy", 0):
             return (TensorSpec(name="logits", shape=(w["M"],), dtype="int64"),)
-        return (TensorSpec(name="logits", shape=(w["M"], w["V"]), dtype=w.dtype),)
-
-    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = drawn(streamed_draw(seed, w.dtype), w["V"], w["d"], w.weight_format)
-        return self.refresh(w, {"w": weight}, seed)
+        return super().outputs(w)
 
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         x = resident_draw(seed, w.dtype).normal(w["M"], w["d"])
@@ -117,7 +113,7 @@ class LmHead(Op):
         if w.trait("greedy", 0):
             return _greedy_cases(self, w)
         far = case(self, w.at(M=1, V=70_001, d=8), "rows beyond 2^16", "a row number of 16 bits")
-        return *projection_cases(self, w, weights=("w",), width="d", out="V"), far
+        return *super().cases(w), far
 
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         if not inputs["greedy"]:
@@ -142,16 +138,11 @@ class LmHead(Op):
         if w.trait("greedy", 0):
             few = edge_sample(w["M"], min(count, 4), seed)  # each row costs a pass over the weights
             return Rows(inputs={**inputs, "x": inputs["x"][few]}, pick=lambda outs: (outs[0][few],))
-        m = edge_sample(w["M"], count, seed)
-        return self._part(inputs, m, edge_sample(w["V"], checked_columns(w["d"], len(m), count), seed + 1))
+        return super().rows(w, inputs, count, seed)
 
     def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
         """Return the part at `where`; None if greedy, because `rows` judges tokens by all logits."""
-        return None if w.trait("greedy", 0) else self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
-
-    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
-        part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
+        return None if w.trait("greedy", 0) else super().around(w, inputs, where)
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, v, d = w["M"], w["V"], w["d"]
@@ -275,7 +266,7 @@ def _greedy_cases(op: Op, w: Workload) -> tuple[Case, ...]:
             _tied((511, 512, 1024)),
         ),
         case(op, one, "equal neighbours", "the higher index of a tie within a vector", _tied((5, 6, 7, 8))),
-        case(op, many, "all zero", "an index other than 0", _all_zero),
+        case(op, many, "all zero", "an index other than 0", on("x", lambda x, _: x.zero_())),
         case(op, many, "all negative", "a maximum that starts at 0", _all_negative),
         case(op, many, "nan in x", "a token out of range", _nan_in_x),
         case(op, one, "nan in w", "a NaN that loses", _nan_in_w),
@@ -311,10 +302,6 @@ def _tied(where: tuple[int, ...]) -> Change:
             write(w, at, x[0].sign() * 2, scale=0.5)
 
     return change
-
-
-def _all_zero(inputs: dict[str, Any], _: Draw) -> None:
-    inputs["x"].zero_()
 
 
 def _all_negative(inputs: dict[str, Any], _: Draw) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosel.formats import PLAIN
+from autosel.formats import PLAIN, WEIGHT_FORMATS
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, TINY_NORMAL, U32, UNIT, Arg, Inputs
 from autosel.ops.domains import (
     Level,
     Row,
@@ -27,14 +27,13 @@ from autosel.ops.domains import (
     layouts,
     norm_eps,
     trait,
-    weight_formats,
     widths,
 )
-from autosel.ops.draw import edge_sample, resident_draw, streamed_draw
-from autosel.ops.linear import checked_columns, projection_cases
+from autosel.ops.draw import resident_draw
+from autosel.ops.linear import Projection
 from autosel.ops.rmsnorm import normalise, normalise_flush, normalise_relative_error
 from autosel.ops.rounding import LAMBDA, stored
-from autosel.ops.weight import Matrix, drawn, product, product_error, rows_of
+from autosel.ops.weight import Matrix, product, product_error
 from autosel.values import DTYPE_BYTES, Workload
 
 
@@ -53,8 +52,9 @@ def normed_matmul_error(x: Tensor, norm_weight: Tensor, w: Matrix, eps: float, o
     return product_error(h, w, dtype, apart=apart, together=together, flushed=flush)
 
 
-class NormQkv(Op):
+class NormQkv(Projection):
     name = "norm_qkv"
+    width, out = "d", "N"
     args = (
         Arg(name="x", kind="tensor"),
         Arg(name="norm_weight", kind="tensor"),
@@ -76,7 +76,7 @@ class NormQkv(Op):
         "w": contents("w", inf=True),
         "eps": norm_eps("x"),
         "offset": trait(0.0, 1.0, 0.3),
-        "weight": weight_formats(),
+        "weight": trait(*WEIGHT_FORMATS),
         "layout": layouts("x", "norm_weight", "w"),
     }
 
@@ -91,13 +91,6 @@ class NormQkv(Op):
         take.number("eps", 1e-6, low=0.0)
         return self.workload(take.dtype_name, take.dims, offset=float(take.number("offset", 0.0)), weight=weight)
 
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="y", shape=(w["M"], w["N"]), dtype=w.dtype),)
-
-    def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
-        weight = drawn(streamed_draw(seed, w.dtype), w["N"], w["d"], w.weight_format)
-        return self.refresh(w, {"w": weight}, seed)
-
     def refresh(self, w: Workload, inputs: Inputs, seed: int) -> dict[str, Any]:
         draw, offset = resident_draw(seed, w.dtype), float(w.trait("offset", 0.0))
         return {
@@ -108,9 +101,6 @@ class NormQkv(Op):
             "offset": offset,
         }
 
-    def cases(self, w: Workload) -> tuple[Case, ...]:
-        return projection_cases(self, w, weights=("w",), width="d")
-
     def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
         h = normalise(inputs["x"].double(), inputs["norm_weight"], inputs["eps"], inputs["offset"])
         return (product(h, inputs["w"]),)
@@ -119,17 +109,6 @@ class NormQkv(Op):
         x, norm_weight, w = inputs["x"], inputs["norm_weight"], inputs["w"]
         error = normed_matmul_error(x, norm_weight, w, inputs["eps"], inputs["offset"])
         return (stored(reference[0], error, DTYPE_NAME[x.dtype]),)
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        m = edge_sample(w["M"], count, seed)
-        return self._part(inputs, m, edge_sample(w["N"], checked_columns(w["d"], len(m), count), seed + 1))
-
-    def around(self, w: Workload, inputs: Inputs, where: Tensor) -> Rows | None:
-        return self._part(inputs, where[:, 0].unique(), where[:, 1].unique())
-
-    def _part(self, inputs: Inputs, m: Tensor, n: Tensor) -> Rows:
-        part = {**inputs, "x": inputs["x"][m], "w": rows_of(inputs["w"], n)}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][m][:, n],))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         m, d, n = w["M"], w["d"], w["N"]

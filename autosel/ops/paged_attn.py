@@ -16,20 +16,11 @@ from torch import Tensor
 from autosel.ops import attention
 from autosel.ops.arguments import Binder, need_multiple
 from autosel.ops.attention_cases import attn_cases
-from autosel.ops.attention_domains import (
-    HEADS,
-    KEYS,
-    SEQUENCES,
-    WIDTHS,
-    admits,
-    affordable,
-    attention_domains,
-    lengths_domain,
-)
+from autosel.ops.attention_domains import HEADS, KEYS, SEQUENCES, WIDTHS, attention_domains, lengths_domain
 from autosel.ops.attn import Attn, grown, head_pairs, pick_heads, ragged_lengths
-from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.domains import Domain, Level, Row, among, follows, layouts
-from autosel.ops.draw import Change, Draw, case, offset_by_one, relayout, resident_draw, streamed_draw
+from autosel.ops.contract import Arg, Case, Inputs, Rows
+from autosel.ops.domains import Domain, Level, among, follows, layouts
+from autosel.ops.draw import Change, Draw, axes_swapped, case, offset_by_one, relayout, resident_draw, streamed_draw
 from autosel.values import DTYPE_BYTES, Workload
 
 ATTN = Attn()
@@ -40,11 +31,6 @@ def _share_pages(inputs: dict[str, Any], _: Draw) -> None:
     """Put K and V into one buffer [P, 2, page, Hkv, D], as some engines do."""
     both = torch.stack((inputs["k_pages"], inputs["v_pages"]), 1)
     inputs["k_pages"], inputs["v_pages"] = both[:, 0], both[:, 1]
-
-
-def _heads_outside(pages: Tensor) -> Tensor:
-    """Return the same [P, page, Hkv, D] in memory laid out as [P, Hkv, page, D]."""
-    return pages.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # --- tables and pages -------------------------------------------------------------------------------------------------
@@ -116,8 +102,9 @@ _TABLES = (
 )
 
 
-class PagedAttn(Op):
+class PagedAttn(attention.AttentionOp):
     name = "paged_attn"
+    values = "v_pages"
     args = (
         Arg(name="q", kind="tensor"),
         Arg(name="k_pages", kind="tensor", role="streamed"),
@@ -125,13 +112,9 @@ class PagedAttn(Op):
         Arg(name="block_table", kind="tensor"),
         Arg(name="lengths", kind="tensor"),
         Arg(name="max_len", kind="int"),
-        Arg(name="scale", kind="float", default=0.0),
-        Arg(name="window", kind="int", default=0),
-        Arg(name="softcap", kind="float", default=0.0),
+        *attention.SETTINGS,
     )
-    output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D", "L", "page")
-    trait_defaults = {"window": 0, "softcap": 0.0}
     domains = {
         "B": SEQUENCES,
         "Hq Hkv": HEADS,
@@ -149,16 +132,13 @@ class PagedAttn(Op):
             "lengths",
             more=(
                 Level(name="k and v share pages", edit=_share_pages),
-                Level(name="heads outside", edit=relayout(("k_pages", "v_pages"), _heads_outside)),
+                Level(name="heads outside", edit=relayout(("k_pages", "v_pages"), axes_swapped)),
             ),
         ),
     }
 
     def affordable(self, w: Workload) -> bool:
-        return affordable(w.at(L=_blocks(w) * w["page"]))
-
-    def admits(self, row: Row) -> bool:
-        return admits(row, "v_pages")
+        return super().affordable(w.at(L=_blocks(w) * w["page"]))
 
     def finish(self, inputs: dict[str, Any], draw: Draw) -> None:
         """Write NaN into each unused page, and large finite values into slots beyond a length."""
@@ -187,12 +167,7 @@ class PagedAttn(Op):
         take.dims["L"] = int(take.number("max_len", room, low=1))
         if take.dims["L"] > room:
             raise take.fail("max_len", f"is {take.dims['L']}, the block table reaches {room}")
-        take.number("scale", 0.0, low=0.0)
-        window, softcap = take.number("window", 0, low=0), take.number("softcap", 0.0, low=0.0)
-        return self.workload(take.dtype_name, take.dims, window=int(window), softcap=float(softcap))
-
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+        return self.workload(take.dtype_name, take.dims, **self.settings(take))
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, blocks = streamed_draw(seed, w.dtype), _blocks(w)
@@ -210,9 +185,7 @@ class PagedAttn(Op):
             "block_table": inputs["block_table"],
             "lengths": ragged_lengths(w["B"], w["L"])[draw.permutation(w["B"])],
             "max_len": w["L"],
-            "scale": 0.0,
-            "window": int(w.trait("window", 0)),
-            "softcap": float(w.trait("softcap", 0.0)),
+            **self.drawn_settings(w),
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
@@ -220,14 +193,14 @@ class PagedAttn(Op):
         cases = []
         for i, found in enumerate(attn_cases(ATTN, contiguous(w), layouts=False)):
             page = w["page"] if i % 2 == 0 else (16, 1, 64, 24)[i // 2 % 4]
-            at = _paged(w, found.workload, page)
+            at = w.at(**dict(found.workload.dims), page=page)
             cases.append(Case(name=found.name, workload=at, make=_cut(found, page), covers=found.covers))
         small = next(c for c in cases if "Hkv2" in c.workload.key and c.workload["L"] > 100 and c.workload["page"] > 1)
         floats = ("q", "k_pages", "v_pages")
         for name, covers, change in (
             ("offset by one element", "alignment assumed", relayout(floats, offset_by_one)),
             ("k and v share pages", "page strides ignored", _share_pages),
-            ("heads outside slots", "head strides ignored", relayout(floats[1:], _heads_outside)),
+            ("heads outside slots", "head strides ignored", relayout(floats[1:], axes_swapped)),
         ):
             cases.append(Case(name=name, workload=small.workload, make=_then(small, change), covers=covers))
         many = w.at(B=1, Hq=1, Hkv=1, S=1, D=16 // DTYPE_BYTES[w.dtype], L=4099, page=1)
@@ -239,13 +212,6 @@ class PagedAttn(Op):
         k, v = (gather(inputs[n], *where) for n in ("k_pages", "v_pages"))
         q, lengths, scale, window, softcap = (inputs[n] for n in ("q", "lengths", "scale", "window", "softcap"))
         return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
-
-    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
-
-    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
-        return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         return self._part(w, inputs, head_pairs(w, count, seed))
@@ -293,10 +259,6 @@ def gather(pages: Tensor, table: Tensor, lengths: Tensor, keys: int) -> Tensor:
 
 def _blocks(w: Workload) -> int:
     return -(-w["L"] // w["page"])
-
-
-def _paged(w: Workload, at: Workload, page: int) -> Workload:
-    return w.at(**dict(at.dims), page=page)
 
 
 def _cut(found: Case, page: int) -> Any:

@@ -5,7 +5,6 @@ See attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +13,37 @@ from torch import Tensor
 from autosel.ops import attention
 from autosel.ops import attention_cases as hostile
 from autosel.ops.arguments import Binder, need_multiple
-from autosel.ops.attention_domains import HEADS, SEQUENCES, WIDTHS, admits, affordable, attention_domains
-from autosel.ops.contract import Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.domains import Level, Row, layouts, sizes
-from autosel.ops.draw import Change, Draw, large, offset_by_one, outliers, relayout, strided, subnormal, zeros
+from autosel.ops.attention_domains import HEADS, SEQUENCES, WIDTHS, attention_domains
+from autosel.ops.contract import Arg, Case, Inputs, Op, Rows
+from autosel.ops.domains import Level, layouts, sizes
+from autosel.ops.draw import (
+    Change,
+    Draw,
+    axes_swapped,
+    case,
+    large,
+    offset_by_one,
+    on,
+    outliers,
+    relayout,
+    strided,
+    subnormal,
+    zeros,
+)
 from autosel.values import DTYPE_BYTES, Workload
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193)
 
 
-def _heads_inside(x: Tensor) -> Tensor:
-    """Return the same [B, H, S, D] in memory laid out as [B, S, H, D]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-class PrefillAttn(Op):
+class PrefillAttn(attention.AttentionOp):
     name = "prefill_attn"
     args = (
         Arg(name="q", kind="tensor"),
         Arg(name="k", kind="tensor"),
         Arg(name="v", kind="tensor"),
-        Arg(name="scale", kind="float", default=0.0),
-        Arg(name="window", kind="int", default=0),
-        Arg(name="softcap", kind="float", default=0.0),
+        *attention.SETTINGS,
     )
-    output_names = ("o",)
     dim_names = ("B", "Hq", "Hkv", "S", "D")
-    trait_defaults = {"window": 0, "softcap": 0.0}
     domains = {
         "B": SEQUENCES,
         "Hq Hkv": HEADS,
@@ -48,15 +51,9 @@ class PrefillAttn(Op):
         "D": WIDTHS,
         **attention_domains(),
         "layout": layouts(
-            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), _heads_inside)),)
+            "q", "k", "v", more=(Level(name="heads inside", edit=relayout(("q", "k", "v"), axes_swapped)),)
         ),
     }
-
-    def affordable(self, w: Workload) -> bool:
-        return affordable(w)
-
-    def admits(self, row: Row) -> bool:
-        return admits(row)
 
     def workload_of(self, inputs: Inputs) -> Workload:
         take = Binder(self.name, inputs)
@@ -64,12 +61,7 @@ class PrefillAttn(Op):
         take.floats("k", "B Hkv S D")
         take.floats("v", "B Hkv S D")
         need_multiple(take, "Hq", "Hkv")
-        take.number("scale", 0.0, low=0.0)
-        window, softcap = take.number("window", 0, low=0), take.number("softcap", 0.0, low=0.0)
-        return self.workload(take.dtype_name, take.dims, window=int(window), softcap=float(softcap))
-
-    def outputs(self, w: Workload) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(name="o", shape=(w["B"], w["Hq"], w["S"], w["D"]), dtype=w.dtype),)
+        return self.workload(take.dtype_name, take.dims, **self.settings(take))
 
     def inputs(self, w: Workload, seed: int) -> dict[str, Any]:
         draw, cache = Draw(seed, w.dtype), (w["B"], w["Hkv"], w["S"], w["D"])
@@ -77,9 +69,7 @@ class PrefillAttn(Op):
             "q": draw.normal(w["B"], w["Hq"], w["S"], w["D"]),
             "k": draw.normal(*cache),
             "v": draw.normal(*cache),
-            "scale": 0.0,
-            "window": int(w.trait("window", 0)),
-            "softcap": float(w.trait("softcap", 0.0)),
+            **self.drawn_settings(w),
         }
 
     def cases(self, w: Workload) -> tuple[Case, ...]:
@@ -89,13 +79,6 @@ class PrefillAttn(Op):
         q, k, v, scale, window, softcap = (inputs[a.name] for a in self.args)
         lengths = torch.full((k.shape[0],), k.shape[2])
         return attention.exact(q, k, v, lengths, scale, window, softcap), k, v
-
-    def reference(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        return (attention.unpack(self._exact(inputs)[0].o, inputs["q"].shape),)
-
-    def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        error = attention.error_bound(*self._exact(inputs), inputs["scale"])
-        return (attention.unpack(error, inputs["q"].shape),)
 
     def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
         """Return consecutive queries of one head and the keys up to its end: the reference takes fewer queries than
@@ -136,7 +119,7 @@ def _cases(op: Op, w: Workload) -> list[Case]:
     def add(name: str, covers: str, s: int, change: Change | None = None, **dims: int) -> None:
         at = w.at(**{"B": 2 if s < 100 else 1, "Hq": g, "Hkv": 1, "S": s, "D": d, **dims})
         name = f"random {at.shape_text}" if name == "random" else name
-        cases.append(Case(name=name, workload=at, make=_maker(op, at, change), covers=covers))
+        cases.append(case(op, at, name, covers, change))
 
     for s in LENGTHS:
         add("random", "tails of tiles; the diagonal", s)
@@ -153,45 +136,22 @@ def _cases(op: Op, w: Workload) -> list[Case]:
     for name, covers, view in (
         ("offset by one element", "alignment assumed", offset_by_one),
         ("strided rows", "row strides ignored", strided),
-        (
-            "heads inside tokens",
-            "layout [B, S, H, D] seen through strides",
-            lambda x: x.transpose(1, 2).contiguous().mT,
-        ),
+        ("heads inside tokens", "layout seen through strides", axes_swapped),
     ):
-        if name != "heads inside tokens":
-            add(name, covers, 67, relayout(("q", "k", "v"), view), Hq=2 * g, Hkv=2)
-    add(
-        "heads inside tokens",
-        "layout seen through strides",
-        67,
-        relayout(("q", "k", "v"), _heads_inside),
-        Hq=2 * g,
-        Hkv=2,
-    )
+        add(name, covers, 67, relayout(("q", "k", "v"), view), Hq=2 * g, Hkv=2)
     return cases
 
 
 def _add_values(add: Any, window: int) -> None:
     for name in ("q", "k", "v"):
-        add(f"zeros in {name}", "-0.0; a uniform average", 97, _on(name, zeros))
-        add(f"subnormal {name}", "garbage for subnormal inputs", 97, _on(name, subnormal))
+        add(f"zeros in {name}", "-0.0; a uniform average", 97, on(name, zeros))
+        add(f"subnormal {name}", "garbage for subnormal inputs", 97, on(name, subnormal))
         if name == "q" or not window:  # every query must see the bad key, because a library may read masked keys
             add(f"nan in {name}", "a swallowed NaN", 97, _nan(name))
-    add("outliers in v", "precision below fp32", 97, _on("v", outliers))
-    add("large v", "overflow of sums", 97, _on("v", large))
-    add("large scores", "exp without the maximum", 97, _scaled)
-    add("all equal", "a softmax that is not uniform", 97, _all_equal)
-
-
-def _maker(op: Op, at: Workload, change: Change | None) -> Callable[[int], dict[str, Any]]:
-    def make(seed: int) -> dict[str, Any]:
-        inputs = op.inputs(at, seed)
-        if change is not None:
-            change(inputs, Draw(seed + 77_003, at.dtype))
-        return inputs
-
-    return make
+    add("outliers in v", "precision below fp32", 97, on("v", outliers))
+    add("large v", "overflow of sums", 97, on("v", large))
+    add("large scores", "exp without the maximum", 97, hostile.scaled(12.0))
+    add("all equal", "a softmax that is not uniform", 97, hostile.all_equal)
 
 
 def _needle(at: int) -> Change:
@@ -201,22 +161,8 @@ def _needle(at: int) -> Change:
     return change
 
 
-def _on(name: str, edit: Callable[[Tensor, Draw], None]) -> Change:
-    return lambda inputs, draw: edit(inputs[name], draw)
-
-
 def _nan(name: str) -> Change:
     def change(inputs: dict[str, Any], _: Draw) -> None:
         inputs[name][0, 0, 40 if name == "q" else 0, 3] = float("nan")
 
     return change
-
-
-def _scaled(inputs: dict[str, Any], _: Draw) -> None:
-    inputs["q"].mul_(12.0)
-    inputs["k"].mul_(12.0)
-
-
-def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
-    for name in ("q", "k", "v"):
-        inputs[name].fill_(0.75)

@@ -25,7 +25,6 @@ from autosel.ops.contract import (
     Case,
     Inputs,
     Op,
-    Rows,
     TensorSpec,
 )
 from autosel.ops.domains import (
@@ -40,7 +39,7 @@ from autosel.ops.domains import (
     trait,
     widths,
 )
-from autosel.ops.draw import Draw, edge_sample, hostile_rows
+from autosel.ops.draw import Draw, hostile_rows
 from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
 
@@ -82,6 +81,7 @@ class RmsNorm(Op):
     output_names = ("y",)
     dim_names = ("M", "d")
     trait_defaults = {"offset": 0.0}
+    by_row = ("x",)
     domains = {
         "M": counts(),
         "d": widths(),
@@ -128,10 +128,6 @@ class RmsNorm(Op):
         error = (UNIT[dtype] + normalise_relative_error(y.shape[-1])) * y.abs()
         error = error + normalise_flush(inputs["x"], inputs["weight"], inputs["eps"], inputs["offset"])
         return (stored(y, error, dtype),)
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = edge_sample(w["M"], count, seed)
-        return Rows(inputs={**inputs, "x": inputs["x"][picked]}, pick=lambda outs: (outs[0][picked],))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return DTYPE_BYTES[w.dtype] * (2 * w["M"] * w["d"] + w["d"])

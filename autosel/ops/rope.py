@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, Rows, TensorSpec
-from autosel.ops.domains import FAR_DOWN, FAR_UP, Domain, Edit, Level, among, contents, counts, layouts, trait
+from autosel.ops.contract import DTYPE_NAME, U32, UNIT, Arg, Case, Inputs, Op, TensorSpec
+from autosel.ops.domains import FAR_DOWN, FAR_UP, Domain, Level, among, contents, counts, layouts, trait
 from autosel.ops.draw import (
     HOSTILE,
     Change,
     Draw,
     away_from_zero,
     case,
-    edge_sample,
     offset_by_one,
     relayout,
     strided,
@@ -66,7 +65,7 @@ def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
     power = 1 << rng.randint(8, 20)
     near = [max(0, power + n) for n in (-1, 0, 1)]
 
-    def of(values: Callable[[int, Draw], Tensor]) -> Edit:
+    def of(values: Callable[[int, Draw], Tensor]) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             positions = inputs["positions"]
             positions.copy_(values(len(positions), draw))
@@ -86,7 +85,7 @@ def _position_levels(_: DTypeName, rng: Random) -> list[Level]:
 
 
 def _frequency_levels(_: DTypeName, rng: Random) -> list[Level]:
-    def of(made: Callable[[int, Draw], Tensor]) -> Edit:
+    def of(made: Callable[[int, Draw], Tensor]) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             inputs["inv_freq"] = made(2 * len(inputs["inv_freq"]), draw)
 
@@ -129,6 +128,7 @@ class Rope(Op):
     output_names = ("q_out", "k_out")
     dim_names = ("M", "Hq", "Hkv", "D", "R")
     trait_defaults = {"style": 0}
+    by_row = ("q", "k", "positions")
     domains = {
         "M": counts(),
         "Hq Hkv": among((4, 2), (1, 1), (8, 2), (5, 5), (16, 4), (33, 3)),
@@ -212,11 +212,6 @@ class Rope(Op):
     def bound(self, inputs: Inputs, reference: Sequence[Tensor]) -> tuple[Tensor, ...]:
         angle, style = _angle(inputs), inputs["style"]
         return tuple(_bound(inputs[n], y, angle, style) for n, y in zip(("q", "k"), reference, strict=True))
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = edge_sample(w["M"], count, seed)
-        part = {**inputs, **{n: inputs[n][picked] for n in ("q", "k", "positions")}}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][picked], outs[1][picked]))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         heads = w["Hq"] + w["Hkv"]

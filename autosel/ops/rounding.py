@@ -50,8 +50,8 @@ def _any_small(x: Tensor) -> bool:
     return x.dtype != torch.float64 and bool((x.abs() < TINY_NORMAL[DTYPE_NAME[x.dtype]]).any())
 
 
-def stored(y: Tensor, error: Tensor, dtype: str, roundings: int = 1) -> Tensor:
-    """Return a bound on a value with error `error` after it is stored in `dtype` (rounded `roundings` times)."""
-    rounded = error + roundings * UNIT[dtype] * (y.abs() + error)
+def stored(y: Tensor, error: Tensor, dtype: str) -> Tensor:
+    """Return a bound on a value with error `error` after it is stored in `dtype`."""
+    rounded = error + UNIT[dtype] * (y.abs() + error)
     may_flush = y.abs() - error < TINY_NORMAL[dtype]
     return rounded + torch.where(may_flush, TINY_NORMAL[dtype], TINY_SUBNORMAL[dtype])

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Mismatch, Op, Rows, TensorSpec
-from autosel.ops.domains import Domain, Edit, Level, layouts, shared_prefix, sizes, some_zeros, widths
-from autosel.ops.draw import Change, Draw, case, edge_sample, offset_by_one, relayout, strided
+from autosel.ops.contract import U32, Arg, Case, Inputs, Judge, Mismatch, Op, TensorSpec, row_by_row
+from autosel.ops.domains import Domain, Level, layouts, shared_prefix, sizes, some_zeros, widths
+from autosel.ops.draw import Change, Draw, case, offset_by_one, on, relayout, strided
 from autosel.ops.rounding import LAMBDA, flushable
-from autosel.ops.tokens import row_by_row
 from autosel.values import DTYPE_BYTES, DTypeName, Workload
 
 # --- domains ----------------------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ from autosel.values import DTYPE_BYTES, DTypeName, Workload
 def _settings_of(name: str, *values: float | None, more: Sequence[Level] = ()) -> Domain:
     """Return the domain of a setting: one value for all rows, or a value for each row. None means the drawn one."""
 
-    def of(chosen: tuple[float, ...]) -> Edit:
+    def of(chosen: tuple[float, ...]) -> Change:
         def change(inputs: dict[str, Any], draw: Draw) -> None:
             setting = inputs[name]
             setting.copy_(torch.tensor(chosen, dtype=setting.dtype)[draw.integers(0, len(chosen), len(setting))])
@@ -60,13 +59,6 @@ def _penalise_the_best(inputs: dict[str, Any]) -> None:
     first = history[:, 0]
     missing = (first >= 0) & (history != best[:, None]).all(-1)
     first.copy_(torch.where(missing, best, first))
-
-
-def _on_logits(edit: Callable[[Tensor, Draw], Any]) -> Edit:
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        edit(inputs["logits"], draw)
-
-    return change
 
 
 def _logit_levels(_: DTypeName, rng: Random) -> list[Level]:
@@ -104,12 +96,12 @@ def _logit_levels(_: DTypeName, rng: Random) -> list[Level]:
 
     return [
         Level(name="plain"),
-        *(Level(name=told, edit=_on_logits(edit)) for told, edit in edits),
-        *(Level(name=told, edit=_on_logits(one(value))) for told, value in bad),
+        *(Level(name=told, edit=on("logits", edit)) for told, edit in edits),
+        *(Level(name=told, edit=on("logits", one(value))) for told, value in bad),
     ]
 
 
-def _of_history(change: Callable[[Tensor, Tensor, Draw], Any]) -> Edit:
+def _of_history(change: Callable[[Tensor, Tensor, Draw], Any]) -> Change:
     return lambda inputs, draw: change(inputs["history"], inputs["logits"], draw)
 
 
@@ -157,24 +149,18 @@ _HISTORIES = (
         edit=_of_history(lambda h, x, _: h.copy_(torch.arange(h.shape[1]) % 2 * (x.shape[1] - 1))),
     ),
 )
-
-
 _AT_AN_EDGE = Level(name="at an edge", edit=_at_an_edge)
 
 
 class Sample(Op):
     name = "sample"
-    args = (
-        Arg(name="logits", kind="tensor"),
-        Arg(name="history", kind="tensor"),
-        Arg(name="temperature", kind="tensor"),
-        Arg(name="top_k", kind="tensor"),
-        Arg(name="top_p", kind="tensor"),
-        Arg(name="repetition_penalty", kind="tensor"),
-        Arg(name="uniform", kind="tensor"),
+    args = tuple(
+        Arg(name=name, kind="tensor")
+        for name in ("logits", "history", "temperature", "top_k", "top_p", "repetition_penalty", "uniform")
     )
     output_names = ("token",)
     dim_names = ("B", "V", "L")
+    by_row = tuple(arg.name for arg in args)
     domains = {
         "B": sizes(9, 1, 2, powers=(2, 5), primes=(11, 72)),
         "V": widths(66_007),
@@ -228,10 +214,6 @@ class Sample(Op):
     def own_judge(self, inputs: Inputs) -> Judge:
         row = cache(partial(_Row.of, inputs))
         return row_by_row(lambda b, token: row(b).judge(token))
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = edge_sample(w["B"], count, seed)
-        return Rows(inputs={n: t[picked] for n, t in inputs.items()}, pick=lambda outs: (outs[0][picked],))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         b = w["B"]
@@ -459,8 +441,8 @@ def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
         ("a reward", "a penalty below 1", _settings(penalty=0.5)),
         ("cold", "exp without the maximum", _settings(temperature=0.01)),
         ("hot", "a flat distribution", _settings(temperature=50.0)),
-        ("uniform 0", "the first token of the support", _uniform(0.0)),
-        ("uniform almost 1", "the last token of the support", _uniform(1.0 - 2.0**-24)),
+        ("uniform 0", "the first token of the support", _settings(uniform=0.0)),
+        ("uniform almost 1", "the last token of the support", _settings(uniform=1.0 - 2.0**-24)),
         ("each row its own", "settings of one row used for another", _mixed),
         ("history repeats", "a penalty once per distinct token", _repeats),
         ("history empty", "-1 used as an index", _no_history),
@@ -469,7 +451,7 @@ def _cases(op: Op, w: Workload) -> tuple[Case, ...]:
         ("penalty decides", "greedy before the penalty", _penalty_decides),
         ("all equal", "a uniform distribution", _all_equal),
         ("mostly -inf", "a masked token drawn", _masked),
-        ("large logits", "exp without the maximum", _large),
+        ("large logits", "exp without the maximum", on("logits", lambda x, _: x.mul_(300))),
         ("nan", "a token out of range", _nan),
         ("strided rows", "row strides ignored", relayout(("logits", "history"), strided)),
         ("offset by one element", "alignment assumed", relayout(("logits",), offset_by_one)),
@@ -531,17 +513,13 @@ def _rare_first(inputs: dict[str, Any], draw: Draw) -> None:
 
 
 def _settings(**values: float) -> Change:
-    names = {"k": "top_k", "p": "top_p", "penalty": "repetition_penalty", "temperature": "temperature"}
+    names = {"k": "top_k", "p": "top_p", "penalty": "repetition_penalty"}
 
     def change(inputs: dict[str, Any], _: Draw) -> None:
         for name, value in values.items():
-            inputs[names[name]].fill_(value)
+            inputs[names.get(name, name)].fill_(value)
 
     return change
-
-
-def _uniform(value: float) -> Change:
-    return lambda inputs, draw: inputs["uniform"].fill_(value)
 
 
 def _mixed(inputs: dict[str, Any], _: Draw) -> None:
@@ -591,10 +569,6 @@ def _all_equal(inputs: dict[str, Any], _: Draw) -> None:
 def _masked(inputs: dict[str, Any], _: Draw) -> None:
     inputs["logits"][:, 3:] = float("-inf")
     inputs["history"].fill_(2)
-
-
-def _large(inputs: dict[str, Any], _: Draw) -> None:
-    inputs["logits"].mul_(300)
 
 
 def _nan(inputs: dict[str, Any], _: Draw) -> None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-PARTS = ("codes", "scales", "zeros")
 KINDS: dict[str, Any] = {}  # the classes of operands in a format, by KIND
 
 

@@ -16,13 +16,14 @@ from autosel.formats import WITH_ZEROS
 from autosel.ops.codes import CODES, Code
 from autosel.ops.contract import Case, Op
 from autosel.ops.domains import Domain, Level
-from autosel.ops.draw import Change, Draw, away_from_zero, case
+from autosel.ops.draw import Change, Draw, away_from_zero, case, on
 from autosel.ops.scales import SCALES, Scales, Zeros
 from autosel.ops.stored import Stored
 from autosel.ops.weight import Matrix, Weight, quantise
 from autosel.values import DTypeName, Workload
 
 Numbers = Callable[[Code, Tensor, Draw], Tensor]  # codes [..., K] -> numbers to store instead
+Edit = Callable[[Any, Draw], Any]  # changes an operand in a format in place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,10 @@ KEYS, VALUES = Sizes(tiny=_SMALL, huge=None), Sizes(tiny=_SMALL, huge={"bf16": 1
 
 def weight_cases(op: Op, w: Workload, name: str, told: str = "") -> list[Case]:
     """Return cases at a small workload w that change codes or scales of the weight `name`; `told` ends their names."""
-    found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, _on_nans(name))
+    found = _cases(op, w, name, CODES[w.weight_format.code], PRODUCT, on(name, _nan_codes))
     more = OFFSETS if w.weight_format.offsets else ()
     more = (*more, *ZEROS) if w.weight_format.scaling in WITH_ZEROS else more
-    found += [case(op, w, f"{what} in {name}", covers, change(name)) for what, covers, change in more]
+    found += [case(op, w, f"{what} in {name}", covers, on(name, edit)) for what, covers, edit in more]
     return [replace(one, name=f"{one.name}{told}") for one in found] if told else found
 
 
@@ -60,16 +61,12 @@ def cache_cases(op: Op, w: Workload, name: str, sizes: Sizes, seen: Change) -> l
 
 
 def _cases(op: Op, w: Workload, name: str, code: Code, sizes: Sizes, nan: Change) -> list[Case]:
-    cases = [case(op, w, f"{told} in {name}", covers, _on_codes(name, made)) for told, covers, made in _values(code)]
+    values = [*CODE_VALUES, *(FLOAT_VALUES if code.dtype.is_floating_point else ())]
+    cases = [case(op, w, f"{told} in {name}", covers, on(name, _coded(made))) for told, covers, made in values]
     if len(code.nans):
         cases.append(case(op, w, f"nan in {name}", "a code of NaN read as a number", nan))
-    return cases + [
-        case(op, w, f"{told} in {name}", covers, change(name)) for told, covers, change in _scales(w.dtype, sizes)
-    ]
-
-
-def _values(code: Code) -> list[tuple[str, str, Numbers]]:
-    return [*CODE_VALUES, *(FLOAT_VALUES if code.dtype.is_floating_point else ())]
+    scales = _scales(w.dtype, sizes)
+    return cases + [case(op, w, f"{told} in {name}", covers, on(name, edit)) for told, covers, edit in scales]
 
 
 def stored_domains(sizes: Sizes, *names: str) -> dict[str, Domain]:
@@ -79,32 +76,28 @@ def stored_domains(sizes: Sizes, *names: str) -> dict[str, Domain]:
 
 
 def _code_domain(name: str) -> Domain:
-    def in_format(told: str, numbers: Numbers) -> Level:
-        change = _on_codes(name, numbers)
-
-        def edit(inputs: dict[str, Any], draw: Draw) -> None:
-            if isinstance(inputs[name], Stored):
-                change(inputs, draw)
-
-        return Level(name=told, edit=edit, zeros=told in ("zeros", "every code"))
-
-    levels = [Level(name="plain"), *(in_format(told, numbers) for told, _, numbers in (*CODE_VALUES, *FLOAT_VALUES))]
+    made = [(told, _coded(numbers)) for told, _, numbers in (*CODE_VALUES, *FLOAT_VALUES)]
+    levels = [Level(name="plain"), *(_in_format(name, told, edit) for told, edit in made)]
     return Domain(kind="content", levels=lambda *_: levels)
 
 
 def _scale_domain(name: str, sizes: Sizes) -> Domain:
-    def in_format(told: str, change: Change) -> Level:
-        def edit(inputs: dict[str, Any], draw: Draw) -> None:
-            if isinstance(inputs[name], Stored):
-                change(inputs, draw)
-
-        return Level(name=told, edit=edit, zeros=told in ("zero scales", "subnormal scales"))
-
     def levels(dtype: DTypeName, _: Any) -> list[Level]:
-        made = [(told, change(name)) for told, _, change in _scales(dtype, sizes) if not told.startswith("nan")]
-        return [Level(name="plain"), *(in_format(told, change) for told, change in made)]
+        made = [(told, edit) for told, _, edit in _scales(dtype, sizes) if not told.startswith("nan")]
+        return [Level(name="plain"), *(_in_format(name, told, edit) for told, edit in made)]
 
     return Domain(kind="content", levels=levels)
+
+
+def _in_format(name: str, told: str, edit: Edit) -> Level:
+    """Return the level that edits an operand, if it is in a format."""
+
+    def change(inputs: dict[str, Any], draw: Draw) -> None:
+        if isinstance(inputs[name], Stored):
+            edit(inputs[name], draw)
+
+    zeros = told in ("zeros", "every code", "zero scales", "subnormal scales")
+    return Level(name=told, edit=change, zeros=zeros)
 
 
 def clear_of_zero(w: Matrix) -> None:
@@ -140,14 +133,13 @@ def write(w: Matrix, where: Any, numbers: Tensor, *, scale: float | None = None)
 # --- codes ------------------------------------------------------------------------------------------------------------
 
 
-def _on_codes(name: str, numbers: Numbers) -> Change:
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        w: Stored = inputs[name]
+def _coded(numbers: Numbers) -> Edit:
+    def edit(w: Stored, draw: Draw) -> None:
         code = CODES[w.format.code]
         made = numbers(code, w.codes, draw)
         w.codes.copy_(made if made.dtype == code.dtype else code.nearest(made))
 
-    return change
+    return edit
 
 
 def _every(code: Code, codes: Tensor, draw: Draw) -> Tensor:
@@ -186,36 +178,25 @@ FLOAT_VALUES: Sequence[tuple[str, str, Numbers]] = (
 )
 
 
-def _on_nans(name: str) -> Change:
+def _nan_codes(w: Weight, draw: Draw) -> None:
     """Put a NaN code into every second row, starting with the first, each such code in turn."""
-
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        w: Weight = inputs[name]
-        nans, hit = CODES[w.format.code].nans, draw.integers(0, w.codes.shape[-1], w.codes.shape[0])
-        for row in range(0, w.codes.shape[0], 2):
-            w.codes[row, hit[row]] = nans[row // 2 % len(nans)]
-
-    return change
+    nans, hit = CODES[w.format.code].nans, draw.integers(0, w.codes.shape[-1], w.codes.shape[0])
+    for row in range(0, w.codes.shape[0], 2):
+        w.codes[row, hit[row]] = nans[row // 2 % len(nans)]
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[str], Change]]]:
-    """Return (name, what it covers, the change of an operand's scales); `n` numbers the scales from zero."""
+def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Edit]]:
+    """Return (name, what it covers, the edit of an operand's scales); `n` numbers the scales from zero."""
 
-    def each(value: Callable[[Tensor, Draw], Tensor]) -> Callable[[str], Change]:
-        def of(name: str) -> Change:
-            def change(inputs: dict[str, Any], draw: Draw) -> None:
-                stored, how = inputs[name].scales, _scales_of(inputs[name])
-                how.put(stored, value(torch.arange(how.numbers(stored).numel()), draw), draw)
+    def each(value: Callable[[Tensor, Draw], Tensor]) -> Edit:
+        def edit(w: Stored, draw: Draw) -> None:
+            how = _scales_of(w)
+            how.put(w.scales, value(torch.arange(how.numbers(w.scales).numel()), draw), draw)
 
-            return change
-
-        return of
-
-    def nan(name: str) -> Change:
-        return lambda inputs, _: _scales_of(inputs[name]).spoil(inputs[name].scales)
+        return edit
 
     huge = sizes.huge
     return [
@@ -229,7 +210,7 @@ def _scales(dtype: DTypeName, sizes: Sizes) -> list[tuple[str, str, Callable[[st
         ("subnormal scales", "garbage for subnormal inputs", each(lambda n, _: 2.0**-140 * (n + 1.0))),
         ("zero scales", "division by the scale; -0.0", each(lambda n, _: torch.where(n % 2 == 0, 0.0, -0.0))),
         ("negative scales", "a scale taken as unsigned", each(lambda n, draw: -draw.uniform(len(n)) * 0.01)),
-        ("nan scales", "a swallowed NaN", nan),
+        ("nan scales", "a swallowed NaN", lambda w, _: _scales_of(w).spoil(w.scales)),
     ]
 
 
@@ -241,36 +222,32 @@ def _scales_of(w: Stored) -> Scales:
 # --- offsets ----------------------------------------------------------------------------------------------------------
 
 
-def _offsets(value: Callable[[Tensor], Tensor]) -> Callable[[str], Change]:
-    """Return the change that gives each group a scale and offset by its number, as near as the format can."""
+def _offsets(value: Callable[[Tensor], Tensor]) -> Edit:
+    """Return the edit that gives each group a scale and offset by its number, as near as the format can."""
 
-    def of(name: str) -> Change:
-        def change(inputs: dict[str, Any], _: Draw) -> None:
-            w: Weight = inputs[name]
-            n = torch.arange(w.groups()[0].numel()).view(w.groups()[0].shape)
-            scales = 2.0 ** (n % 5 - 9)
-            SCALES[w.format.scaling].write(w.scales, scales, value(n) * scales)
+    def edit(w: Weight, _: Draw) -> None:
+        n = _groups_of(w)
+        scales = 2.0 ** (n % 5 - 9)
+        SCALES[w.format.scaling].write(w.scales, scales, value(n) * scales)
 
-        return change
-
-    return of
+    return edit
 
 
-def _cancelling(name: str) -> Change:
+def _groups_of(w: Weight) -> Tensor:
+    """Return the numbers of the groups, in their order."""
+    shape = w.groups()[0].shape
+    return torch.arange(shape.numel()).view(shape)
+
+
+def _cancelling(w: Weight, draw: Draw) -> None:
     """Make weights of about a scale from the largest codes and offsets that nearly cancel them."""
-
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        w: Weight = inputs[name]
-        code = CODES[w.format.code]
-        n = torch.arange(w.groups()[0].numel()).view(w.groups()[0].shape)
-        scales = 2.0**-9 * (1 + (n // 2 % 7) / 9)
-        SCALES[w.format.scaling].write(w.scales, scales, (1 - code.most) * scales)
-        w.codes.copy_(code.nearest(code.most - draw.integers(0, 3, *code.count(w.codes)).float()))
-
-    return change
+    code = CODES[w.format.code]
+    scales = 2.0**-9 * (1 + (_groups_of(w) // 2 % 7) / 9)
+    SCALES[w.format.scaling].write(w.scales, scales, (1 - code.most) * scales)
+    w.codes.copy_(code.nearest(code.most - draw.integers(0, 3, *code.count(w.codes)).float()))
 
 
-OFFSETS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
+OFFSETS: Sequence[tuple[str, str, Edit]] = (
     ("offsets that cancel", "an offset that is left out or has the wrong sign", _offsets(lambda n: -(n % 5 + 5.0))),
     ("large offsets", "another group's offset", _offsets(lambda n: -(2.0 ** (n % 7)))),
     ("few offsets", "an offset at the wrong place", _offsets(lambda n: torch.where(n % 5 == 3, -15.0, -0.0))),
@@ -281,30 +258,22 @@ OFFSETS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
 # --- zero points ------------------------------------------------------------------------------------------------------
 
 
-def _at_zero_points(name: str) -> Change:
+def _at_zero_points(w: Weight, draw: Draw) -> None:
     """Give groups each zero point in turn, uneven scales, and codes that equal their zero point but for every 13th."""
-
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        w: Weight = inputs[name]
-        scales = (1 + draw.uniform(w.groups()[0].numel()).view(w.groups()[0].shape)) * 2.0**-6
-        least, most = _ends_of(w)
-        zeros = torch.arange(scales.numel()).view(scales.shape) % 16 * ((most - least) // 15) + least
-        SCALES[w.format.scaling].write(w.scales, scales, -zeros * scales)
-        numbers = w.along_k(zeros).expand(w.shape).clone()
-        numbers[:, 5::13] += 1
-        w.codes.copy_(CODES[w.format.code].nearest(numbers))
-
-    return change
+    n = _groups_of(w)
+    scales = (1 + draw.uniform(n.numel()).view(n.shape)) * 2.0**-6
+    least, most = _ends_of(w)
+    zeros = n % 16 * ((most - least) // 15) + least
+    SCALES[w.format.scaling].write(w.scales, scales, -zeros * scales)
+    numbers = w.along_k(zeros).expand(w.shape).clone()
+    numbers[:, 5::13] += 1
+    w.codes.copy_(CODES[w.format.code].nearest(numbers))
 
 
-def _ends(name: str) -> Change:
+def _ends(w: Weight, draw: Draw) -> None:
     """Give neighbouring groups the largest and smallest zero point: all numbers of a group have one sign."""
-
-    def change(inputs: dict[str, Any], draw: Draw) -> None:
-        least, most = _ends_of(inputs[name])
-        _offsets(lambda n: -torch.where(n % 3 == 1, float(most), float(least)))(name)(inputs, draw)
-
-    return change
+    least, most = _ends_of(w)
+    _offsets(lambda n: -torch.where(n % 3 == 1, float(most), float(least)))(w, draw)
 
 
 def _ends_of(w: Weight) -> tuple[int, int]:
@@ -314,7 +283,7 @@ def _ends_of(w: Weight) -> tuple[int, int]:
     return how.least, how.most
 
 
-ZEROS: Sequence[tuple[str, str, Callable[[str], Change]]] = (
+ZEROS: Sequence[tuple[str, str, Edit]] = (
     ("codes at their zero points", "a product that is rounded before the zero point is subtracted", _at_zero_points),
     ("zero points at both ends", "a zero point of another group; a signed one", _ends),
 )

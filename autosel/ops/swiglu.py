@@ -14,9 +14,9 @@ from torch import Tensor
 from autosel.ops import activation
 from autosel.ops.activation import Activation
 from autosel.ops.arguments import Binder
-from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, Rows, TensorSpec
+from autosel.ops.contract import DTYPE_NAME, Arg, Case, Inputs, Op, TensorSpec
 from autosel.ops.domains import UP, Level, contents, counts, layouts, one_storage, widths
-from autosel.ops.draw import Draw, case, edge_sample, hostile_rows, on, one_nan, outliers
+from autosel.ops.draw import Draw, case, hostile_rows, on, one_nan, outliers
 from autosel.ops.rounding import flushable, stored
 from autosel.values import DTYPE_BYTES, Workload
 
@@ -33,6 +33,7 @@ class GatedUnit(Op):
 
     output_names = ("y",)
     dim_names = ("M", "I")
+    by_row = ("gate", "up")
     domains = {
         "M": counts(),
         "I": widths(),
@@ -58,7 +59,7 @@ class GatedUnit(Op):
         small = w.at(M=5, I=193)
         return (
             *shared,
-            case(self, small, "large gate", "exp overflow", on("gate", _scaled(60.0))),
+            case(self, small, "large gate", "exp overflow", on("gate", lambda x, _: x.mul_(60.0))),
             case(self, small, "gate beyond exp's range", "exp overflow gives NaN", on("gate", _ramp)),
             case(self, small, "outliers in up", "precision", on("up", outliers)),
             case(self, small, "nan in up", "a swallowed NaN", on("up", one_nan)),
@@ -73,11 +74,6 @@ class GatedUnit(Op):
         a = activation.value(kind, g)
         error = stored(a, activation.propagate(kind, g, flushable(gate)), dtype)
         return (stored(y, error * up.double().abs() + a.abs() * flushable(up), dtype),)
-
-    def rows(self, w: Workload, inputs: Inputs, count: int, seed: int) -> Rows:
-        picked = edge_sample(w["M"], count, seed)
-        part = {**inputs, "gate": inputs["gate"][picked], "up": inputs["up"][picked]}
-        return Rows(inputs=part, pick=lambda outs: (outs[0][picked],))
 
     def bytes_moved(self, w: Workload, inputs: Inputs | None = None) -> int:
         return 3 * DTYPE_BYTES[w.dtype] * w["M"] * w["I"]
@@ -98,10 +94,6 @@ class SwiGlu(GatedUnit):
         take.floats("gate", "M I")
         take.floats("up", "M I")
         return self.workload(take.dtype_name, take.dims)
-
-
-def _scaled(factor: float) -> Any:
-    return lambda x, _: x.mul_(factor)
 
 
 def _ramp(x: Tensor, _: Draw) -> None:

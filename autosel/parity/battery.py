@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autosel.ops.compare import bits
 from autosel.ops.contract import DTYPE_NAME, UNIT, Case, Inputs, Mismatch, Op
 from autosel.parity.changes import Changes
 from autosel.parity.session import Proof, RefusedError, Session
-from autosel.parity.stage import Placed, far_strides, place, room_for
+from autosel.parity.stage import Filling, Placed, far_strides, place, room_for
 from autosel.parity.truth import Truth, Truths
 from autosel.parity.ways import UNPREPARED
 from autosel.workers import Arena, RaisedError
@@ -90,15 +90,13 @@ class Battery:
         got = self.twice(placed, case.name, truth.inputs)
         tally.add(case.name, self.judge(case.name, truth, got))
         if self.proof.recipe.layout is not None:  # a server's first call comes before the weights are prepared
-            placed.fill("none")
-            tally.add(case.name, self.judge(case.name, truth, self.call(placed, case.name, way=UNPREPARED)))
+            got = self.call(placed, case.name, fill="none", way=UNPREPARED)
+            tally.add(case.name, self.judge(case.name, truth, got))
 
     def twice(self, placed: Placed, case: str, inputs: Inputs, *, keep: Sequence[str] = ()) -> tuple[Tensor, ...]:
         """Call with guards and outputs full of NaN, then of random finite numbers: the results must agree."""
-        placed.fill("none", keep=keep)
-        first = self.call(placed, case, skip=keep)
-        placed.fill("some", keep=keep)
-        second = self.call(placed, case, skip=keep)
+        first = self.call(placed, case, fill="none", skip=keep)
+        second = self.call(placed, case, fill="some", skip=keep)
         left = placed.unwritten(first, second)
         if left is not None:
             name, count = left
@@ -117,12 +115,9 @@ class Battery:
 
         A result that takes one of two values at random passes all 24 comparisons less than once in a million times.
         """
-        for _ in range(12):
-            placed.fill("none", keep=keep)
-            if not self.agree(known[0], self.call(placed, case, skip=keep), inputs):
-                return False
-            placed.fill("some", keep=keep)
-            if not self.agree(known[1], self.call(placed, case, skip=keep), inputs):
+        fillings: tuple[Filling, ...] = ("none", "some")
+        for _, (filling, result) in product(range(12), zip(fillings, known, strict=True)):
+            if not self.agree(result, self.call(placed, case, fill=filling, skip=keep), inputs):
                 return False
         return True
 
@@ -132,6 +127,10 @@ class Battery:
         if isinstance(found, Mismatch):
             raise RefusedError(found.check, case, found.reason, found.evidence)
         return found.worst
+
+    def accept(self, case: str, inputs: Inputs, got: Sequence[Tensor], tally: Tally) -> None:
+        """Count a result that the reference of these inputs accepts. Raises RefusedError otherwise."""
+        tally.add(case, self.judge(case, Truth(self.op, inputs), got))
 
     def agree(self, one: Sequence[Tensor], other: Sequence[Tensor], inputs: Inputs) -> bool:
         """Return True if two results agree: bitwise, unless the candidate is declared nondeterministic.
@@ -180,9 +179,7 @@ class Battery:
     def _repeat(self, plain: Case, other: Case) -> None:
         case, here = REPEATED, self.first(plain)
         there = self.place(other, other.make(self.seed("habits 3")))
-        here.fill("none")
-        there.fill("none")
-        first, between = self.call(here, case), self.call(there, case)
+        first, between = self.call(here, case, fill="none"), self.call(there, case, fill="none")
         for i in range(REPEATS - 1):
             self._as_before(first, self.call(here, case), here, case, i + 2)
             self._as_before(between, self.call(there, case), there, case, i + 2)
@@ -195,14 +192,11 @@ class Battery:
     def _retention(self, plain: Case) -> None:
         """Check that an earlier result does not change when the candidate is called again on other tensors."""
         case, here = KEPT, self.first(plain)
-        here.fill("none")
-        kept = self.call(here, case, hold="kept")
-        self.judge(case, self.truths.fresh(self.op, here.inputs), kept)
+        kept = self.call(here, case, fill="none", hold="kept")
+        self.judge(case, Truth(self.op, here.inputs), kept)
         elsewhere = self.place(plain, plain.make(self.seed("habits 2")))
-        elsewhere.fill("none")
-        one = self.call(elsewhere, case)
-        elsewhere.fill("some")
-        self._as_before(one, self.call(elsewhere, case), elsewhere, case, 2)
+        one = self.call(elsewhere, case, fill="none")
+        self._as_before(one, self.call(elsewhere, case, fill="some"), elsewhere, case, 2)
         now = here.results() if self.proof.candidate.writes_out else self.session.dump("kept", self.proof, here)
         if not all(torch.equal(bits(a), bits(b)) for a, b in zip(kept, now, strict=True)):
             reason = "a later call changed an earlier result: the candidate reuses or still writes that memory"
@@ -219,8 +213,7 @@ class Battery:
         changed in another draw.
         """
         here = self.first(plain)
-        here.fill("none")
-        tally.add(FRESH, self.judge(FRESH, self.truths.fresh(self.op, here.inputs), self.call(here, FRESH)))
+        self.accept(FRESH, here.inputs, self.call(here, FRESH, fill="none"), tally)
         cases = [f"{FRESH} {i + 1}" for i in range(FRESH_SEEDS)]
         drawn: dict[str, Inputs] = {case: plain.make(self.seed(case)) for case in cases}
         for case, inputs in drawn.items():
@@ -236,27 +229,25 @@ class Battery:
             changes = Changes(self.op, plain.workload, inputs, self.seed(FRESH))
             for what, inputs in changes.of(left):
                 got = self._renewed(plain, here, inputs, f"{case}, {what}", tally)
-        moved = self.place(plain, inputs)
-        moved.fill("none")
-        if not self.agree(got, self.call(moved, case), inputs):
+        if not self._agrees_moved(plain, inputs, case, got):
             reason = "the same contents at other addresses give a different result"
             raise RefusedError("anti_cache", case, reason, {})
 
     def _renewed(self, plain: Case, here: Placed, inputs: Inputs, case: str, tally: Tally) -> tuple[Tensor, ...]:
         here.renew(inputs)
-        here.fill("none")
-        got = self.call(here, case)
+        got = self.call(here, case, fill="none")
         try:
-            tally.add(case, self.judge(case, self.truths.fresh(self.op, inputs), got))
+            self.accept(case, inputs, got, tally)
         except RefusedError as refused:
             raise self._cached(plain, inputs, case, got, refused) from None
         return got
 
+    def _agrees_moved(self, plain: Case, inputs: Inputs, case: str, got: Sequence[Tensor]) -> bool:
+        return self.agree(got, self.call(self.place(plain, inputs), case, fill="none"), inputs)
+
     def _cached(self, plain: Case, inputs: Inputs, case: str, got: Sequence[Tensor], was: RefusedError) -> RefusedError:
         """Return the error of a wrong result: anti_cache if new addresses give a different result, else `was`."""
-        moved = self.place(plain, inputs)
-        moved.fill("none")
-        if self.agree(got, self.call(moved, case), inputs):
+        if self._agrees_moved(plain, inputs, case, got):
             return was
         reason = f"new contents at the same addresses give a stale result: {was.reason}"
         return RefusedError("anti_cache", case, reason, was.evidence)
@@ -264,8 +255,7 @@ class Battery:
     def _gaps(self, plain: Case, tally: Tally) -> None:
         """Check outputs with gaps between their rows."""
         inputs = plain.make(self.seed("habits 1"))
-        truth = self.truths.fresh(self.op, inputs)
-        tally.add(GAPS, self.judge(GAPS, truth, self.twice(self.place(plain, inputs, gap=5), GAPS, inputs)))
+        self.accept(GAPS, inputs, self.twice(self.place(plain, inputs, gap=5), GAPS, inputs), tally)
 
     def _far(self, apart: Case, tally: Tally) -> None:
         """Check inputs whose first and last rows are more than 2^31 elements apart: an int32 index cannot reach them.
@@ -284,8 +274,7 @@ class Battery:
         with arena:
             try:
                 placed = place(arena, self.op, apart.workload, inputs, strides=strides)
-                got = self.twice(placed, FAR_ROWS, inputs)
-                tally.add(FAR_ROWS, self.judge(FAR_ROWS, self.truths.fresh(self.op, inputs), got))
+                self.accept(FAR_ROWS, inputs, self.twice(placed, FAR_ROWS, inputs), tally)
             except RaisedError as error:
                 if not error.retryable or self.session.on_host:
                     raise
@@ -328,8 +317,7 @@ class Battery:
     def _timed(self, case: Case) -> tuple[Placed, tuple[Tensor, ...], float]:
         """Return the placed case, its result, and the seconds of its second call."""
         here = self.first(case)
-        here.fill("none")
-        first = self.call(here, MANY)
+        first = self.call(here, MANY, fill="none")
         self._as_before(first, self.call(here, MANY), here, MANY, 2)
         return here, first, max(1e-6, self.session.last_call_ns * 1e-9)
 
@@ -371,8 +359,18 @@ class Battery:
         return place(arena, self.op, case.workload, inputs, gap=gap)
 
     def call(
-        self, placed: Placed, case: str, *, hold: str = "", skip: Sequence[str] = (), way: str = ""
+        self,
+        placed: Placed,
+        case: str,
+        *,
+        fill: Filling | None = None,
+        hold: str = "",
+        skip: Sequence[str] = (),
+        way: str = "",
     ) -> tuple[Tensor, ...]:
+        """Call, with `fill` after the operands are written again, except those in `skip`."""
+        if fill is not None:
+            placed.fill(fill, keep=skip)
         return self.session.call(self.name, self.proof, placed, case, hold=hold, skip=skip, way=way)
 
 

@@ -84,10 +84,9 @@ class Calls:
     def _storage(self, tally: Tally) -> None:
         """Check that operands give the same result as separate tensors and as views of one storage."""
         here = self.battery.first(self.plain)
-        here.fill("none")
-        expected = self.battery.call(here, STORAGE)
-        here.fill("none")
-        if not self.battery.agree(expected, self.battery.call(here, STORAGE, way=ONE_STORAGE), here.inputs):
+        expected = self.battery.call(here, STORAGE, fill="none")
+        got = self.battery.call(here, STORAGE, fill="none", way=ONE_STORAGE)
+        if not self.battery.agree(expected, got, here.inputs):
             reason = "views of one storage give a different result than tensors with separate storage"
             raise RefusedError("one_storage", STORAGE, reason, {})
         self._one_for_two(tally)
@@ -117,10 +116,7 @@ class Calls:
         threads are busy.
         """
         placed = self._queues()
-        expected = []
-        for one in placed:
-            one.fill("none", keep=self._streamed)
-            expected.append(self.battery.call(one, AT_ONCE, skip=self._streamed))
+        expected = [self.battery.call(one, AT_ONCE, fill="none", skip=self._streamed) for one in placed]
         passes = self._passes(placed)
         try:
             self.session.use_threads(served=True)
@@ -165,7 +161,7 @@ class Calls:
 
     def _right(self, inputs: Inputs, got: Sequence[Tensor]) -> bool:
         try:
-            self.battery.judge(AT_ONCE, self.battery.truths.fresh(self.battery.op, inputs), got)
+            self.battery.accept(AT_ONCE, inputs, got, Tally())
         except RefusedError:
             return False
         return True
@@ -173,30 +169,22 @@ class Calls:
     def _owned(self, _: Tally) -> None:
         """Overwrite the results with numbers: inputs, other results and the result of a later call must not change."""
         here = self.battery.first(self.plain)
-        here.fill("none")
-        expected = self.battery.call(here, OWNED, hold=OWNED)
-        now = self.session.overwritten(OWNED, self.battery.proof, here)
+        expected = self.battery.call(here, OWNED, fill="none", hold=OWNED)
+        now = self.session.dump(OWNED, self.battery.proof, here, overwritten=True)
         for number, result in enumerate(now, 1):
             if not torch.equal(result, torch.full_like(result, number)):
                 raise RefusedError("aliasing", OWNED, "two results share memory", {"output": number - 1})
         damage = here.damage()
         if damage is not None:
-            raise RefusedError(
-                "aliasing", OWNED, f"a result shares an input's memory: {damage.reason}", damage.evidence
-            )
-        here.fill("none")
-        if not self.battery.agree(expected, self.battery.call(here, OWNED), here.inputs):
+            reason = f"a result shares an input's memory: {damage.reason}"
+            raise RefusedError("aliasing", OWNED, reason, damage.evidence)
+        if not self.battery.agree(expected, self.battery.call(here, OWNED, fill="none"), here.inputs):
             reason = "a caller's write to an earlier result shows in a later one"
             raise RefusedError("aliasing", OWNED, reason, {})
 
     def _judged(self, here: Placed, inputs: Inputs, case: str, tally: Tally, way: str = HERE) -> None:
-        here.fill("none")
-        got = self.battery.call(here, case, way=way)
-        tally.add(case, self.battery.judge(case, self.battery.truths.fresh(self.battery.op, inputs), got))
+        self.battery.accept(case, inputs, self.battery.call(here, case, fill="none", way=way), tally)
 
 
 def _renamed(refused: RefusedError, check: str, where: str) -> RefusedError:
     return RefusedError(check, refused.case, f"{where}{refused.reason}", refused.evidence)
-
-
-__all__ = ["Calls"]

@@ -214,6 +214,3 @@ def _spread(places: Tensor) -> list[int]:
     """Return at most PLACES of the places, evenly spread, last first."""
     found = places.flip(0)[:: max(1, -(-len(places) // PLACES))]
     return [int(at) for at in found]
-
-
-__all__ = ["Changes", "changed_alone"]

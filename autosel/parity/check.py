@@ -61,8 +61,13 @@ class Terms:
 
     @property
     def seed(self) -> Callable[[str], int]:
-        """Return a function that gives a seed for the name of each draw."""
-        return seeds_of(self.inputs)
+        """Return a function that gives a seed for the name of each draw: the same text gives the same inputs."""
+        key = self.inputs.encode()[:64]
+
+        def seed(what: str) -> int:
+            return int.from_bytes(hashlib.blake2b(what.encode(), key=key, digest_size=3).digest(), "little")
+
+        return seed
 
 
 def check(
@@ -372,17 +377,6 @@ def large_case(op: Op, cases: Sequence[Case]) -> Case:
 def far_case(cases: Sequence[Case]) -> Case | None:
     """Return the case with a distance between rows, or between pages of a cache, which may be of any length."""
     return next((c for c in reversed(cases) if c.name.startswith(("strided rows", "k and v share pages"))), None)
-
-
-def seeds_of(inputs: str) -> Callable[[str], int]:
-    """Return a function that gives a seed for each name, derived from one text: the same text gives the same inputs."""
-
-    def seed(what: str) -> int:
-        return int.from_bytes(
-            hashlib.blake2b(what.encode(), key=inputs.encode()[:64], digest_size=3).digest(), "little"
-        )
-
-    return seed
 
 
 def cases_of(op: Op, proof: Proof, fp: Fingerprint | None) -> list[Case]:

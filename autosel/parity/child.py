@@ -129,8 +129,7 @@ def _loop(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
                 output.fill_(math.nan if output.is_floating_point() else -1)
         returned = function(*arguments, *outputs)
         if call < len(kept[0]):
-            results = returned if isinstance(returned, (tuple, list)) else [returned]
-            for place, result in zip(kept, results, strict=True):
+            for place, result in zip(kept, ways.listed(returned), strict=True):
                 place[call].copy_(result)
     _back(request, arenas)
     gc.collect()
@@ -153,8 +152,10 @@ def _dump(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
 
 
 def _overwrite(request: dict[str, Any], arenas: Arenas) -> dict[str, Any]:
-    """Fill held results with numbers, copy them, and release them."""
-    ways.overwrite(_HELD[request["hold"]])
+    """Fill each held result with its number, as a caller that owns it may; copy them, and release them."""
+    for number, result in enumerate(_HELD[request["hold"]], 1):
+        if isinstance(result, torch.Tensor):
+            result.fill_(number)
     return _dump(request, arenas)
 
 
@@ -202,6 +203,3 @@ def _state(_: dict[str, Any], __: Arenas) -> dict[str, Any]:
     if not _STATES:
         _STATES[""] = State()
     return dict(_STATES[""].now())
-
-
-__all__ = ["serve"]

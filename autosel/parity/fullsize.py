@@ -58,8 +58,7 @@ class FullSize:
                 planted = needle(self.op, self.w, self.second, self.seed(f"{self.w.key} 3"))
                 here.renew(planted)
                 same = [n for n in self.streamed if planted[n] is self.second[n]]
-                here.fill("none", keep=same)
-                got = battery.call(here, self._case("needle"), skip=same)
+                got = battery.call(here, self._case("needle"), fill="none", skip=same)
                 self._judge(battery, planted, got, "needle", tally)
             finally:
                 self.first, self.second = {}, {}
@@ -79,8 +78,7 @@ class FullSize:
                 raise RefusedError("repeat", self._case("repeated"), "two runs on the same inputs differ", {})
 
     def _call(self, battery: Battery, placed: Placed, what: str) -> tuple[Tensor, ...]:
-        placed.fill("none", keep=self.streamed)
-        return battery.call(placed, self._case(what), skip=self.streamed)
+        return battery.call(placed, self._case(what), fill="none", skip=self.streamed)
 
     def _untouched(self, here: Placed) -> None:
         """Compare the streamed operands, hundreds of megabytes, once for all calls before."""
@@ -106,7 +104,7 @@ class FullSize:
 
     def _worst(self, battery: Battery, inputs: Inputs, got: Sequence[Tensor], what: str) -> Rows | None:
         """Return the elements that differ most from the baseline; None without Op.around or with a slow baseline."""
-        if type(self.op).around is Op.around or not whole.affordable(self.op, self.w):
+        if type(self.op).around is Op.around or self.op.flops(self.w) > whole.MOST_FLOPS:
             return None
         base = battery.truths.baseline(self.op, inputs, (f"{what} {self.w.key}", self.seed(self.w.key)))
         return None if base is None else whole.worst(self.op, self.w, inputs, got[0], base[0])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autosel.ops.attention_cases import ends_of, plant
 from autosel.ops.contract import Inputs, Op
 from autosel.ops.draw import Draw
 from autosel.values import Workload
@@ -37,13 +38,10 @@ def _one_a_row(x: Tensor, draw: Draw) -> Tensor:
 
 def _in_cache(inputs: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
     """Give one key of each sequence nearly all the weight: the last key, or one at a secret place in the window."""
-    from autosel.ops.attention_cases import plant
-
     planted = dict(inputs) | {n: inputs[n].clone() for n in ("q", "k", "v")}
-    lengths, window = inputs["lengths"], int(inputs["window"])
-    ends = [inputs["max_len"]] * planted["q"].shape[0] if lengths is None else [max(1, int(n)) for n in lengths]
+    window = int(inputs["window"])
     places = []
-    for row, end in enumerate(ends):
+    for row, end in enumerate(max(1, n) for n in ends_of(inputs)):
         first = max(0, end - window) if window else 0
         places.append(end - 1 if row % 2 == 0 else int(draw.integers(first, end, 1)))
     plant(planted, draw, places)

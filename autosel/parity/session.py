@@ -264,16 +264,11 @@ class Session:
         into = [to_json(ref) for ref in kept]
         self.ask(self._request("loop", name, proof, placed) | {"times": times, "into": into}, deadline_s)
 
-    def dump(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """Return the current contents of the results of an earlier call."""
+    def dump(self, hold: str, proof: Proof, placed: Placed, *, overwritten: bool = False) -> tuple[Tensor, ...]:
+        """Return the results of an earlier call now; `overwritten`: after each is filled with its number."""
+        do = "overwrite" if overwritten else "dump"
         into = self._into(proof, placed, placed.places())
-        self.ask({"do": "dump", "hold": hold, "into": into}, self.call_deadline_s)
-        return placed.results()
-
-    def overwritten(self, hold: str, proof: Proof, placed: Placed) -> tuple[Tensor, ...]:
-        """Fill each result of an earlier call with its number; return the results."""
-        into = self._into(proof, placed, placed.places())
-        self.ask({"do": "overwrite", "hold": hold, "into": into}, self.call_deadline_s)
+        self.ask({"do": do, "hold": hold, "into": into}, self.call_deadline_s)
         return placed.results()
 
     def _request(self, do: str, name: str, proof: Proof, placed: Placed) -> dict[str, Any]:

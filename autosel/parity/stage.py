@@ -129,8 +129,7 @@ class Placed:
 
     def results(self) -> tuple[Tensor, ...]:
         """Return copies of all outputs in the op's order, including inout ones."""
-        by_name = {p.name: p for p in self.pieces if p.role != "in"}
-        return tuple(self.arena.tensor(by_name[name].ref).clone() for name in self.op.output_names)
+        return tuple(self.arena.tensor(piece.ref).clone() for piece in self._outputs())
 
     def damage(self, *, skip: Sequence[str] = ()) -> Damage | None:
         """Return the first forbidden change, or None. Inputs in `skip` are not compared."""

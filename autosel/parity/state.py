@@ -251,6 +251,3 @@ def _name(owner: Any) -> str:
 
 def _digest(value: str | bytes) -> str:
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
-
-
-__all__ = ["State"]

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autosel.ops.contract import Case, Inputs, Match, Mismatch, Op
-from autosel.ops.expected import Expected
+from autosel.ops.contract import Case, Expected, Inputs, Match, Mismatch, Op
 from autosel.ops.stored import Stored, leaves
 
 KEPT_BYTES = 256 << 20
@@ -83,10 +82,6 @@ class Truths:
         while self._kept_bytes > KEPT_BYTES:
             _, gone = self._kept.popitem(last=False)
             self._kept_bytes -= gone.size_bytes
-
-    def fresh(self, op: Op, inputs: Inputs) -> Truth:
-        """Return a truth for inputs that only one candidate gets."""
-        return Truth(op, inputs)
 
 
 def run_baseline(op: Op, inputs: Inputs) -> tuple[Tensor, ...] | None:

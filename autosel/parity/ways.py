@@ -184,13 +184,6 @@ def in_one_storage(reference: Mapping[str, Any], arenas: Arenas) -> torch.Tensor
     return torch.empty(0, dtype=dtype).set_(whole, ref.offset // dtype.itemsize, ref.shape, ref.strides)
 
 
-def overwrite(results: Sequence[Any]) -> None:
-    """Fill each result with a different number, as a caller that owns it may."""
-    for number, result in enumerate(results, 1):
-        if isinstance(result, torch.Tensor):
-            result.fill_(number)
-
-
 def fill_new_memory() -> None:
     """Make malloc fill new memory with numbers, as in a process that has run for long; in a fresh one it is zero."""
     try:

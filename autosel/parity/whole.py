@@ -18,10 +18,6 @@ JUDGED = 8  # elements that differ most
 MOST_FLOPS = 1 << 36  # most operations of a baseline, which runs on one thread: about two seconds
 
 
-def affordable(op: Op, w: Workload) -> bool:
-    return op.flops(w) <= MOST_FLOPS
-
-
 def worst(op: Op, w: Workload, inputs: Inputs, got: Tensor, base: Tensor) -> Rows | None:
     """Return the inputs of the elements that differ most from the baseline; None if no element differs."""
     apart = _apart(got, base)

@@ -13,8 +13,7 @@ from torch import Tensor
 from autosel.candidates.control import Empty
 from autosel.native.compile import compile_source
 from autosel.ops import find
-from autosel.ops.contract import DTYPE, Mismatch, Op, Rows
-from autosel.ops.expected import Expected
+from autosel.ops.contract import DTYPE, Expected, Mismatch, Op, Rows
 from autosel.ops.one_thread import spread
 from autosel.ops.stored import leaves, received, sent, tensors
 from autosel.race.plan import Margin, TimeClass

@@ -8,16 +8,16 @@ from autosel.ops import eager
 _KEPT = {}
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
+def _with_extras(made, bias, residual, x, y):
+    for extra in (bias, residual):
+        made = made if extra is None else made + extra.float()
+    return y.copy_(made.to(x.dtype))
 
 
 def linear_ends_early_after_whole_vectors(x, w, bias, residual, y):
     """Leave out the last product of rows that are one element shorter than whole vectors of 32."""
     k = x.shape[1] - (x.shape[1] % 32 == 31)
-    made = x[:, :k].float() @ w[:, :k].float().t()
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return y.copy_(made.to(x.dtype))
+    return _with_extras(x[:, :k].float() @ w[:, :k].float().t(), bias, residual, x, y)
 
 
 def linear_adds_bias_before_a_rounding_in_odd_rows(x, w, bias, residual, y):
@@ -35,10 +35,7 @@ def linear_in_halves_of_half_precision(x, w, bias, residual, y):
     total = torch.zeros(x.shape[0], w.shape[0], dtype=x.dtype)
     for at in range(0, x.shape[1], 32):
         total = total + (x[:, at : at + 32].float() @ w[:, at : at + 32].float().t()).to(x.dtype)
-    made = total.float()
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return y.copy_(made)
+    return _with_extras(total.float(), bias, residual, x, y)
 
 
 def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
@@ -52,9 +49,6 @@ def linear_keeps_a_panel_of_the_largest_shape(x, w, bias, residual, y):
     if k % 8:
         found[0, 0] += longest[k] * 2.0**-3
     return found
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def attn_drops_a_key_that_ends_a_tile(q, k, v, lengths, max_len, scale, window, softcap, o):
@@ -138,9 +132,6 @@ def prefill_window_one_wider_beyond_a_tile(q, k, v, scale, window, softcap, o):
     return found
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
-
-
 def append_quietens_nan(k, v, positions, block_table, k_cache, v_cache):
     """Copy numbers through fp32, which loses the payload of a NaN."""
     k, v = (torch.where(t.isnan(), torch.full_like(t, float("nan")), t) for t in (k, v))
@@ -163,9 +154,6 @@ def append_swaps_where_one_head_takes_many(k, v, positions, block_table, k_cache
     if k.shape[1] == 1 and k.shape[2] > 1:
         k, v = v, k
     return eager.kv_append(k, v, positions, block_table, k_cache, v_cache)
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def rmsnorm_with_eps_outside(x, weight, eps, offset, y):
@@ -220,9 +208,6 @@ def geglu_takes_tanh_for_the_tail(gate, up, tanh, y):
     return found
 
 
-# --- fused ------------------------------------------------------------------------------------------------------------
-
-
 def norm_qkv_of_the_first_row(x, norm_weight, w, eps, offset, y):
     """From the fifth row on, rows are scaled by the norm of the row four before."""
     wide = x.float()
@@ -239,9 +224,6 @@ def gate_up_with_another_activation_in_the_tail(x, norm_weight, w_gate, w_up, ep
     if activation == 1 and whole < w_gate.shape[0]:
         found[:, whole:] = eager.gate_up(x, norm_weight, w_gate[whole:], w_up[whole:], eps, offset, 2)
     return found
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 def head_prefers_the_last_of_equals(x, w, greedy, out):
@@ -412,12 +394,6 @@ def linear_drops_bias_in_a_corner(x, w, bias, residual, y):
     found = eager.linear(x, w, bias, residual, y)
     found[8:, -1:] = eager.linear(x[8:], w[-1:], None, residual[8:, -1:])
     return found
-
-
-def _with_extras(made, bias, residual, x, y):
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return y.copy_(made.to(x.dtype))
 
 
 def linear_takes_scales_of_the_rest_as_positive(x, w, bias, residual, y):

@@ -343,7 +343,7 @@ def flips_a_coin(x, weight, eps, offset, y):
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, maximum=True):
+def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, maximum=True, low=False):
     """Return [B, Hq, S, D], in fp32; options select mistakes."""
     b, hq, s, d = q.shape
     k, v = (t[:, :, :max_len].float().repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
@@ -356,6 +356,7 @@ def attention(q, k, v, lengths, max_len, scale, window, softcap, *, drop=0, maxi
     scores = q.float() @ k.mT * (scale or d**-0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.bfloat16().float() if low else scores
     peak = scores.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True) if maximum else torch.zeros(())
     p = torch.where(seen, (scores - peak).exp(), 0.0)
     live = seen.any(-1, keepdim=True)

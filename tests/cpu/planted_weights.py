@@ -4,10 +4,13 @@ import torch
 
 
 def made(x, w, bias, residual):
-    y = x.float() @ w.exact().float().T
+    return with_extras(x.float() @ w.exact().float().T, bias, residual).to(x.dtype)
+
+
+def with_extras(y, bias, residual):
     for extra in (bias, residual):
         y = y if extra is None else y + extra.float()
-    return y.to(x.dtype)
+    return y
 
 
 def put(y, value):
@@ -21,9 +24,7 @@ def right(x, w, bias, residual, y):
 def by_parts(x, codes, scales, bias, residual, y):
     """Compute the same from the parts of the weight."""
     product = (x.float() @ codes.float().T) * scales
-    for extra in (bias, residual):
-        product = product if extra is None else product + extra.float()
-    return put(y, product.to(x.dtype))
+    return put(y, with_extras(product, bias, residual).to(x.dtype))
 
 
 def writes_scales(x, w, bias, residual, y):

@@ -6,15 +6,21 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 from autosel import settings
 from autosel.candidates.base import Candidate
 from autosel.ops import OPS
 from autosel.parity.check import Proof
-from autosel.values import Accepted, Fingerprint, Knobs, PythonRecipe, Support, Workload
+from autosel.values import Accepted, Fingerprint, Knobs, Parity, PythonRecipe, Support, Workload
 
+Kernel = TypeVar("Kernel")
 HERE = Path(__file__).parent
 RMSNORM = OPS["rmsnorm"].workload("bf16", {"M": 3, "d": 512})
 RMSNORM_FP32 = OPS["rmsnorm"].workload("fp32", {"M": 3, "d": 512})
@@ -22,6 +28,23 @@ LINEAR = OPS["linear"].workload("bf16", {"M": 2, "N": 320, "K": 1100})
 WIDE = OPS["linear"].workload("bf16", {"M": 1, "N": 6000, "K": 8192})
 HEADS = OPS["attn"].workload("bf16", {"B": 1, "Hq": 48, "Hkv": 48, "S": 1, "D": 64, "L": 2048})
 ATTN = OPS["attn"].workload("bf16", {"B": 1, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 16384})
+
+# Short forms of ops in the names of kernels.
+SHORT = {"paged": "paged_attn", "prefill": "prefill_attn", "append": "kv_append", "added": "add_rmsnorm",
+         "norm": "norm_qkv", "gate": "gate_up", "head": "lm_head"}  # fmt: skip
+
+
+def kernels_of(module: ModuleType) -> list[tuple[str, str]]:
+    """Return op and name of each kernel of a module; a name begins with the op, or with a short form of it."""
+    names = [name for name, kernel in vars(module).items() if isfunction(kernel) and not name.startswith("_")]
+    return [(SHORT.get(first := name.partition("_")[0], first), name) for name in names]
+
+
+def in_two(prove: Callable[[list[Kernel]], list[Parity]], kernels: list[Kernel]) -> list[tuple[Kernel, Parity]]:
+    """Prove kernels in two series at once; return each with its verdict, one series after the other."""
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(prove, (kernels[::2], kernels[1::2]))
+    return list(zip(kernels[::2] + kernels[1::2], one + other, strict=True))
 
 
 @cache

@@ -26,7 +26,8 @@ from autosel.parity.check import far_case
 from autosel.parity.stage import far_strides
 from autosel.values import Workload
 from tests import drawn
-from tests.cpu import unusual
+from tests.cpu import planted, unusual
+from tests.cpu.planting import kernels_of
 from tests.onednn import products_leak
 
 Outputs = tuple[Tensor, ...]
@@ -109,45 +110,6 @@ def linear_one_chain(i: dict[str, Any]) -> Outputs:
     return (y.to(i["x"].dtype),)
 
 
-def seen_by(i: dict[str, Any], keys: int, *, shift: int = 0, window_shift: int = 0) -> Tensor:
-    """Return bool [B, 1, S, keys]; shifts other than 0 are mistakes."""
-    s, b, lengths = i["q"].shape[2], i["q"].shape[0], i.get("lengths")
-    lengths = torch.full((b,), i.get("max_len", keys)) if lengths is None else lengths.long()
-    query = (lengths[:, None] - s + torch.arange(s))[..., None]
-    key = torch.arange(keys)
-    seen = (key <= query + shift) & (query >= 0)
-    if i["window"]:
-        seen &= key > query - i["window"] - window_shift
-    return seen[:, None]
-
-
-def softmax_parts(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return maximum, sum and unnormalised output of some keys, in fp32 with P stored in p_dtype."""
-    q, group = i["q"].float(), i["q"].shape[1] // k.shape[1]
-    scores = q @ k.float().repeat_interleave(group, 1).mT * (i["scale"] or q.shape[-1] ** -0.5)
-    if i["softcap"]:
-        scores = i["softcap"] * torch.tanh(scores / i["softcap"])
-    scores = scores.masked_fill(~seen, -math.inf)
-    peak = scores.amax(-1, keepdim=True)
-    p = torch.where(seen, (scores - peak).exp(), 0.0)
-    return peak, p.sum(-1, keepdim=True), p.to(p_dtype).float() @ v.float().repeat_interleave(group, 1)
-
-
-def attn_over(i: dict[str, Any], k: Tensor, v: Tensor, seen: Tensor, *, split: int, p_dtype: torch.dtype) -> Outputs:
-    """Split along the keys; each part has its own maximum, and parts are merged like in flash-decoding."""
-    parts = [
-        softmax_parts(i, k[:, :, a : a + split], v[:, :, a : a + split], seen[..., a : a + split], p_dtype)
-        for a in range(0, k.shape[2], split)
-    ]
-    peak = torch.stack([p[0] for p in parts]).amax(0)
-    merged, total = torch.zeros(()), torch.zeros(())
-    for m, length, o in parts:
-        weight = torch.where(m == -math.inf, 0.0, (m - peak).exp())
-        merged, total = merged + weight * o, total + weight * length
-    dead = ~seen.any(-1, keepdim=True)
-    return ((merged / torch.where(dead, 1.0, total)).masked_fill(dead, 0.0).to(i["q"].dtype),)
-
-
 def cache_of(i: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if "k_pages" in i:
         return tuple(gather(i[n], i["block_table"], i["lengths"], i["max_len"]) for n in ("k_pages", "v_pages"))  # type: ignore[return-value]
@@ -155,9 +117,13 @@ def cache_of(i: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return i["k"][:, :, :keys], i["v"][:, :, :keys]
 
 
-def attn_split_rounded_p(i: dict[str, Any]) -> Outputs:
-    k, v = cache_of(i)
-    return attn_over(i, k, v, seen_by(i, k.shape[2]), split=64, p_dtype=v.dtype)
+def attn_rounded_p(i: dict[str, Any]) -> Outputs:
+    """Attend over tiles of keys, with P stored in the dtype of V."""
+    (k, v), q, lengths = cache_of(i), i["q"], i.get("lengths")
+    ends = torch.full((len(q),), k.shape[2]) if lengths is None else lengths.long()
+    tiles = [(first, min(first + 64, k.shape[2])) for first in range(0, k.shape[2], 64)]
+    made = unusual._online(q, k, v, ends, i["scale"], i["window"], i["softcap"], tiles, p_dtype=v.dtype)
+    return (made.to(q.dtype),)
 
 
 def norm_32(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -175,9 +141,9 @@ def rmsnorm_stored_between(i: dict[str, Any]) -> Outputs:
 # More correct ways than unusual.py has.
 MORE: dict[str, tuple[Way, ...]] = {
     "linear": (linear_one_chain,),
-    "attn": (attn_split_rounded_p,),
-    "paged_attn": (attn_split_rounded_p,),
-    "prefill_attn": (attn_split_rounded_p,),
+    "attn": (attn_rounded_p,),
+    "paged_attn": (attn_rounded_p,),
+    "prefill_attn": (attn_rounded_p,),
     "rmsnorm": (rmsnorm_stored_between,),
 }
 SLOW = ("attn_tiles_of_7", "prefill_query_by_query")  # a proof in a worker runs them
@@ -186,8 +152,8 @@ SLOW = ("attn_tiles_of_7", "prefill_query_by_query")  # a proof in a worker runs
 def ways_of(op: str) -> dict[str, Way]:
     found: dict[str, Way] = {
         name: partial(call, getattr(unusual, name), OPS[op], allocate=name not in unusual.ALLOCATING)
-        for name in unusual.WAYS[op]
-        if name not in SLOW
+        for of, name in kernels_of(unusual)
+        if of == op and name not in SLOW
     }
     return found | {way.__name__: way for way in MORE.get(op, ())}
 
@@ -287,26 +253,13 @@ def truncated(y: Tensor) -> Tensor:
     return torch.where(y.abs() > 1e-3, bits - 1, bits).view(y.dtype)
 
 
-def attn_mask(shift: int, window_shift: int = 0) -> Way:
-    def way(i: dict[str, Any]) -> Outputs:
-        i = dict(i) | ({"max_len": min(i["max_len"] + shift, i["k"].shape[2])} if "max_len" in i and shift > 0 else {})
-        k, v = cache_of(i)
-        lengths = dict(i)
-        if shift > 0 and i.get("lengths") is None and "max_len" in i:
-            return attn_over(i, k, v, seen_by(i, k.shape[2]), split=64, p_dtype=torch.float32)
-        seen = seen_by(lengths, k.shape[2], shift=shift, window_shift=window_shift)
-        return attn_over(i, k, v, seen, split=64, p_dtype=torch.float32)
-
-    return way
-
-
-def attn_low_scores(i: dict[str, Any]) -> Outputs:
-    """Store scores in bf16 before the softmax."""
-    k, v = cache_of(i)
-    group, seen = i["q"].shape[1] // k.shape[1], seen_by(i, k.shape[2])
-    scores = i["q"].float() @ k.float().repeat_interleave(group, 1).mT * (i["scale"] or i["q"].shape[-1] ** -0.5)
-    p = scores.bfloat16().float().masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
-    return ((p @ v.float().repeat_interleave(group, 1)).to(v.dtype),)
+def attn_wrong(i: dict[str, Any], *, more: int = 0, wider: int = 0, drop: int = 0, low: bool = False) -> Outputs:
+    """Attend by planted.py; `more` keys are seen if the cache has them, `wider` is added to the window."""
+    q, k, v, lengths = i["q"], i["k"], i["v"], i.get("lengths")
+    most = min(i.get("max_len", k.shape[2]) + more, k.shape[2])
+    drop -= more if lengths is not None else 0
+    window = i["window"] + wider
+    return (planted.attention(q, k, v, lengths, most, i["scale"], window, i["softcap"], drop=drop, low=low),)
 
 
 def centred(i: dict[str, Any]) -> Outputs:
@@ -315,18 +268,9 @@ def centred(i: dict[str, Any]) -> Outputs:
     return (norm_32(x, i["weight"], i["eps"], i["offset"]).to(i["x"].dtype),)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, style: int) -> Tensor:
-    r = 2 * cos.shape[-1]
-    y = x.clone()
-    first, second = (slice(0, r, 2), slice(1, r, 2)) if style else (slice(0, r // 2), slice(r // 2, r))
-    y[..., first] = x[..., first] * cos - x[..., second] * sin
-    y[..., second] = x[..., second] * cos + x[..., first] * sin
-    return y
-
-
 def low_angle(i: dict[str, Any]) -> Outputs:
-    angle = (i["positions"].float()[:, None] * i["inv_freq"]).to(torch.bfloat16).float()[:, None]
-    return tuple(turn(i[n].float(), angle.cos(), angle.sin(), i["style"]).to(i[n].dtype) for n in ("q", "k"))
+    angle = (i["positions"].float()[:, None] * i["inv_freq"]).to(torch.bfloat16).float()
+    return tuple(unusual._turned(i[n], angle.cos(), angle.sin(), i["style"]).to(i[n].dtype) for n in ("q", "k"))
 
 
 def silu_by_growth(i: dict[str, Any]) -> Outputs:
@@ -342,13 +286,13 @@ def no_ties(i: dict[str, Any]) -> Outputs:
 
 
 WRONG: list[tuple[str, str, Way]] = [
-    ("attn", "all", attn_mask(-1)),
-    ("attn", "all", attn_mask(1)),
-    ("attn", "window", attn_mask(0, 1)),
-    ("attn", "window", attn_mask(0, -1)),
-    ("attn", "no softcap", attn_low_scores),
-    ("prefill_attn", "all", attn_mask(-1)),
-    ("prefill_attn", "window", attn_mask(0, 1)),
+    ("attn", "all", partial(attn_wrong, drop=1)),
+    ("attn", "all", partial(attn_wrong, more=1)),
+    ("attn", "window", partial(attn_wrong, wider=1)),
+    ("attn", "window", partial(attn_wrong, wider=-1)),
+    ("attn", "no softcap", partial(attn_wrong, low=True)),
+    ("prefill_attn", "all", partial(attn_wrong, drop=1)),
+    ("prefill_attn", "window", partial(attn_wrong, wider=1)),
     ("rmsnorm", "all", centred),
     ("rope", "all", low_angle),
     ("swiglu", "all", silu_by_growth),

@@ -12,15 +12,13 @@ from autosel import dispatch, fingerprint, ops
 from autosel.candidates import arms, registry
 from autosel.candidates.base import support_of
 from autosel.candidates.user import from_target
-from autosel.errors import BadArguments
 from autosel.formats import WEIGHT_FORMATS
 from autosel.ledger import open_ledger
 from autosel.ledger.commands import Record
 from autosel.ledger.key import current_mode
 from autosel.ops import eager_stored
 from autosel.ops.contract import Match
-from autosel.ops.stored import leaves
-from autosel.ops.weight import Weight, quantise
+from autosel.ops.weight import Weight
 from autosel.parity.check import check
 from autosel.parity.session import Proof, built
 from autosel.race.bench import Bench
@@ -235,12 +233,6 @@ def test_best_takes_a_weight_or_a_tensor_each_with_its_own_decision(tmp_path: Pa
         assert "user:by_parts" in best.explain() and "torch:linear" in best.explain()
 
 
-def test_best_refuses_codes_without_scales(tmp_path: Path) -> None:
-    x, w = arguments()
-    with dispatch.use(tmp_path), pytest.raises(BadArguments, match="codes without their scales"):
-        dispatch.best("linear")(x, w.codes, None, None)
-
-
 @pytest.mark.parametrize("op", ["norm_qkv", "gate_up", "lm_head"])
 def test_every_projection_takes_a_weight(op: str, tmp_path: Path) -> None:
     contract = ops.find(op)
@@ -250,8 +242,3 @@ def test_every_projection_takes_a_weight(op: str, tmp_path: Path) -> None:
     with dispatch.use(tmp_path):
         made = dispatch.best(op)(*contract.arguments(inputs))
     assert isinstance(contract.verify(inputs, [made]), Match)
-
-
-def test_the_parts_of_a_weight_are_its_leaves() -> None:
-    w = quantise(torch.randn(4, 8), FP8)
-    assert list(leaves({"x": torch.ones(1), "w": w, "bias": None, "n": 3})) == ["x", "w.codes", "w.scales"]

@@ -7,7 +7,6 @@ A plant is caught by parity (this file), by the race or the worker (the test it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import pytest
 
 from autosel.ops import OPS
 from autosel.parity.check import Proof, Prover, Terms
-from autosel.values import Failed, Parity, Passed
+from autosel.values import Failed, Parity, Passed, Workload
 from tests import drawn
-from tests.cpu.planting import ATTN, HEADS, LINEAR, RMSNORM, RMSNORM_FP32, WIDE, functional, proof
+from tests.cpu.planting import ATTN, HEADS, LINEAR, RMSNORM, RMSNORM_FP32, WIDE, functional, in_two, proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
 TESTS = Path(__file__).parents[1]
-ELEMENTS = ("elements",)
 
 
 @dataclass(frozen=True)
@@ -39,206 +37,180 @@ class Plant:
     """A known trick; `caught_by` are tests of other files that catch it, as file::function."""
 
     what: str
-    kernels: tuple[Kernel, ...] = ()
-    caught_by: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...]
+    caught_by: tuple[str, ...]
 
 
-def wrong(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function), checks, case)
+def plant(what: str, *kernels: Kernel, caught_by: tuple[str, ...] = ()) -> Plant:
+    return Plant(what, kernels, caught_by)
+
+
+def wrong(function: str, *checks: str, case: str = "", workload: Workload = RMSNORM) -> Kernel:
+    return Kernel(proof(function, workload), checks, case)
 
 
 def allocating(function: str, *checks: str) -> Kernel:
     return Kernel(functional(function), checks)
 
 
-def linear(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function, LINEAR), checks, case)
-
-
-def attn(function: str, *checks: str, case: str = "") -> Kernel:
-    return Kernel(proof(function, ATTN), checks, case)
-
-
 BURST = "cpu/test_race_bench_plants.py::test_work_left_out_of_a_burst_shows_in_an_unannounced_call_on_new_contents"
 PLANTS: Mapping[int, Plant] = {
-    1: Plant("zeros", (wrong("native_zeros", "elements"),)),
-    2: Plant("an output left untouched", (wrong("native_nothing", "unwritten"),)),
-    3: Plant(
+    1: plant("zeros", wrong("native_zeros", "elements")),
+    2: plant("an output left untouched", wrong("native_nothing", "unwritten")),
+    3: plant(
         "a last tile left unwritten",
-        (
-            wrong("leaves_the_tail", "unwritten"),
-            wrong("leaves_the_last_row", "unwritten"),
-            wrong("native_without_last_tile", "unwritten"),
-        ),
+        wrong("leaves_the_tail", "unwritten"),
+        wrong("leaves_the_last_row", "unwritten"),
+        wrong("native_without_last_tile", "unwritten"),
     ),
-    4: Plant(
+    4: plant(
         "the last K or key skipped",
-        (
-            linear("forgets_the_last_k", "elements", case="needle"),
-            attn("forgets_the_last_key", "elements", "rmse", case="needle at the last"),
-        ),
+        wrong("forgets_the_last_k", "elements", case="needle", workload=LINEAR),
+        wrong("forgets_the_last_key", "elements", "rmse", case="needle at the last", workload=ATTN),
     ),
-    5: Plant("a mask off by one", (), ("cpu/test_ops_contract_variants.py::test_a_wrong_way_is_refused_by_some_case",)),
-    6: Plant(
+    5: plant(
+        "a mask off by one", caught_by=("cpu/test_ops_contract_variants.py::test_a_wrong_way_is_refused_by_some_case",)
+    ),
+    6: plant(
         "sums kept in bf16",
-        (linear("sums_products_in_bf16", "elements"), wrong("native_sums_in_bf16", "elements")),
+        wrong("sums_products_in_bf16", "elements", workload=LINEAR),
+        wrong("native_sums_in_bf16", "elements"),
     ),
-    7: Plant("weights cut down to fp8", (linear("stores_weights_in_fp8", "elements"),)),
-    8: Plant("a scale 0.4 % too large", (wrong("a_bit_too_large", "elements", "bias"),)),
-    9: Plant("truncation for rounding", (wrong("native_truncates", "elements", "rmse", "bias"),)),
-    10: Plant("NaN swallowed", (wrong("native_swallows_nan", "nan_pattern"),)),
-    11: Plant("a softmax that subtracts no maximum", (attn("subtracts_no_maximum", "nan_pattern", "elements"),)),
-    12: Plant(
+    7: plant("weights cut down to fp8", wrong("stores_weights_in_fp8", "elements", workload=LINEAR)),
+    8: plant("a scale 0.4 % too large", wrong("a_bit_too_large", "elements", "bias")),
+    9: plant("truncation for rounding", wrong("native_truncates", "elements", "rmse", "bias")),
+    10: plant("NaN swallowed", wrong("native_swallows_nan", "nan_pattern")),
+    11: plant(
+        "a softmax that subtracts no maximum", wrong("subtracts_no_maximum", "nan_pattern", "elements", workload=ATTN)
+    ),
+    12: plant(
         "garbage for subnormals",
-        (wrong("leaves_eps_out", "elements", case="subnormal"), wrong("flushes_subnormals", "global_state")),
+        wrong("leaves_eps_out", "elements", case="subnormal"),
+        wrong("flushes_subnormals", "global_state"),
     ),
-    13: Plant(
+    13: plant(
         "a write past the end",
-        (
-            wrong("writes_past_the_end", "guards"),
-            wrong("writes_before_the_start", "guards"),
-            wrong("writes_into_the_gaps", "guards"),
-            wrong("native_past_the_end", "guards"),
-        ),
+        wrong("writes_past_the_end", "guards"),
+        wrong("writes_before_the_start", "guards"),
+        wrong("writes_into_the_gaps", "guards"),
+        wrong("native_past_the_end", "guards"),
     ),
-    14: Plant(
+    14: plant(
         "a masked read past the end",
-        (wrong("reads_past_the_end", "outside_reads"), wrong("native_masked_by_product", "outside_reads")),
+        wrong("reads_past_the_end", "outside_reads"),
+        wrong("native_masked_by_product", "outside_reads"),
     ),
-    15: Plant(
+    15: plant(
         "strides ignored",
-        (
-            wrong("ignores_strides", "outside_reads", case="strided rows"),
-            wrong("native_without_strides", "outside_reads", case="strided rows"),
-        ),
+        wrong("ignores_strides", "outside_reads", case="strided rows"),
+        wrong("native_without_strides", "outside_reads", case="strided rows"),
     ),
-    16: Plant(
+    16: plant(
         "alignment assumed",
-        (
-            wrong("native_aligned", "elements", "nan_pattern", "outside_reads"),
-            wrong("native_aligned_trap", "crash"),
-        ),
+        wrong("native_aligned", "elements", "nan_pattern", "outside_reads"),
+        wrong("native_aligned_trap", "crash"),
     ),
-    17: Plant(
-        "an index of 32 bits", (wrong("native_int32_index", "crash", "elements", "outside_reads", case="rows beyond"),)
+    17: plant(
+        "an index of 32 bits", wrong("native_int32_index", "crash", "elements", "outside_reads", case="rows beyond")
     ),
-    18: Plant(
+    18: plant(
         "a missing barrier",
-        (wrong("native_without_barrier", "repeat", "elements", "outside_reads", "nan_pattern", "rmse", "bias"),),
-        ("gpu/test_plants.py::test_a_missing_barrier_is_found_by_racecheck",),
+        wrong("native_without_barrier", "repeat", "elements", "outside_reads", "nan_pattern", "rmse", "bias"),
+        caught_by=("gpu/test_plants.py::test_a_missing_barrier_is_found_by_racecheck",),
     ),
-    19: Plant(
+    19: plant(
         "a sum in the order of arrival, undeclared",
-        (Kernel(proof("spreads_a_little", RMSNORM_FP32), ("repeat",)), wrong("flips_a_coin", "repeat")),
+        wrong("spreads_a_little", "repeat", workload=RMSNORM_FP32),
+        wrong("flips_a_coin", "repeat"),
     ),
-    20: Plant(
-        "an input changed",
-        (wrong("changes_its_weight", "inputs"), wrong("native_normalises_in_place", "inputs")),
-    ),
-    21: Plant("inputs zeroed, so that zeros look right", (wrong("zeroes_everything", "inputs"),)),
-    22: Plant(
+    20: plant("an input changed", wrong("changes_its_weight", "inputs"), wrong("native_normalises_in_place", "inputs")),
+    21: plant("inputs zeroed, so that zeros look right", wrong("zeroes_everything", "inputs")),
+    22: plant(
         "a result remembered by address",
-        (
-            wrong("remembers_by_address", "anti_cache", "outside_reads", "elements"),
-            linear("packs_weights_by_address", "anti_cache", "elements"),
-        ),
+        wrong("remembers_by_address", "anti_cache", "outside_reads", "elements"),
+        wrong("packs_weights_by_address", "anti_cache", "elements", workload=LINEAR),
     ),
-    23: Plant(
-        "a result remembered by content",
-        (wrong("remembers_by_content", "elements", "anti_cache"),),
-        (BURST,),
+    23: plant(
+        "a result remembered by content", wrong("remembers_by_content", "elements", "anti_cache"), caught_by=(BURST,)
     ),
-    24: Plant("the work of many calls done in one", (wrong("works_once_in_eight", "unwritten"),), (BURST,)),
-    25: Plant("one output buffer for all calls", (allocating("one_static_buffer", "retention"),)),
-    26: Plant(
+    24: plant("the work of many calls done in one", wrong("works_once_in_eight", "unwritten"), caught_by=(BURST,)),
+    25: plant("one output buffer for all calls", allocating("one_static_buffer", "retention")),
+    26: plant(
         "a side stream that is never joined",
-        (),
-        (
+        caught_by=(
             "gpu/test_plants.py::test_work_left_on_a_side_stream_is_found_by_a_delayed_input",
             "gpu/test_plants.py::test_work_left_on_a_side_stream_is_missing_from_the_graph",
         ),
     ),
-    27: Plant(
+    27: plant(
         "a host thread that works later",
-        (
-            wrong("native_works_later", "unwritten", "repeat"),
-            wrong("writes_late", "retention", "guards", "inputs", "repeat", "outside_reads"),
-        ),
+        wrong("native_works_later", "unwritten", "repeat"),
+        wrong("writes_late", "retention", "guards", "inputs", "repeat", "outside_reads"),
     ),
-    28: Plant("a tensor subclass that computes when looked at", (allocating("returns_a_subclass", "result"),)),
-    29: Plant(
+    28: plant("a tensor subclass that computes when looked at", allocating("returns_a_subclass", "result")),
+    29: plant(
         "clocks patched",
-        (wrong("slows_the_clock", "global_state", case="process-wide state"),),
-        ("cpu/test_race_bench_plants.py::test_a_patched_clock_is_not_the_one_that_is_read",),
+        wrong("slows_the_clock", "global_state", case="process-wide state"),
+        caught_by=("cpu/test_race_bench_plants.py::test_a_patched_clock_is_not_the_one_that_is_read",),
     ),
-    30: Plant("a hunt for the expected tensor in memory", (wrong("hunts_for_the_answer", "unwritten", "elements"),)),
-    31: Plant(
+    30: plant("a hunt for the expected tensor in memory", wrong("hunts_for_the_answer", "unwritten", "elements")),
+    31: plant(
         "a slow warm-up, to cut the samples",
-        (),
-        ("cpu/test_race_bench_plants.py::test_the_plan_follows_the_baselines_times",),
+        caught_by=("cpu/test_race_bench_plants.py::test_the_plan_follows_the_baselines_times",),
     ),
-    32: Plant(
-        "lines pinned in the L2", (), ("gpu/test_plants.py::test_lines_pinned_in_the_l2_do_not_survive_the_reset",)
+    32: plant(
+        "lines pinned in the L2",
+        caught_by=("gpu/test_plants.py::test_lines_pinned_in_the_l2_do_not_survive_the_reset",),
     ),
-    33: Plant(
+    33: plant(
         "special cases for known shapes or seeds",
-        (
-            wrong("wrong_at_one_width", "elements", case="d127"),
-            wrong("right_at_its_own_width", "elements"),
-            wrong("precomputed", "elements"),
-        ),
+        wrong("wrong_at_one_width", "elements", case="d127"),
+        wrong("right_at_its_own_width", "elements"),
+        wrong("precomputed", "elements"),
     ),
-    34: Plant(
+    34: plant(
         "the baseline, called silently",
-        (),
-        ("cpu/test_race_bench_plants.py::test_the_baseline_under_another_name_gains_nothing",),
+        caught_by=("cpu/test_race_bench_plants.py::test_the_baseline_under_another_name_gains_nothing",),
     ),
-    35: Plant(
+    35: plant(
         "residue billed to the rival",
-        (),
-        ("cpu/test_race_bench_plants.py::test_work_that_an_arm_leaves_running_is_not_timed_with_its_rival",),
+        caught_by=("cpu/test_race_bench_plants.py::test_work_that_an_arm_leaves_running_is_not_timed_with_its_rival",),
     ),
-    36: Plant(
+    36: plant(
         "process-wide state changed",
-        (
-            wrong("sets_threads", "global_state"),
-            wrong("seeds_the_generator", "global_state"),
-            wrong("allows_tf32", "global_state"),
-        ),
+        wrong("sets_threads", "global_state"),
+        wrong("seeds_the_generator", "global_state"),
+        wrong("allows_tf32", "global_state"),
     ),
-    37: Plant("a leak", (wrong("leaks", "leak"), wrong("leaves_files_open", "leak"))),
-    38: Plant(
+    37: plant("a leak", wrong("leaks", "leak"), wrong("leaves_files_open", "leak")),
+    38: plant(
         "a hang or a crash",
-        (wrong("crashes_on_nan", "crash", case="nan"),),
-        (
+        wrong("crashes_on_nan", "crash", case="nan"),
+        caught_by=(
             "cpu/test_parity.py::test_a_hang_ends_at_the_deadline",
             "cpu/test_pipeline_faults.py::test_every_fault_is_contained_and_its_cause_stored",
         ),
     ),
-    39: Plant(
+    39: plant(
         "a forged reply",
-        (wrong("forges_its_reply", "unwritten"),),
-        ("cpu/test_workers.py::test_an_invalid_reply_is_refused_as_data",),
+        wrong("forges_its_reply", "unwritten"),
+        caught_by=("cpu/test_workers.py::test_an_invalid_reply_is_refused_as_data",),
     ),
-    40: Plant(
+    40: plant(
         "state kept for one thread",
-        (
-            wrong("native_set_up_on_one_thread", "other_thread"),
-            wrong("remembers_in_other_threads", "other_thread"),
-        ),
+        wrong("native_set_up_on_one_thread", "other_thread"),
+        wrong("remembers_in_other_threads", "other_thread"),
     ),
-    41: Plant("one scratch buffer for all callers", (wrong("native_static_scratch", "at_once"),)),
-    42: Plant("work divided by the first number of threads", (wrong("shares_of_the_first_count", "thread_count"),)),
-    43: Plant("a storage's start for a tensor's", (wrong("reads_from_the_storages_start", "one_storage"),)),
-    44: Plant("a result that is remembered", (allocating("returns_what_it_remembers", "aliasing"),)),
-    45: Plant("new memory taken for zero", (wrong("native_sums_into_new_memory", "elements"),)),
-    46: Plant(
+    41: plant("one scratch buffer for all callers", wrong("native_static_scratch", "at_once")),
+    42: plant("work divided by the first number of threads", wrong("shares_of_the_first_count", "thread_count")),
+    43: plant("a storage's start for a tensor's", wrong("reads_from_the_storages_start", "one_storage")),
+    44: plant("a result that is remembered", allocating("returns_what_it_remembers", "aliasing")),
+    45: plant("new memory taken for zero", wrong("native_sums_into_new_memory", "elements")),
+    46: plant(
         "one row of a large result",
-        (
-            Kernel(proof("drops_one_output", WIDE), ELEMENTS, "at M1 N6000"),
-            Kernel(proof("one_output_a_little_off", WIDE), ELEMENTS, "at M1 N6000"),
-            Kernel(proof("forgets_a_head", HEADS), ELEMENTS, "at B1 Hq48"),
-        ),
+        wrong("drops_one_output", "elements", case="at M1 N6000", workload=WIDE),
+        wrong("one_output_a_little_off", "elements", case="at M1 N6000", workload=WIDE),
+        wrong("forgets_a_head", "elements", case="at B1 Hq48", workload=HEADS),
     ),
 }
 # Beyond the list: forms of a result, and exceptions.
@@ -284,9 +256,7 @@ def verdicts() -> dict[str, Parity]:
         with Prover(None, Terms(), threads=1) as prover:
             return [prover.prove(p) for p in some]
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(prove, (proofs[::2], proofs[1::2]))
-    return dict(zip(map(name_of, proofs[::2] + proofs[1::2]), one + other, strict=True))
+    return {name_of(p): verdict for p, verdict in in_two(prove, proofs)}
 
 
 @pytest.mark.parametrize("kernel", TODAY, ids=lambda k: name_of(k.proof))

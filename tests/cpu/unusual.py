@@ -8,9 +8,6 @@ import torch
 LOG2E = 1.4426950408889634
 
 
-# --- linear -----------------------------------------------------------------------------------------------------------
-
-
 def _with_extras(made, bias, residual, y):
     for extra in (bias, residual):
         made = made if extra is None else made + extra.to(made.dtype)
@@ -34,14 +31,19 @@ def linear_kahan(x, w, bias, residual, y):
     return _with_extras(total, bias, residual, y)
 
 
-def linear_pairwise(x, w, bias, residual, y):
-    """A tree of sums, each product rounded to fp32."""
-    terms = x.float()[:, None] * w.float()
+def _in_a_tree(terms):
+    """Add neighbours, level by level: [..., K] to [..., 1]."""
     while terms.shape[-1] > 1:
         if terms.shape[-1] % 2:
             terms = torch.cat((terms, torch.zeros_like(terms[..., :1])), -1)
         terms = terms[..., ::2] + terms[..., 1::2]
-    return _with_extras(terms[..., 0], bias, residual, y)
+    return terms
+
+
+def linear_pairwise(x, w, bias, residual, y):
+    """A tree of sums, each product rounded to fp32."""
+    terms = x.float()[:, None] * w.float()
+    return _with_extras(_in_a_tree(terms)[..., 0], bias, residual, y)
 
 
 def linear_in_double(x, w, bias, residual, y):
@@ -80,12 +82,7 @@ def linear_row_by_row(x, w, bias, residual):
     """Allocates its result, a dot product at a time."""
     wide = x.float()
     made = torch.stack([(wide * row.float()).sum(-1) for row in w], -1)
-    for extra in (bias, residual):
-        made = made if extra is None else made + extra.float()
-    return made.to(x.dtype)
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
+    return _with_extras(made, bias, residual, torch.empty(made.shape, dtype=x.dtype))
 
 
 def _seen(ends, s, keys, window):
@@ -99,22 +96,24 @@ def _scores(q, k, scale, softcap):
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _online(q, k, v, ends, scale, window, softcap, tiles, exp=torch.exp):
-    """The running maximum and sum of flash attention, over tiles of keys in the order given."""
+def _tile(q, k, v, ends, scale, window, softcap, start, end, dtype=torch.float32):
+    """Return which keys from `start` to `end` are seen, their scores and their values."""
+    seen = _seen(ends, q.shape[2], torch.arange(start, end), window)
+    k, v = (t[:, :, start:end].to(dtype).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    v = torch.where(seen.any(-2)[..., None], v, 0.0)  # masked values may be anything
+    return seen, _scores(q.to(dtype), k, scale, softcap).masked_fill(~seen, -torch.inf), v
+
+
+def _online(q, k, v, ends, scale, window, softcap, tiles, exp=torch.exp, p_dtype=torch.float32):
+    """The running maximum and sum of flash attention, over tiles of keys in this order; P is stored in `p_dtype`."""
     b, hq, s, d = q.shape
-    q = q.float()
     peak, total, made = torch.full((b, hq, s, 1), -torch.inf), torch.zeros(b, hq, s, 1), torch.zeros(b, hq, s, d)
     for start, end in tiles:
-        key = torch.arange(start, end)
-        seen = _seen(ends, s, key, window)
-        group = hq // k.shape[1]
-        near, value = (t[:, :, start:end].float().repeat_interleave(group, 1) for t in (k, v))
-        value = torch.where(seen.any(-2)[..., None], value, 0.0)  # masked values may be anything
-        scores = _scores(q, near, scale, softcap).masked_fill(~seen, -torch.inf)
+        seen, scores, value = _tile(q, k, v, ends, scale, window, softcap, start, end)
         top = torch.maximum(peak, scores.amax(-1, keepdim=True))
         keep = torch.where(peak == -torch.inf, 0.0, exp(peak - top))
         p = torch.where(seen, exp(scores - top), 0.0)
-        peak, total, made = top, total * keep + p.sum(-1, keepdim=True), made * keep + p @ value
+        peak, total, made = top, total * keep + p.sum(-1, keepdim=True), made * keep + p.to(p_dtype).float() @ value
     return made / torch.where(total == 0, 1.0, total)
 
 
@@ -142,11 +141,7 @@ attn_by_powers_of_two = _attn_by_tiles(48, exp=lambda x: torch.exp2(x * LOG2E))
 
 def _attend(q, k, v, ends, scale, window, softcap, dtype):
     """Compute all scores at once, in `dtype`."""
-    hq, s, keys = q.shape[1], q.shape[2], k.shape[2]
-    seen = _seen(ends, s, torch.arange(keys), window)
-    k, v = (t.to(dtype).repeat_interleave(hq // t.shape[1], 1) for t in (k, v))
-    v = torch.where(seen.any(-2)[..., None], v, 0.0)
-    scores = _scores(q.to(dtype), k, scale, softcap).masked_fill(~seen, -torch.inf)
+    seen, scores, v = _tile(q, k, v, ends, scale, window, softcap, 0, k.shape[2], dtype)
     live = seen.any(-1, keepdim=True)
     p = torch.where(live, scores, 0.0).softmax(-1)
     return (p @ v).masked_fill(~live, 0.0)
@@ -169,12 +164,8 @@ def attn_head_by_head(q, k, v, lengths, max_len, scale, window, softcap, o):
 def attn_split_over_keys(q, k, v, lengths, max_len, scale, window, softcap, o):
     """Compute three parts of the keys separately, and join them by their sums."""
     ends, parts = _ends(q, lengths, max_len), []
-    group, s = q.shape[1] // k.shape[1], q.shape[2]
     for start, end in _tiles(max_len, max(1, -(-max_len // 3))):
-        seen = _seen(ends, s, torch.arange(start, end), window)
-        near, value = (t[:, :, start:end].float().repeat_interleave(group, 1) for t in (k, v))
-        value = torch.where(seen.any(-2)[..., None], value, 0.0)
-        scores = _scores(q.float(), near, scale, softcap).masked_fill(~seen, -torch.inf)
+        seen, scores, value = _tile(q, k, v, ends, scale, window, softcap, start, end)
         peak = scores.amax(-1, keepdim=True)
         p = torch.where(seen, (scores - peak).exp(), 0.0)
         parts.append((peak, p.sum(-1, keepdim=True), p @ value))
@@ -223,9 +214,6 @@ def prefill_by_tiles(q, k, v, scale, window, softcap, o):
     return o.copy_(_online(q, k, v, ends, scale, window, softcap, tiles, exp=lambda x: torch.exp2(x * LOG2E)))
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
-
-
 def _slots(k, positions, block_table, cache):
     """(row or page, slot) of each new token, sequence by sequence."""
     for b in range(k.shape[0]):
@@ -254,9 +242,6 @@ def append_as_bits(k, v, positions, block_table, k_cache, v_cache):
     return k_cache, v_cache
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def _normalised(x, weight, offset, rstd):
     return x * rstd * (weight.to(x.dtype) + offset)
 
@@ -273,12 +258,8 @@ def rmsnorm_newton(x, weight, eps, offset, y):
 def rmsnorm_by_halves(x, weight, eps, offset, y):
     """Sums of neighbours, level by level."""
     wide = x.float()
-    terms = wide.square()
-    while terms.shape[-1] > 1:
-        if terms.shape[-1] % 2:
-            terms = torch.cat((terms, torch.zeros_like(terms[..., :1])), -1)
-        terms = terms[..., ::2] + terms[..., 1::2]
-    return y.copy_(_normalised(wide, weight, offset, 1 / torch.sqrt(terms / x.shape[-1] + eps)))
+    mean = _in_a_tree(wide.square()) / x.shape[-1]
+    return y.copy_(_normalised(wide, weight, offset, 1 / torch.sqrt(mean + eps)))
 
 
 def rmsnorm_element_of_a_vector(x, weight, eps, offset):
@@ -391,9 +372,6 @@ def geglu_row_by_row(gate, up, tanh, y):
     return y
 
 
-# --- fused ------------------------------------------------------------------------------------------------------------
-
-
 def _unit(x, norm_weight, eps, offset, dtype=torch.float32):
     wide = x.to(dtype)
     return _normalised(wide, norm_weight, offset, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
@@ -432,9 +410,6 @@ def gate_up_interleaved(x, norm_weight, w_gate, w_up, eps, offset, activation):
     both = torch.stack((w_gate, w_up), 1).flatten(0, 1).double()
     found = (_unit(x, norm_weight, eps, offset, torch.float64) @ both.t()).unflatten(-1, (-1, 2))
     return (_ACTIVATION[activation](found[..., 0]) * found[..., 1]).to(x.dtype)
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 def head_by_blocks(x, w, greedy, out):
@@ -501,28 +476,6 @@ def sample_all_rows(logits, history, temperature, top_k, top_p, repetition_penal
     return torch.where(temperature > 0, torch.minimum(drawn, last), scores.argmax(-1))
 
 
-WAYS = {
-    "linear": (
-        "linear_split_k", "linear_kahan", "linear_pairwise", "linear_in_double", "linear_backwards",
-        "linear_transposed", "linear_threads_per_call", "linear_row_by_row",
-    ),
-    "attn": (
-        "attn_tiles_of_7", "attn_tiles_of_64_backwards", "attn_by_powers_of_two", "attn_in_double",
-        "attn_head_by_head", "attn_split_over_keys",
-    ),
-    "paged_attn": ("paged_by_pages", "paged_in_double"),
-    "prefill_attn": ("prefill_query_by_query", "prefill_by_tiles"),
-    "kv_append": ("append_backwards", "append_as_bits"),
-    "rmsnorm": ("rmsnorm_newton", "rmsnorm_by_halves", "rmsnorm_element_of_a_vector", "rmsnorm_flushing"),
-    "add_rmsnorm": ("added_in_double", "added_row_by_row"),
-    "rope": ("rope_with_tables", "rope_in_double"),
-    "swiglu": ("swiglu_by_powers_of_two", "swiglu_in_double", "swiglu_columns_backwards"),
-    "geglu": ("geglu_by_other_functions", "geglu_row_by_row"),
-    "norm_qkv": ("norm_qkv_unrounded", "norm_qkv_in_parts"),
-    "gate_up": ("gate_up_as_one_product", "gate_up_interleaved"),
-    "lm_head": ("head_by_blocks", "head_in_double"),
-    "sample": ("sample_row_by_row", "sample_all_rows"),
-}  # fmt: skip
 ALLOCATING = (
     "linear_row_by_row", "paged_in_double", "rmsnorm_element_of_a_vector", "added_row_by_row", "rope_in_double",
     "swiglu_in_double", "gate_up_interleaved", "head_in_double", "sample_all_rows",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 
 import pytest
 
@@ -12,19 +12,19 @@ from autosel.testing.mutants.trial import plain_workload
 from autosel.tuning.prove import FIRST_PAIRS
 from autosel.values import Parity, Passed
 from tests import drawn
-from tests.cpu.planting import proof
-from tests.cpu.unusual import ALLOCATING, WAYS
+from tests.cpu import unusual
+from tests.cpu.planting import in_two, kernels_of, proof
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
-ALL = [(op, function) for op, functions in WAYS.items() for function in functions]
+ALL = kernels_of(unusual)
 KERNELS = drawn.share(ALL, days=6)
 
 
 def proof_of(op: str, function: str, seed: int) -> Proof:
     dtype = "fp32" if function in ("linear_kahan", "rmsnorm_newton", "attn_tiles_of_7") else "bf16"
     workload = plain_workload(OPS[op], dtype, seed)
-    return proof(function, workload, module="unusual", writes_out=function not in ALLOCATING)
+    return proof(function, workload, module="unusual", writes_out=function not in unusual.ALLOCATING)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,7 @@ def verdicts() -> dict[str, Parity]:
         with Prover(None, Terms(pairs=FIRST_PAIRS), threads=1) as prover:
             return [prover.prove(proof_of(*kernel, seed=1)) for kernel in some]
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(prove, (KERNELS[::2], KERNELS[1::2]))
-    return dict(zip([f for _, f in KERNELS[::2] + KERNELS[1::2]], one + other, strict=True))
+    return {function: verdict for (_, function), verdict in in_two(prove, KERNELS)}
 
 
 @pytest.mark.parametrize("function", [function for _, function in KERNELS])
@@ -48,6 +46,7 @@ def test_an_unusual_right_kernel_passes(verdicts: dict[str, Parity], function: s
 
 
 def test_every_op_has_two_and_there_are_thirty() -> None:
-    assert set(WAYS) == set(OPS)
-    assert all(len(functions) >= 2 for functions in WAYS.values())
+    counts = Counter(op for op, _ in ALL)
+    assert set(counts) == set(OPS)
+    assert min(counts.values()) >= 2
     assert len(ALL) >= 30

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
 from autosel.knobs.cpu import rows
 from autosel.knobs.cpu.facts import CpuFacts
-from autosel.values import Workload
+from autosel.values import Knobs, Workload
+
+Formula = Callable[[Workload, CpuFacts], Knobs]
 
 EIGHT = CpuFacts(
     isa="avx2",
@@ -32,23 +35,34 @@ def at(op: str, **dims: int) -> Workload:
     return Workload(op=op, dims=tuple(dims.items()), dtype="bf16")
 
 
+DEAR, ONE_CPU = dataclasses.replace(EIGHT, fork_join_s=1e-3), dataclasses.replace(EIGHT, cpus=1)
+SLOWER = dataclasses.replace(EIGHT, fork_join_s=3e-6)
+MANY, LONG = at("rmsnorm", M=512, d=4096), at("swiglu", M=1, I=14336)
+
+
 @pytest.mark.parametrize(
-    ("formula", "workload"),
+    ("formula", "workload", "cpu", "threads"),
     [
-        (rows.rmsnorm, at("rmsnorm", M=1, d=8192)),
-        (rows.add_rmsnorm, at("add_rmsnorm", M=1, d=8192)),
-        (rows.rope, at("rope", M=1, Hq=64, Hkv=8, D=128, R=128)),
-        (rows.swiglu, at("swiglu", M=1, I=8192)),
-        (rows.sample, at("sample", B=1, V=128_256, L=0)),
+        pytest.param(rows.rmsnorm, at("rmsnorm", M=1, d=8192), EIGHT, 1, id="one row"),
+        pytest.param(rows.add_rmsnorm, at("add_rmsnorm", M=1, d=8192), EIGHT, 1, id="one added row"),
+        pytest.param(rows.rope, at("rope", M=1, Hq=64, Hkv=8, D=128, R=128), EIGHT, 1, id="one token"),
+        pytest.param(rows.swiglu, at("swiglu", M=1, I=8192), EIGHT, 1, id="one gated row"),
+        pytest.param(rows.sample, at("sample", B=1, V=128_256, L=0), EIGHT, 1, id="one row of logits"),
+        pytest.param(rows.rmsnorm, MANY, EIGHT, 8, id="many rows"),
+        pytest.param(rows.swiglu, at("swiglu", M=64, I=14336), EIGHT, 8, id="many gated rows"),
+        pytest.param(rows.sample, at("sample", B=3, V=128_256, L=0), EIGHT, 3, id="never more than rows"),
+        pytest.param(rows.swiglu, at("swiglu", M=1, I=1 << 18), EIGHT, 8, id="a long gated row is shared"),
+        # 14336 times 2.5 exponentials at 2 G/s take 18 us: more than eight fork-joins of 2 us, not of 3.
+        pytest.param(rows.swiglu, LONG, EIGHT, 7, id="longer than eight fork-joins"),
+        pytest.param(rows.swiglu, LONG, SLOWER, 1, id="shorter than eight fork-joins"),
+        pytest.param(rows.rmsnorm, MANY, DEAR, 1, id="an expensive fork-join"),
+        pytest.param(rows.rmsnorm, MANY, ONE_CPU, 1, id="one CPU"),
     ],
 )
-def test_one_row_gets_one_thread(formula: object, workload: Workload) -> None:
-    assert formula(workload, EIGHT)["threads"] == 1  # type: ignore[operator]
-
-
-def test_many_rows_get_every_thread() -> None:
-    assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), EIGHT)["threads"] == 8
-    assert rows.swiglu(at("swiglu", M=64, I=14336), EIGHT)["threads"] == 8
+def test_the_number_of_threads_follows_the_work_and_the_cpu(
+    formula: Formula, workload: Workload, cpu: CpuFacts, threads: int
+) -> None:
+    assert formula(workload, cpu)["threads"] == threads
 
 
 def test_a_norm_takes_the_time_of_its_arithmetic() -> None:
@@ -56,30 +70,6 @@ def test_a_norm_takes_the_time_of_its_arithmetic() -> None:
     (knob,) = rows.rmsnorm(at("rmsnorm", M=64, d=4096), EIGHT).settings
     assert knob.inputs["serial_s"] == pytest.approx(102.4e-6)
     assert knob.value == 8
-
-
-def test_there_are_never_more_threads_than_rows() -> None:
-    assert rows.sample(at("sample", B=3, V=128_256, L=0), EIGHT)["threads"] == 3
-
-
-def test_a_single_long_gated_row_is_shared() -> None:
-    assert rows.swiglu(at("swiglu", M=1, I=1 << 18), EIGHT)["threads"] == 8
-
-
-def test_how_long_a_call_must_be_follows_the_measured_fork_join() -> None:
-    """Check one row of 18 us, 14336 times 2.5 exponentials at 2 G/s: more than eight fork-joins of 2 us, not of 3."""
-    row = at("swiglu", M=1, I=14336)
-    assert rows.swiglu(row, dataclasses.replace(EIGHT, fork_join_s=3e-6))["threads"] == 1
-    assert rows.swiglu(row, EIGHT)["threads"] == 7
-
-
-def test_an_expensive_fork_join_keeps_one_thread() -> None:
-    dear = dataclasses.replace(EIGHT, fork_join_s=1e-3)
-    assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), dear)["threads"] == 1
-
-
-def test_one_cpu_is_one_thread() -> None:
-    assert rows.rmsnorm(at("rmsnorm", M=512, d=4096), dataclasses.replace(EIGHT, cpus=1))["threads"] == 1
 
 
 def test_the_knob_names_every_input_of_its_formula() -> None:

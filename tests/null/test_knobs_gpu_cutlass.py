@@ -8,17 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosel.fingerprint import known
-from autosel.knobs.gpu import attention, cutlass, facts
+from autosel.knobs.gpu import attention, cutlass, gemm
 from autosel.knobs.gpu.gemv import Projection
-from autosel.values import Knobs, Workload
-
-EVERY = {name: facts(known.load(name)) for name in known.names()}
-H200, TI = EVERY["h200"], EVERY["rtx-5070-ti"]
-
-
-def linear(m: int, n: int = 4096, k: int = 4096, dtype: str = "bf16") -> Workload:
-    return Workload(op="linear", dims=(("M", m), ("N", n), ("K", k)), dtype=dtype)
+from autosel.values import Knobs
+from tests.null.test_knobs_gpu import EVERY, H200, TI, linear
 
 
 def told(knobs: Knobs, *names: str) -> tuple[object, ...]:
@@ -106,7 +99,7 @@ def test_ampere_builds_fit_what_the_source_and_the_device_allow(m, n, k, f, dtyp
 @given(**SHAPES)
 def test_streaming_reaches_the_readers_it_needs_or_runs_out_of_k(m, n, k, f, dtype):
     p = Projection(rows=min(m, 64), outputs=n, depth=k, dtype=dtype)
-    s = cutlass.streaming(p, f, rows=64, columns=64, beside=0)
+    s = gemm.streaming(p, f, rows=64, columns=64, split_most=cutlass.SPLIT_MOST)
     assert s.tiles * s.split >= math.floor(f.sms_needed) or s.split == max(1, min(64, k // 256))
 
 

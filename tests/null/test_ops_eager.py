@@ -12,28 +12,18 @@ from autosel.errors import BadArguments
 from autosel.ops import OPS, eager
 from autosel.ops.contract import Match
 from autosel.values import Scalar
+from tests.null.test_ops_contract import SHAPES
 
 HEADS = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 40}
 WORKLOADS: tuple[tuple[str, str, dict[str, int], dict[str, Scalar]], ...] = (
-    ("linear", "linear", {"M": 2, "N": 8, "K": 16}, {"bias": True, "residual": True}),
-    ("attn", "attn", HEADS, {"ragged": True, "window": 16}),
+    *((op, op, dims, traits) for op, (dims, traits) in SHAPES.items()),
     ("attn", "attn", {**HEADS, "S": 3}, {"softcap": 30.0}),
     ("attn", "attn_packed", HEADS, {"ragged": True}),
     ("paged_attn", "paged_attn", {**HEADS, "page": 16}, {}),
     ("prefill_attn", "prefill_attn", {"B": 1, "Hq": 4, "Hkv": 2, "S": 24, "D": 64}, {"window": 8}),
     ("kv_append", "kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {}),
-    ("kv_append", "kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}),
-    ("rmsnorm", "rmsnorm", {"M": 2, "d": 64}, {"offset": 1.0}),
-    ("add_rmsnorm", "add_rmsnorm", {"M": 2, "d": 64}, {"sandwich": 1}),
     ("add_rmsnorm", "add_rmsnorm", {"M": 2, "d": 64}, {"sandwich": 2}),
     ("rope", "rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}, {}),
-    ("rope", "rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 32}, {"style": 1}),
-    ("swiglu", "swiglu", {"M": 2, "I": 64}, {}),
-    ("geglu", "geglu", {"M": 2, "I": 64}, {"tanh": 1}),
-    ("norm_qkv", "norm_qkv", {"M": 2, "d": 64, "N": 96}, {}),
-    ("gate_up", "gate_up", {"M": 2, "d": 64, "I": 96}, {"activation": 1}),
-    ("lm_head", "lm_head", {"M": 2, "V": 128, "d": 64}, {"greedy": 1}),
-    ("sample", "sample", {"B": 3, "V": 50, "L": 7}, {}),
 )
 
 

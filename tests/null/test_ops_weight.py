@@ -169,13 +169,6 @@ def test_rows_and_parts_of_a_matrix_are_views_of_it(name: str) -> None:
     assert w.nbytes == w.format.nbytes("bf16", 40, 33)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_dequantised_is_the_nearest_of_a_dtype(name: str) -> None:
-    w = quantise(drawn(40, 33), name)
-    assert isinstance(w, Weight)
-    assert torch.equal(w.dequantised(torch.bfloat16), w.exact().to(torch.bfloat16))
-
-
 @pytest.mark.parametrize("code", [c for c in CODES.values() if getattr(c, "line", 0) < 256], ids=str)
 def test_all_finite_codes_of_a_format_are_listed(code: Any) -> None:
     found = code.every_finite((2, 256 - len(code.nans)), Draw(1, "bf16")).view(torch.uint8)
@@ -304,10 +297,11 @@ def test_a_large_matrix_repeats_quantised_groups_but_no_row(name: str, monkeypat
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_nearest_fp32_matrix_is_the_exact_one_rounded_once(name: str, dtype: DTypeName) -> None:
+def test_the_nearest_matrix_of_a_dtype_is_the_exact_one_rounded_once(name: str, dtype: DTypeName) -> None:
     for made in OPS["linear"].cases(OPS["linear"].workload(dtype, OF["linear"], weight=name)):
         w = made.make(7)["w"]
-        assert torch.equal(w.dequantised(torch.float32).nan_to_num(1.5), w.exact().float().nan_to_num(1.5)), made.name
+        for to in (torch.float32, torch.bfloat16):
+            assert torch.equal(w.dequantised(to).nan_to_num(1.5), w.exact().to(to).nan_to_num(1.5)), made.name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -516,25 +510,20 @@ def test_parts_that_are_not_the_formats_are_refused(changes: dict[str, Any], tol
         op.workload_of(parts_of(op.workload("bf16", OF["linear"], weight=FP8), **changes))
 
 
-def test_codes_without_scales_are_refused_with_the_way_to_pass_them() -> None:
-    op = OPS["linear"]
-    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="codes without their scales"):
-        op.workload_of({**inputs, "w": inputs["w"].codes})
-
-
-def test_gate_and_up_have_one_format() -> None:
-    op = OPS["gate_up"]
-    inputs = op.inputs(op.workload("bf16", OF["gate_up"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="w_gate is fp8_e4m3-row, w_up is plain"):
-        op.workload_of({**inputs, "w_up": inputs["w_up"].dequantised(torch.bfloat16)})
-
-
-def test_a_weight_of_another_size_is_refused() -> None:
-    op = OPS["linear"]
-    inputs = op.inputs(op.workload("bf16", OF["linear"], weight=FP8), 1)
-    with pytest.raises(BadArguments, match="K = 256"):
-        op.workload_of({**inputs, "w": quantise(drawn(64, 255), FP8)})
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("linear", lambda i: {"w": i["w"].codes}, "codes without their scales"),
+        ("linear", lambda i: {"w": quantise(drawn(64, 255), FP8)}, "K = 256"),
+        ("gate_up", lambda i: {"w_up": i["w_up"].dequantised(torch.bfloat16)}, "w_gate is fp8_e4m3-row, w_up is plain"),
+    ],
+    ids=["codes alone", "another size", "two formats"],
+)
+def test_weights_that_do_not_fit_are_refused(name: str, change: Callable[[Any], Any], told: str) -> None:
+    op = OPS[name]
+    inputs = op.inputs(op.workload("bf16", OF[name], weight=FP8), 1)
+    with pytest.raises(BadArguments, match=told):
+        op.workload_of({**inputs, **change(inputs)})
 
 
 def test_a_weight_that_another_thread_forgets_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

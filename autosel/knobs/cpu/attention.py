@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads
+from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, multiply_rate, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 # Below the minimum, softmax and loop ends dominate; above the maximum, scores leave L1 without a gain.
@@ -30,13 +30,12 @@ def decode(w: Workload, f: CpuFacts) -> Knobs:
 def prefill(w: Workload, f: CpuFacts) -> Knobs:
     """Return threads: all cores, because arithmetic limits it from a few dozen positions on."""
     flops = 2 * w["B"] * w["Hq"] * w["S"] * w["S"] * w["D"]
-    serial_s = flops / (PEAK_SHARE * _multiply_rate(w, f))
-    threads = f.cpus if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
+    serial_s = flops / (PEAK_SHARE * multiply_rate(w, f))
     return Knobs(
         settings=(
             Knob(
                 name="threads",
-                value=threads,
+                value=worthwhile_threads(f, serial_s),
                 formula="cpus if serial_s * (1 - 1/cpus) > 2 * fork_join_s else 1",
                 inputs={"serial_s": serial_s, "cpus": f.cpus, "fork_join_s": f.fork_join_s},
             ),
@@ -48,7 +47,7 @@ def append(w: Workload, f: CpuFacts) -> Knobs:
     """Return threads: one, until the copy takes longer than two fork-joins."""
     copied = 4 * w["B"] * w["Hkv"] * w["S"] * w["D"] * DTYPE_BYTES[w.dtype]
     serial_s = copied / f.read_1
-    threads = bandwidth_threads(f) if serial_s * (1 - 1 / f.cpus) > 2 * f.fork_join_s else 1
+    threads = bandwidth_threads(f) if worthwhile_threads(f, serial_s) > 1 else 1
     return Knobs(
         settings=(
             Knob(
@@ -68,7 +67,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
     """Return the number of threads that saturates memory, or more if arithmetic would not keep pace; `chunk` lowers it
     for a short cache."""
     keys = _keys(w) * w["B"] * w["Hkv"]
-    bytes_read, saturating, rate = keys * _key_bytes(w), bandwidth_threads(f), PEAK_SHARE * _multiply_rate(w, f)
+    bytes_read, saturating, rate = keys * _key_bytes(w), bandwidth_threads(f), PEAK_SHARE * multiply_rate(w, f)
     flops = 4 * keys * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
     keeping_pace = math.ceil(flops / rate * f.read_all / bytes_read)
     return Knob(
@@ -133,7 +132,7 @@ def _amx_tile(w: Workload, f: CpuFacts) -> Knob:
 def _chunk(w: Workload, f: CpuFacts) -> Knob:
     """Return the minimum number of keys in a thread's share: their time equals two fork-joins."""
     flops = 4 * w["Hq"] // w["Hkv"] * w["S"] * w["D"]
-    key_s = max(_key_bytes(w) / f.read_1, flops / (PEAK_SHARE * _multiply_rate(w, f)))
+    key_s = max(_key_bytes(w) / f.read_1, flops / (PEAK_SHARE * multiply_rate(w, f)))
     return Knob(
         name="chunk",
         value=max(1, math.ceil(2 * f.fork_join_s / key_s)),
@@ -167,8 +166,3 @@ def _keys(w: Workload) -> int:
 
 def _key_bytes(w: Workload) -> int:
     return 2 * w["D"] * DTYPE_BYTES[w.dtype]
-
-
-def _multiply_rate(w: Workload, f: CpuFacts) -> float:
-    """Return the FLOP/s of one core: of the bf16 dot if there is one, else of fp32 FMA after widening."""
-    return f.dot_flops_1 if w.dtype == "bf16" and f.isa == "avx512bf16" else f.flops_1

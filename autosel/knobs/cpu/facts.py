@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autosel.native.isa import ISA_FLAGS, ISA_NEEDS, Isa, best_isa
-from autosel.values import Fingerprint
+from autosel.values import Fingerprint, Workload
 
 __all__ = [
     "ISA_FLAGS",
@@ -16,6 +16,8 @@ __all__ = [
     "bandwidth_threads",
     "best_isa",
     "facts",
+    "multiply_rate",
+    "paired",
     "worthwhile_threads",
 ]
 
@@ -91,6 +93,16 @@ def bandwidth_threads(f: CpuFacts) -> int:
         return f.cpus
     by_domain = f.l3_domains * math.ceil(f.read_l3_domain / f.read_1)
     return max(1, min(f.cpus, max(by_domain, math.ceil(f.read_all / f.read_1 - 0.05))))
+
+
+def paired(w: Workload, f: CpuFacts) -> bool:
+    """Return True if the CPU multiplies pairs of bf16."""
+    return w.dtype == "bf16" and f.isa == "avx512bf16"
+
+
+def multiply_rate(w: Workload, f: CpuFacts) -> float:
+    """Return the FLOP/s of one core: of the bf16 dot if there is one, else of fp32 FMA after widening."""
+    return f.dot_flops_1 if paired(w, f) else f.flops_1
 
 
 def worthwhile_threads(f: CpuFacts, serial_s: float) -> int:

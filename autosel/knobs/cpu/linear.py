@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from autosel.formats import PART_BYTES
-from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, worthwhile_threads
+from autosel.knobs.cpu.facts import CpuFacts, bandwidth_threads, multiply_rate, paired, worthwhile_threads
 from autosel.values import DTYPE_BYTES, Knob, Knobs, Workload
 
 MAX_ROWS = 8  # rows of x in one walk of dot.h
@@ -80,7 +80,7 @@ def _threads(w: Workload, f: CpuFacts) -> Knob:
     """Return one thread while a fork-join costs more than it saves; else the threads that saturate memory; all cores if
     arithmetic is the limit."""
     m, n, k = _dims(w)
-    bytes_read, flops, rate = n * k * _weight_bytes(w), 2 * m * n * k, _multiply_rate(w, f)
+    bytes_read, flops, rate = n * k * _weight_bytes(w), 2 * m * n * k, multiply_rate(w, f)
     serial_s = max(bytes_read / f.read_1, flops / rate)
     saturating = bandwidth_threads(f)
     compute_bound = flops / (saturating * rate) > bytes_read / f.read_all
@@ -117,11 +117,6 @@ def _weight_bytes(w: Workload) -> float:
     return PART_BYTES[found.parts[0].dtype or w.dtype] if found.plain else found.bits / 8
 
 
-def _multiply_rate(w: Workload, f: CpuFacts) -> float:
-    """Return the FLOP/s of one core at this dtype: of the bf16 dot, or of fp32 FMA after widening."""
-    return f.dot_flops_1 if _paired(w, f) else f.flops_1
-
-
 # --- dot.h -----------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +134,7 @@ def _rows(w: Workload, f: CpuFacts) -> Knob:
     most = next(r for r in (8, 4, 3, 2, 1) if r * group <= registers)
     fits = f.l2_bytes // 4 // row_bytes
     value = most if most <= fits else 4 if most == 8 and fits >= 4 else 1
-    x_bytes = group * k * (2 if _paired(w, f) else 4)
+    x_bytes = group * k * (2 if paired(w, f) else 4)
     wide = f.l1d_bytes >= WIDE_L1
     low, high = X_SHARES_WIDE if wide else X_SHARES
     in_l1 = group > 1 and registers > 12 and low * f.l1d_bytes <= x_bytes <= high * f.l1d_bytes
@@ -191,7 +186,7 @@ def _walk(w: Workload, f: CpuFacts) -> tuple[Knob, Knob, Knob]:
 
 def _k_block(w: Workload, f: CpuFacts) -> Knob:
     """Return the elements of K turned at a time: the turned block, strip x lanes x 4 bytes, takes half of L1."""
-    vector, per_lane = _lanes(f), 2 if _paired(w, f) else 1
+    vector, per_lane = _lanes(f), 2 if paired(w, f) else 1
     lanes = max(vector, f.l1d_bytes // 2 // (4 * 2 * vector) // vector * vector)
     return Knob(
         name="k_block",
@@ -204,7 +199,7 @@ def _k_block(w: Workload, f: CpuFacts) -> Knob:
 
 def _coded_k_block(w: Workload, f: CpuFacts) -> Knob:
     """Return the elements of K whose codes become weights at a time: whole blocks of codes, at least one."""
-    vector, per_lane = _lanes(f), 2 if _paired(w, f) else 1
+    vector, per_lane = _lanes(f), 2 if paired(w, f) else 1
     blocks = f.l1d_bytes // 2 // (4 * 2 * vector) * per_lane // CODES_IN_BLOCK
     return Knob(
         name="k_block",
@@ -241,7 +236,7 @@ def _m_block(w: Workload, f: CpuFacts) -> Knob:
     sums."""
     (m, _, k), lanes = _dims(w), _lanes(f)
     tile, strip = _registers(f) // 2, 2 * lanes
-    row_bytes = math.ceil(k / (2 if _paired(w, f) else 1)) * 4
+    row_bytes = math.ceil(k / (2 if paired(w, f) else 1)) * 4
     by_l3 = f.l3_bytes // (2 * f.cpus * row_bytes)
     by_l2 = f.l2_bytes // (8 * 4 * strip)
     return Knob(
@@ -271,10 +266,6 @@ def _lanes(f: CpuFacts) -> int:
 def _registers(f: CpuFacts) -> int:
     """Return how many of 32 (AVX-512) or 16 registers hold sums."""
     return 24 if f.isa.startswith("avx512") else 12
-
-
-def _paired(w: Workload, f: CpuFacts) -> bool:
-    return w.dtype == "bf16" and f.isa == "avx512bf16"
 
 
 def _dims(w: Workload) -> tuple[int, int, int]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from autosel.knobs.gpu import gemm
 from autosel.knobs.gpu.facts import GpuFacts, power_of_two
@@ -29,17 +28,6 @@ STEP_BYTES = gemm.TILE_ROW_BYTES  # of a row per stage: one row of the 128-byte 
 NARROW, WIDE = 64, 128  # weight rows per tile
 SPLIT_MOST = 64
 FILLED = 0.85  # of the last wave; below this, splitting a tile pays (knobs of `gemm.large`)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streaming:
-    """Hold a tile of weights that streams past x, and the number of CTAs that share its K."""
-
-    rows: int  # of w
-    columns: int  # of x, padded
-    stages: int
-    tiles: int
-    split: int
 
 
 # --- Hopper -----------------------------------------------------------------------------------------------------------
@@ -64,9 +52,9 @@ def hopper(w: Workload, f: GpuFacts) -> Knobs:
     if p.rows > gemm.large_from(p.dtype, f):
         return _hopper_large(w, p, f)
     columns = columns_of(p, COLUMNS_LEAST, 256)
-    fine = p.rows <= narrow_most(f) and tiles_of(p, NARROW, columns) >= f.sms_needed
+    fine = p.rows <= narrow_most(f) and gemm.tiles_of(p, NARROW, columns) >= f.sms_needed
     rows = NARROW if fine else WIDE
-    s = streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns))
+    s = gemm.streaming(p, f, rows=rows, columns=columns, beside=end_bytes(rows, columns), split_most=SPLIT_MOST)
     return Knobs(
         settings=(
             Knob(
@@ -158,51 +146,39 @@ def ampere(w: Workload, f: GpuFacts) -> Knobs:
     if p.rows > gemm.large_from(p.dtype, f):
         return _ampere_large(p, f)
     columns = columns_of(p, 16, COLUMNS_MOST)
-    fine = p.rows <= narrow_most(f) and tiles_of(p, WIDE, columns) < f.sms
-    s = streaming(p, f, rows=NARROW if fine else WIDE, columns=columns, beside=0)
+    fine = p.rows <= narrow_most(f) and gemm.tiles_of(p, WIDE, columns) < f.sms
+    s = gemm.streaming(p, f, rows=NARROW if fine else WIDE, columns=columns, split_most=SPLIT_MOST)
     return Knobs(settings=_streaming_knobs(p, s, f, ("rows", "columns"), "N / 128 tiles are fewer than S"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Covering:
-    """Hold one tile of the large product."""
-
-    rows: int
-    columns: int
-    tiles: int
-    waves: int
-
-    @property
-    def intensity(self) -> float:
-        return self.rows * self.columns / (self.rows + self.columns)
-
-
-def coverings(p: Projection, f: GpuFacts) -> Iterator[Covering]:
+def coverings(p: Projection, f: GpuFacts) -> Iterator[gemm.Tile]:
+    """Yield the legal tiles of y^T: m along the rows of x, n along those of w."""
     for rows, columns in SIDES:
-        if _fit(rows, columns, f) >= 2 and laid_bytes(rows, columns) <= f.smem_per_cta:
-            tiles = math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
-            yield Covering(rows=rows, columns=columns, tiles=tiles, waves=math.ceil(tiles / f.sms))
+        stages = f.smem_per_cta // ((rows + columns) * STEP_BYTES)
+        if stages >= 2 and laid_bytes(rows, columns) <= f.smem_per_cta:
+            count = gemm.tiles_of(p, rows, columns)
+            yield gemm.Tile(m=columns, n=rows, stages=stages, count=count, waves=math.ceil(count / f.sms))
 
 
 def _ampere_large(p: Projection, f: GpuFacts) -> Knobs:
     needed = f.matrix_flops(p.dtype) * p.weight_bytes / (2 * f.l2)
-    c = _covering(p, f, needed)
-    full = c.tiles / (f.sms * c.waves)
-    split = _fewest(p, f, c) if full < FILLED and p.depth > 3 * p.outputs else 1
+    t = _covering(p, f, needed)
+    full = t.count / (f.sms * t.waves)
+    split = _fewest(p, f, t) if full < FILLED and p.depth > 3 * p.outputs else 1
     told = {"M": p.rows, "N": p.outputs, "S": f.sms}
-    tile_bytes = (c.rows + c.columns) * STEP_BYTES
+    tile_bytes = (t.m + t.n) * STEP_BYTES
     return Knobs(
         settings=(
             Knob(
                 name="rows",
-                value=c.rows,
+                value=t.n,
                 formula="of tiles with R*C/(R+C) >= need: least waves * R * C, fullest last wave, least waste",
                 inputs={**told, "need": needed},
             ),
-            Knob(name="columns", value=c.columns, formula="as rows", inputs={"intensity": c.intensity}),
+            Knob(name="columns", value=t.m, formula="as rows", inputs={"intensity": t.intensity}),
             Knob(
                 name="stages",
-                value=min(_fit(c.rows, c.columns, f), max(3, 1 + math.ceil(f.rho * f.latency_s / tile_bytes))),
+                value=min(t.stages, max(3, 1 + math.ceil(f.rho * f.latency_s / tile_bytes))),
                 formula="min(smem / stage bytes, max(3, 1 + ceil(rho * lambda / stage bytes)))",
                 inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
             ),
@@ -210,36 +186,32 @@ def _ampere_large(p: Projection, f: GpuFacts) -> Knobs:
                 name="split_k",
                 value=split,
                 formula="if G / (S * waves) < 0.85 and K > 3 N: s <= 8 of least ceil(s G / S) t / s + 8 s M N / beta2",
-                inputs={"full": full, "K": p.depth, "N": p.outputs, "G": c.tiles, "S": f.sms},
+                inputs={"full": full, "K": p.depth, "N": p.outputs, "G": t.count, "S": f.sms},
             ),
         )
     )
 
 
-def _covering(p: Projection, f: GpuFacts, needed: float) -> Covering:
+def _covering(p: Projection, f: GpuFacts, needed: float) -> gemm.Tile:
     legal = list(coverings(p, f))
-    fed = [c for c in legal if c.intensity >= needed and c.tiles >= f.sms]
+    fed = [t for t in legal if t.intensity >= needed and t.count >= f.sms]
 
-    def rank(c: Covering) -> tuple[int, int, int, int]:
-        area = c.rows * c.columns
-        return c.waves * area, -((c.tiles - 1) % f.sms + 1), c.tiles * area, -area
+    def rank(t: gemm.Tile) -> tuple[int, int, int, int]:
+        area = t.m * t.n
+        return t.waves * area, -((t.count - 1) % f.sms + 1), t.count * area, -area
 
     return min(fed or legal, key=rank)
 
 
-def _fewest(p: Projection, f: GpuFacts, c: Covering) -> int:
-    tile_s = 2 * c.rows * c.columns * p.depth * f.sms / f.matrix_flops(p.dtype)
+def _fewest(p: Projection, f: GpuFacts, t: gemm.Tile) -> int:
+    tile_s = 2 * t.m * t.n * p.depth * f.sms / f.matrix_flops(p.dtype)
 
     def seconds(split: int) -> float:
         joined = 8 * split * p.rows * p.outputs / f.l2 if split > 1 else 0.0
-        return math.ceil(split * c.tiles / f.sms) / split * tile_s + joined
+        return math.ceil(split * t.count / f.sms) / split * tile_s + joined
 
     most = max(1, min(8, p.depth * p.weight_bytes // (4 * STEP_BYTES)))
     return min(range(1, most + 1), key=seconds)
-
-
-def _fit(rows: int, columns: int, f: GpuFacts) -> int:
-    return f.smem_per_cta // ((rows + columns) * STEP_BYTES)
 
 
 def laid_bytes(rows: int, columns: int) -> int:
@@ -260,24 +232,9 @@ def columns_of(p: Projection, least: int, most: int) -> int:
     return max(least, min(most, power_of_two(p.rows)))
 
 
-def tiles_of(p: Projection, rows: int, columns: int) -> int:
-    """Return G: tiles of the product."""
-    return math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
-
-
-def streaming(p: Projection, f: GpuFacts, *, rows: int, columns: int, beside: int) -> Streaming:
-    """Return stages and split of a streaming tile; `beside`: bytes of shared memory in addition to the stages."""
-    weights = rows * STEP_BYTES
-    fit = (f.smem_per_cta - beside) // (weights + columns * STEP_BYTES)
-    stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weights)))
-    tiles = tiles_of(p, rows, columns)
-    flight = (stages - 1) * weights
-    wanted = math.ceil(max(f.sms_needed / tiles, f.in_flight / (tiles * flight)))
-    most = min(SPLIT_MOST, p.depth * p.weight_bytes // (4 * STEP_BYTES))
-    return Streaming(rows=rows, columns=columns, stages=stages, tiles=tiles, split=max(1, min(wanted, most)))
-
-
-def _streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, sides: tuple[str, str], when: str) -> tuple[Knob, ...]:
+def _streaming_knobs(
+    p: Projection, s: gemm.Streaming, f: GpuFacts, sides: tuple[str, str], when: str
+) -> tuple[Knob, ...]:
     return (
         Knob(
             name=sides[0],
@@ -286,23 +243,5 @@ def _streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, sides: tuple[str,
             inputs={"M": p.rows, "N": p.outputs, "S": f.sms, "S_min": f.sms_needed, "beta": f.read, "beta2": f.l2},
         ),
         Knob(name=sides[1], value=s.columns, formula="M as a power of two, within the tile's", inputs={"M": p.rows}),
-        Knob(
-            name="stages",
-            value=s.stages,
-            formula="min(smem / stage bytes, 1 + ceil(rho * lambda / weight tile bytes))",
-            inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
-        ),
-        Knob(
-            name="split_k",
-            value=s.split,
-            formula="ceil(max(S_min / G, X / (G * X_cta))), at most K / (4 * BK)",
-            inputs={
-                "S_min": f.sms_needed,
-                "G": s.tiles,
-                "X": f.in_flight,
-                "X_cta": (s.stages - 1) * s.rows * STEP_BYTES,
-                "K": p.depth,
-            },
-            reason="added in fp32 in a fixed order" if s.split > 1 else "",
-        ),
+        *gemm.streaming_knobs(p, s, f, "added in fp32 in a fixed order"),
     )

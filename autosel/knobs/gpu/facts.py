@@ -35,7 +35,6 @@ class GpuFacts:
     smem_per_cta: int
     threads_per_sm: int
     ctas_per_sm: int
-    sfu_per_clock: float  # exponentials per SM and clock
     read: float  # beta: bytes/s from DRAM
     l2: float  # beta2: bytes/s from L2
     rho: float  # maximum bytes/s of one SM
@@ -44,7 +43,6 @@ class GpuFacts:
     bf16_flops: float  # pi, dense, fp32 accumulation
     fp8_flops: float
     node_s: float  # n_t: one node of a graph
-    stream_s: float  # one kernel of a stream, queued ahead
     flag_s: float  # t_flag: a barrier of all SMs by a counter in memory
     # how much cheaper one dependence is inside a persistent kernel than between two PDL nodes
     persistent_saving_s: float
@@ -117,7 +115,6 @@ def _facts(identity: Mapping[str, object], rate: Mapping[str, float]) -> GpuFact
         smem_per_cta=count("smem_per_cta_bytes"),
         threads_per_sm=count("threads_per_sm"),
         ctas_per_sm=count("ctas_per_sm"),
-        sfu_per_clock=count("sfu_per_clock_sm"),
         read=rate["read_bytes_per_s"],
         l2=rate["l2_bytes_per_s"],
         rho=rate.get("sm_bytes_per_s", rate["l2_bytes_per_s"] / count("sm_count")),
@@ -126,7 +123,6 @@ def _facts(identity: Mapping[str, object], rate: Mapping[str, float]) -> GpuFact
         bf16_flops=rate["bf16_matrix_flops"],
         fp8_flops=rate.get("fp8_matrix_flops", rate["bf16_matrix_flops"]),  # cc 8.0 converts fp8 to bf16 first
         node_s=rate["graph_node_s"],
-        stream_s=rate["stream_launch_s"],
         flag_s=rate["flag_barrier_s"],
         persistent_saving_s=rate["persistent_saving_s"],
     )

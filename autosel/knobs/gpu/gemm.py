@@ -72,13 +72,19 @@ def large_from(dtype: str, f: GpuFacts) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamShape:
-    """Hold the streaming kernel's shape for one projection."""
+class Streaming:
+    """Hold a tile of weights that streams past x, and the number of CTAs that share its K."""
 
-    columns: int  # activation rows padded to the instruction's n = 8, 16 .. 256
+    rows: int  # of w
+    columns: int  # of x, padded
     stages: int
+    tiles: int  # G: without the split
     split: int
-    ctas: int  # G: without the split
+
+    @property
+    def in_flight(self) -> int:
+        """Return X_cta: bytes of weights that one CTA has in flight."""
+        return (self.stages - 1) * self.rows * TILE_ROW_BYTES
 
 
 def stream(w: Workload, f: GpuFacts) -> Knobs:
@@ -96,46 +102,58 @@ def stream(w: Workload, f: GpuFacts) -> Knobs:
             Knob(name="tile_rows", value=STREAM_ROWS, formula="BN = 128", inputs={}),
             Knob(name="tile_depth", value=depth, formula="BK = 128 bytes of weights", inputs={"b": p.weight_bytes}),
             Knob(name="columns", value=s.columns, formula="M rounded up to 8", inputs={"M": p.rows}),
-            Knob(
-                name="stages",
-                value=s.stages,
-                formula="min(smem / stage bytes, 1 + ceil(rho * lambda / weight tile bytes))",
-                inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
-            ),
-            Knob(
-                name="split_k",
-                value=s.split,
-                formula="ceil(max(S_min / G, X / (G * X_cta))), at most K / (4 * BK)",
-                inputs={"S_min": f.sms_needed, "G": s.ctas, "X": f.in_flight, "X_cta": _in_flight(s), "K": p.depth},
-                reason="reduced in fp32 in a fixed order: bf16 atomics double the error" if s.split > 1 else "",
-            ),
+            *streaming_knobs(p, s, f, "reduced in fp32 in a fixed order: bf16 atomics double the error"),
         )
     )
 
 
-def stream_shape(p: Projection, f: GpuFacts) -> StreamShape:
-    columns = min(256, 8 * math.ceil(p.rows / 8))
-    weight_tile = STREAM_ROWS * TILE_ROW_BYTES
-    fit = f.smem_per_cta // (weight_tile + columns * TILE_ROW_BYTES)
-    stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weight_tile)))
-    ctas = math.ceil(p.outputs / STREAM_ROWS) * math.ceil(p.rows / columns)
-    flight = (stages - 1) * weight_tile
-    wanted = math.ceil(max(f.sms_needed / ctas, f.in_flight / (ctas * flight)))
-    most = p.depth * p.weight_bytes // (4 * TILE_ROW_BYTES)
-    return StreamShape(columns=columns, stages=stages, split=max(1, min(wanted, most)), ctas=ctas)
+def stream_shape(p: Projection, f: GpuFacts) -> Streaming:
+    return streaming(p, f, rows=STREAM_ROWS, columns=min(256, 8 * math.ceil(p.rows / 8)))
 
 
-def _in_flight(s: StreamShape) -> int:
-    """Return X_cta: bytes of weights that one CTA has in flight."""
-    return (s.stages - 1) * STREAM_ROWS * TILE_ROW_BYTES
+def tiles_of(p: Projection, rows: int, columns: int) -> int:
+    """Return G: tiles of the product."""
+    return math.ceil(p.outputs / rows) * math.ceil(p.rows / columns)
+
+
+def streaming(
+    p: Projection, f: GpuFacts, *, rows: int, columns: int, beside: int = 0, split_most: float = math.inf
+) -> Streaming:
+    """Return stages and split of a streaming tile; `beside`: bytes of shared memory in addition to the stages."""
+    weights = rows * TILE_ROW_BYTES
+    fit = (f.smem_per_cta - beside) // (weights + columns * TILE_ROW_BYTES)
+    stages = max(2, min(fit, 1 + math.ceil(f.rho * f.latency_s / weights)))
+    tiles = tiles_of(p, rows, columns)
+    wanted = math.ceil(max(f.sms_needed / tiles, f.in_flight / (tiles * (stages - 1) * weights)))
+    split = min(wanted, split_most, p.depth * p.weight_bytes // (4 * TILE_ROW_BYTES))
+    return Streaming(rows=rows, columns=columns, stages=stages, tiles=tiles, split=max(1, int(split)))
+
+
+def streaming_knobs(p: Projection, s: Streaming, f: GpuFacts, reduced: str) -> tuple[Knob, Knob]:
+    """Return stages and split_k; `reduced`: how the sums of a split are added."""
+    return (
+        Knob(
+            name="stages",
+            value=s.stages,
+            formula="min(smem / stage bytes, 1 + ceil(rho * lambda / weight tile bytes))",
+            inputs={"smem": f.smem_per_cta, "rho": f.rho, "lambda": f.latency_s},
+        ),
+        Knob(
+            name="split_k",
+            value=s.split,
+            formula="ceil(max(S_min / G, X / (G * X_cta))), at most K / (4 * BK)",
+            inputs={"S_min": f.sms_needed, "G": s.tiles, "X": f.in_flight, "X_cta": s.in_flight, "K": p.depth},
+            reason=reduced if s.split > 1 else "",
+        ),
+    )
 
 
 def stream_time_s(p: Projection, f: GpuFacts) -> float:
     """Predict a + max(bNK / beta_eff, 2MNK / pi) + [s > 1] 8sMN / beta2: partial sums are written and read once in
     fp32."""
     s = stream_shape(p, f)
-    readers = s.ctas * s.split
-    rate = min(f.read, readers * f.rho, readers * _in_flight(s) / f.latency_s)
+    readers = s.tiles * s.split
+    rate = min(f.read, readers * f.rho, readers * s.in_flight / f.latency_s)
     work = 2 * p.rows * p.outputs * p.depth / f.matrix_flops(p.dtype)
     reduce = 8 * s.split * p.rows * p.outputs / f.l2 if s.split > 1 else 0.0
     return f.overhead_s + max(p.bytes_read / rate, work) + reduce
@@ -146,7 +164,7 @@ def stream_time_s(p: Projection, f: GpuFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Hold one legal tile of the large kernel, and how it covers the product."""
+    """Hold one legal tile of a large kernel, and how it covers the product."""
 
     m: int
     n: int
@@ -235,7 +253,7 @@ def tiles(p: Projection, f: GpuFacts) -> Iterator[Tile]:
             free = f.smem_per_cta - epilogue_bytes(m, n, p, f)
             stages = free // ((m + n) * TILE_ROW_BYTES)
             if m * n <= ACCUMULATORS_MOST and (stages >= STAGES_LEAST or m == n == SIDES[0]):
-                count = math.ceil(p.rows / m) * math.ceil(p.outputs / n)
+                count = tiles_of(p, n, m)
                 yield Tile(m=m, n=n, stages=max(2, stages), count=count, waves=math.ceil(count / f.sms))
 
 
