@@ -5,17 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from autosel import devices, extras, settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
+from autosel.client import Client, Unreachable
 from autosel.errors import AutoselError
-
-if TYPE_CHECKING:
-    from autosel.client import Client
 
 MOST_USES = 12  # rows
 MOST_JOBS = 6
@@ -72,8 +70,6 @@ def status_command(coverage: bool, as_json: bool) -> None:
     --coverage shows each process's calls with their time from the races, and why calls miss. Without a race, the time
     is derived from the bytes moved and the measured read rate: a lower bound.
     """
-    from autosel.client import Client, Unreachable
-
     with Client(timeout_s=5.0) as ask:
         try:
             about = ask.get("/v1/health")

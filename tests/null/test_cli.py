@@ -26,6 +26,7 @@ from autosel.cli.progress import QUIET_S, Progress
 from autosel.cli.serve import _show_coverage
 from autosel.cli.tune import parse_budget, parse_threads
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
+from autosel.ledger.describe import decision_json
 from autosel.models.workloads import Named
 from autosel.ops import OPS
 from autosel.tuning.job import Rejection
@@ -501,12 +502,12 @@ def test_the_verdict_table_of_long_names_fits_80_columns() -> None:
 
 
 def test_the_json_of_a_decision_has_the_documented_fields() -> None:
-    made = figures.decision_json(decision())
+    made = decision_json(decision())
     assert made["state"] == "promoted"
     assert made["speedup"] == {"median": 23.4, "lo": 22.1, "hi": 24.0}
     assert made["next_best"] == {"candidate": "torch:packed", "speedup": 2.94}
     assert (made["baseline_us"], made["time_us"], made["roofline"]) == (24000, 1010, 0.72)
-    assert figures.decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
+    assert decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
 
 
 # --- the progress line --------------------------------------------------------------------------------------------
