@@ -317,10 +317,8 @@ class Certificate(Derived, Measured):
     @staticmethod
     def of(measured: Measured, derived: Derived) -> Certificate:
         """Return an unsealed certificate for the first line of a file."""
-        fields = values(measured) | values(derived)
-        return Certificate(
-            **fields, sequence=1, previous="", signer="", field_digests={}, checksum="", signature=None
-        )  # fmt: skip
+        sealing: dict[str, Any] = {"signer": "", "field_digests": {}, "checksum": "", "signature": None}
+        return Certificate(**(values(measured) | values(derived)), sequence=1, previous="", **sealing)
 
     @property
     def baseline(self) -> AgainstBaseline | None:
@@ -371,11 +369,8 @@ def seal(made: Certificate) -> Certificate:
 
 def field_digests(document: Mapping[str, Any]) -> dict[str, str]:
     """Return eight hex digits for each field. They locate an edit; the checksum proves that there was none."""
-    return {name: _short(value) for name, value in document.items() if name not in UNSEALED}
-
-
-def _short(value: Any) -> str:
-    return sha256(canonical_json(value)).hexdigest()[:8]
+    sealed = {name: value for name, value in document.items() if name not in UNSEALED}
+    return {name: sha256(canonical_json(value)).hexdigest()[:8] for name, value in sealed.items()}
 
 
 def checksum(document: Mapping[str, Any]) -> str:

@@ -43,9 +43,8 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueRequest)
     BeyondLimit for a format that loses too much.
     """
     plan = run.plan
-    refuse_unjudged(
-        lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored), judged=run.quality is not None
-    )
+    lost = lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored)
+    refuse_unjudged(lost, judged=run.quality is not None)
     refuse_beyond(plan.shape.weight, run.format_quality, accepted=request.accept_quality)
     stated = measured(run, grounds, request)
     made = Certificate.of(stated, derive(stated))
@@ -87,7 +86,6 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         read_bytes_per_s=run.read_bytes_per_s,
         read_probes=run.read_probes,
         peak_flops=peak_flops(run.fingerprint, run.plan.dtype),
-        cache_bytes=cache_bytes(run.fingerprint),
         weights_bytes=run.weights_bytes,
         kv_cache_bytes=run.kv_cache_bytes,
         peak_memory_bytes=run.peak_memory_bytes,
@@ -133,28 +131,17 @@ def chained(made: Certificate, sequence: int, previous: str) -> Certificate:
     return c.seal(dataclasses.replace(made, sequence=sequence, previous=previous))
 
 
-# --- where -----------------------------------------------------------------------------------------------------------
-
-
 def _where(fp: Fingerprint) -> dict[str, Any]:
+    identity = {"kind": fp.kind, **to_json(fp.identity)}
     return {
         "device": fp.name,
-        "sm": instruction_set(fp),
+        "sm": device.instruction_set(identity),
         "hw_id": fp.hw_id,
         "env_id": fp.env_id,
         "environment": to_json(fp.environment),
-        "identity": {"kind": fp.kind, **to_json(fp.identity)},
+        "identity": identity,
+        "cache_bytes": device.cache_bytes(identity),
     }
-
-
-def instruction_set(fp: Fingerprint) -> str:
-    """Return `sm_90` for a GPU, `avx512bf16` for a CPU."""
-    return device.instruction_set({"kind": fp.kind, **fp.identity})
-
-
-def cache_bytes(fp: Fingerprint) -> int:
-    """Return the size of all last-level caches that the usable cores or SMs reach."""
-    return device.cache_bytes({"kind": fp.kind, **fp.identity})
 
 
 def read_rate(fp: Fingerprint) -> float | None:
@@ -190,9 +177,6 @@ def _git(git: str, *words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-# --- what ------------------------------------------------------------------------------------------------------------
 
 
 def _ms(ns: int | None) -> float | None:
@@ -242,9 +226,6 @@ def _samples(run: DecodeRun) -> c.Samples:
         baseline_host_ns=base.host_ns if base else (),
         kept=run.kept if run.plan.speculate else (),
     )
-
-
-# --- with what -------------------------------------------------------------------------------------------------------
 
 
 def _labels(choices: Sequence[Choice]) -> dict[str, Choice]:

@@ -13,8 +13,9 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -266,12 +267,9 @@ def changes_of(points: Sequence[CellServing], decisions: Sequence[Decision] = ()
 
 
 def _along(axis: Axis, points: Sequence[CellServing]) -> list[Crossing]:
-    def at(point: CellServing) -> int:
-        return point.batch if axis == "batch" else point.context
-
+    at: Callable[[CellServing], int] = attrgetter(axis)
     found = []
-    ordered = sorted(points, key=at)
-    for a, b in itertools.pairwise(ordered):
+    for a, b in itertools.pairwise(sorted(points, key=at)):
         mine = {route(s.label): s for s in a.serving}
         for s in b.serving:
             before = mine.get(route(s.label))
