@@ -357,9 +357,6 @@ def another_prompt(one: Prompt | None, other: Prompt | None) -> bool:
     return one is not None and other is not None and one.tokens_sha256 != other.tokens_sha256
 
 
-# --- the seal --------------------------------------------------------------------------------------------------------
-
-
 def seal(made: Certificate) -> Certificate:
     """Return the certificate with new field digests and checksum, without signature."""
     digests = field_digests(to_json(made))
@@ -382,9 +379,6 @@ def checksum(document: Mapping[str, Any]) -> str:
 def encode(made: Certificate) -> bytes:
     """Return the certificate's line, without the newline."""
     return canonical_json(made)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def decode(line: bytes) -> Certificate:

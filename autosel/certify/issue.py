@@ -5,25 +5,61 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosel import devices, resources
 from autosel.certify import certificate as c
 from autosel.certify import device
 from autosel.certify.certificate import Certificate, Measured
 from autosel.certify.derive import derive, lossy, physics
-from autosel.certify.evidence import Grounds
 from autosel.certify.limits import refuse_beyond
 from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import AskedObjective, Objective
 from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
-from autosel.errors import UsageError
+from autosel.errors import LedgerError, UsageError
 from autosel.fingerprint.describe import remarks
-from autosel.values import Fingerprint, Scalar, to_json
+from autosel.values import Fingerprint, Passed, Scalar, to_json
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Evidence, Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grounds:
+    """The grounds of one decision, as the ledger knows them."""
+
+    knobs: Mapping[str, Scalar]
+    baseline: str
+    parity: c.ArmProof | None
+    runner_up: c.RunnerUp | None
+
+
+def gather(ledger: Ledger, decision_ids: Iterable[int | None]) -> dict[int, Grounds]:
+    """Return the grounds by decision. Decisions that this ledger does not have (another wrote the snapshot) are left
+    out.
+    """
+    found = {}
+    for number in {n for n in decision_ids if n is not None}:
+        try:
+            found[number] = _grounds(ledger.evidence(number))
+        except LedgerError:
+            continue
+    return found
+
+
+def _grounds(stored: Evidence) -> Grounds:
+    d = stored.decision
+    proofs = [p for arm, p in stored.parities if arm.digest == d.arm.digest and isinstance(p, Passed)]
+    parity = None
+    if proofs:
+        last = proofs[-1]
+        parity = c.ArmProof(cases=last.cases, worst=last.worst, worst_case=last.worst_case)
+    second = c.RunnerUp(candidate=d.next_best[0], ratio=d.next_best[1]) if d.next_best else None
+    return Grounds(knobs=d.arm.knobs, baseline=d.baseline.candidate, parity=parity, runner_up=second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -258,8 +258,7 @@ def _other_calls(made: Certificate, plan: Plan) -> str:
     return _layer_calls([(o.calls, w) for _, o, w in ops], plan)
 
 
-def _layer_calls(calls: Iterable[tuple[int, Workload]], plan: Plan) -> str:
-    counted = [(count, w) for count, w in calls]
+def _layer_calls(counted: Sequence[tuple[int, Workload]], plan: Plan) -> str:
     for what, names in ONCE_A_LAYER.items():
         found = sum(count for count, w in counted if w.op in names)
         whole = plan.advance and not plan.prealloc and what == "attention"  # several lengths, each counted separately

@@ -121,9 +121,6 @@ def _is_colour(value: Any) -> bool:
     return not (isinstance(value, str) and value == "none") and is_color_like(value)
 
 
-# --- the pictures ----------------------------------------------------------------------------------------------------
-
-
 def new_axes(height_in: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure as NewFigure
 

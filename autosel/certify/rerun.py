@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from autosel.certify import model
 from autosel.certify.certificate import Certificate, Prompt, another_prompt
 from autosel.certify.derive import rooflines, saved, speedup, tokens_per_step
@@ -279,6 +277,8 @@ def _speedups(made: Certificate) -> Samples:
     s = made.samples
     kept = s.kept or (tokens_per_step(made),) * made.iters
     if made.iters < FEWEST_TO_RESAMPLE:
+        import numpy as np
+
         slow, fast, tokens = (np.asarray(v, dtype=np.float64) for v in (s.baseline_ns, s.optimised_ns, kept))
         return slow / fast * tokens
     return resampled_speedups(s.baseline_ns, s.optimised_ns, kept)
@@ -287,6 +287,8 @@ def _speedups(made: Certificate) -> Samples:
 def _resampled(values: Sequence[float]) -> tuple[float, Samples]:
     """Return the median of the values, and the median of each resample; for fewer than eight, the values themselves."""
     if len(values) < FEWEST_TO_RESAMPLE:
+        import numpy as np
+
         return median(values), np.asarray(values, dtype=np.float64)
     return median(values), resampled_medians(values)[0]
 

@@ -14,7 +14,6 @@ from autosel import fingerprint, settings
 from autosel.certify import issue, sign, store
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import lossy, wrong_tokens
-from autosel.certify.evidence import Grounds, gather
 from autosel.certify.forecast import forecast
 from autosel.certify.limits import limit_of
 from autosel.certify.slo import MissedObjective, refuse_missed
@@ -144,9 +143,9 @@ def _undecided_of_prompt(plan: Plan, ledger: Ledger) -> int:
     return sum(not ledger.serving_rows(hw_id, bucket, mode) for bucket in asked)
 
 
-def grounds(run: DecodeRun, ledger: Ledger | None) -> dict[int, Grounds]:
+def grounds(run: DecodeRun, ledger: Ledger | None) -> dict[int, issue.Grounds]:
     """Return the grounds of the decisions that served, from the ledger."""
-    return gather(ledger, [choice.decision_id for choice in run.choices]) if ledger is not None else {}
+    return issue.gather(ledger, [choice.decision_id for choice in run.choices]) if ledger is not None else {}
 
 
 def append(path: Path, made: Certificate, key: Any = None) -> Certificate:

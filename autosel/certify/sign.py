@@ -61,9 +61,6 @@ def holds(signer: str, value: str, message: bytes) -> bool:
     return True
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
-
-
 def make_key(path: Path) -> Ed25519PrivateKey:
     """Write a new private key to a file that only its owner can read. The file is complete when it appears.
 

@@ -65,11 +65,6 @@ def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept
     return middle(resampled_speedups(baseline, optimised, kept))
 
 
-def trials_interval(values: Sequence[float]) -> Interval | None:
-    """Return the interval of the median of independent trials; None for fewer than eight."""
-    return median_interval(values) if len(values) >= FEWEST_TO_RESAMPLE else None
-
-
 def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | None:
     """Return the interval of the ratio of two separate runs' medians; None if one has fewer than eight samples."""
     if min(len(now), len(before)) < FEWEST_TO_RESAMPLE:

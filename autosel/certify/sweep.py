@@ -31,9 +31,6 @@ FILE_LIMIT_BYTES = 64 << 20
 Axis = Literal["batch", "context"]
 
 
-# --- the request ---------------------------------------------------------------------------------------------------
-
-
 def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
     """Return the doubled sizes: `256:2048` gives 256, 512, 1024, 2048; `100:300` gives 100, 200, 300; `8` gives 8.
 
@@ -107,9 +104,6 @@ def _request(where: str, prompt: int, output: int) -> Lengths:
     if not (1 <= prompt < 1 << 24 and 1 <= output < 1 << 24):
         raise BadConfig(f"{where}: {prompt} in, {output} out", why="each is at least 1 and below 2^24")
     return Lengths(prompt=prompt, output=output)
-
-
-# --- measurements -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +225,6 @@ def document(found: Sweep) -> dict[str, object]:
     return {"format": FORMAT, "version": 1, "sweep": to_json(found)}
 
 
-# --- where winners change --------------------------------------------------------------------------------------------
-
-
 def with_doubts(cells: Iterable[SweepCell], undecided: Set[int]) -> list[SweepCell]:
     """Return the cells, with the undecided decisions marked."""
 
@@ -337,9 +328,6 @@ def middles(changes: Iterable[Crossing]) -> list[int]:
     along = [c for c in changes if c.axis == "batch" and c.decided]  # skips changes that no race decided
     ends = [(c.last, min(c.first, EXACT + 1)) for c in along]
     return sorted({(last + first) // 2 for last, first in ends if first - last > 1})
-
-
-# --- the user's own traffic ------------------------------------------------------------------------------------------
 
 
 def weigh(requests: Sequence[Lengths], cells: Sequence[SweepCell], file: str) -> Traffic:

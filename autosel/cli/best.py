@@ -48,8 +48,11 @@ def best_command(op: str, workload: str, device: str, as_json: bool) -> None:
     if everything and not rows:
         keys = ", ".join(n.decision.workload.key for n in everything)
         raise UsageError(f"no workload of {op} has {workload!r} in its key", why=f"known: {keys}")
-    if as_json:
-        emit_json(_document(op, rows, device))
+    if as_json and rows:
+        first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
+        emit_json({**now_json(first), "all": [now_json(n) for n in rows]})
+    elif as_json:
+        emit_json(_undecided(op, device))
     elif rows:
         click.echo(decision_table([n.decision for n in rows], {}, {n.decision.id: n.stale for n in rows}))
         show_stale(rows, op, device)
@@ -64,13 +67,6 @@ def measured_by(op: str, device: str) -> str:
     if op == WHOLE_STEP:
         return f"run --model NAME{told(device)}, once its ops are tuned"
     return f"tune --op {op}{told(device)}"
-
-
-def _document(op: str, rows: Sequence[Now], device: str) -> dict[str, Any]:
-    if not rows:
-        return _undecided(op, device)
-    first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
-    return {**now_json(first), "all": [now_json(n) for n in rows]}
 
 
 def now_json(now: Now) -> dict[str, Any]:

@@ -108,8 +108,9 @@ def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine]
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if d.standing is not None:
         lines += _effect_lines(d, d.standing)
-    elif v is not None:
-        lines.append(("history", _was(d, v)))
+    elif v is not None:  # about an arm that no longer serves
+        effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
+        lines.append(("history", f"raced before: {v.winner}{effect} ({v.reason})"))
     lines += _held_lines(held)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
     lines.append(("reproduce", _how_to_reproduce(evidence)))
@@ -194,12 +195,6 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
         moved = floor / 1e6 * v.read_bytes_per_s
         text = f"memory: {moved / 1e6:.3g} MB at {bandwidth(v.read_bytes_per_s)} = {microseconds(floor)} us"
         yield "limit", f"{text}, reached {v.roofline:.0%}"
-
-
-def _was(d: Decision, v: Verdict) -> str:
-    """Describe a race whose verdict is about an arm that no longer serves."""
-    effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
-    return f"raced before: {v.winner}{effect} ({v.reason})"
 
 
 def _interval(effect: Effect) -> str:

@@ -54,14 +54,11 @@ def failed_text(found: Sequence[Found]) -> str:
         rows = [[str(f["op"]), str(f["candidate"]), str(f["stage"]), _where_and_why(f)] for f in failed]
         lines = [table(("op", "candidate", "stage", "reason"), rows, wrap=3)]
     if absent:
-        lines += ["", f"{_counted(absent)} cannot run here, or not at every workload:", *_absent_lines(absent)]
+        count = len({(f["op"], f["candidate"]) for f in absent})
+        told = f"{count} candidate{'s' if count > 1 else ''} cannot run here, or not at every workload:"
+        lines += ["", told, *_absent_lines(absent)]
         lines.append(f"each with its reason:  {settings.spelling()} explain --failed --json")
     return "\n".join(lines)
-
-
-def _counted(absent: Sequence[Found]) -> str:
-    count = len({(f["op"], f["candidate"]) for f in absent})
-    return f"{count} candidate{'s' if count > 1 else ''}"
 
 
 def _absent_lines(absent: Sequence[Found]) -> list[str]:

@@ -38,7 +38,9 @@ def show_history(ledger: Ledger, op: str | None, limit: int, as_json: bool) -> N
     text = table(("id", "when (UTC)", "state", "serves", "vs baseline"), rows, right=(0,)).splitlines()
     click.echo(text[0])
     for line, decision in zip(text[1:], found, strict=True):
-        about = f"{decision.bucket}{_lengths(decision)}{where[decision.hw_id]}"
+        low, high = decision.length_range or (0, 0)
+        lengths = f" for contexts {low}..{high}" if decision.length_range else ""
+        about = f"{decision.bucket}{lengths}{where[decision.hw_id]}"
         standing = decision.standing
         layout = standing.prepared.told if standing is not None and standing.prepared is not None else ""
         told = "; ".join(filter(None, (decision.reason, layout, contended(decision))))
@@ -52,9 +54,3 @@ def _devices(ledger: Ledger, found: Sequence[Decision]) -> dict[str, str]:
         return dict.fromkeys(first, "")
     known = {hw_id: ledger.evidence(number).fingerprint for hw_id, number in first.items()}
     return {hw_id: f" on {fp.name if fp else hw_id[:12]}" for hw_id, fp in known.items()}
-
-
-def _lengths(decision: Decision) -> str:
-    return (
-        "" if decision.length_range is None else f" for contexts {decision.length_range[0]}..{decision.length_range[1]}"
-    )

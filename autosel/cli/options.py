@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from autosel import settings
 from autosel.cli import completion
@@ -127,6 +128,11 @@ def renamed(old: str, new: str) -> Option:
             raise UsageError(f"{old} is now {new}", todo=f"use {new}")
 
     return click.option(old, is_flag=True, hidden=True, expose_value=False, callback=refuse)
+
+
+def given(ctx: click.Context, name: str) -> bool:
+    """Return True unless the option has its default."""
+    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
-from click.core import ParameterSource
 
 from autosel import devices, fingerprint, models, settings
 from autosel.candidates import registry
@@ -25,6 +24,7 @@ from autosel.cli.options import (
     batch_option,
     dtype_option,
     format_option,
+    given,
     given_options,
     json_option,
     model_option,
@@ -129,15 +129,16 @@ def race_command(
     first = registry.named(op, target)
     refuse_baseline(first)
     language = source_language(first)
-    if _defaulted("device") and language == "C++":
+    ctx = click.get_current_context()
+    if not given(ctx, "device") and language == "C++":
         device = devices.HOST
     refuse_absent(device)
     fp = fingerprint.take(device)
     only_compiles = language == "CUDA" and not devices.runs(fp.kind, language)
     compiled_for = fingerprint.load(target_device) if only_compiles else None
-    if compiled_for is None and not _defaulted("target_device"):
+    if compiled_for is None and given(ctx, "target_device"):
         raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="remove --fingerprint")
-    again = again_command(click.get_current_context())
+    again = again_command(ctx)
 
     def once() -> AutoselError | None:
         candidate = registry.named(op, target)  # loaded again: an edit may have changed its attributes
@@ -188,10 +189,6 @@ def refuse_baseline(candidate: Candidate) -> None:
         )
 
 
-def _defaulted(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) in (None, ParameterSource.DEFAULT)
-
-
 def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tuple[Named, ...]:
     """Return the workloads of `--shape M1.d2048`. Raise UsageError that names the op's dimensions."""
     from autosel import ops
@@ -215,8 +212,6 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tu
         found.append(Named(workload=w, label=contract.label(w), calls_per_step=1))
     return tuple(found)
 
-
-# --- edit, save, verdict ----------------------------------------------------------------------------------------------
 
 LOOK_EVERY_S = 0.2
 WATCHED = (".cpp", ".cc", ".cu", ".h", ".hpp", ".cuh")
@@ -273,9 +268,6 @@ def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
         return None
 
 
-# --- CUDA sources on a machine without a GPU --------------------------------------------------------------------------
-
-
 def source_language(candidate: Candidate) -> Language | None:
     """Return the language of a C++ or CUDA file, else None: other candidates declare their devices."""
     return candidate.language if isinstance(candidate, UserSource) else None
@@ -320,9 +312,6 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
         for line in lines:
             click.echo(f"  {line}")
     return failure
-
-
-# --- why --------------------------------------------------------------------------------------------------------------
 
 
 def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from autosel import devices, fingerprint, models, settings
 from autosel import ledger as ledgers
@@ -21,6 +20,7 @@ from autosel.cli.options import (
     batch_option,
     dtype_option,
     format_option,
+    given,
     given_options,
     json_option,
     model_option,
@@ -115,7 +115,7 @@ def tune_command(
     from autosel.pipeline import Request
 
     ctx = click.get_current_context()
-    if recorded is not None and not ray and not _given(ctx, "device"):
+    if recorded is not None and not ray and not given(ctx, "device"):
         device = tuned_on(recorded, device)
     if not ray:
         refuse_absent(device)
@@ -127,7 +127,7 @@ def tune_command(
     if recorded is None:
         asked = list(ops) or None
         shape = models.stored_as(models.load(model), weight_format)
-        told = step_name(shape.name, ops)
+        told = f"{', '.join(ops)} in a decode step of {shape.name}" if ops else f"decode step of {shape.name}"
         what = f"{shape.name} {dtype or shape.dtype}, batch {batch}, context {seq}"
         if note := models.weights_note(model, shape, dtype or shape.dtype):
             click.echo(note, err=True)
@@ -158,11 +158,6 @@ def introduce(device: str, what: str) -> None:
         click.echo(paragraph(f"{name:<14}{text}", hang=" " * 14), err=True)
 
 
-def step_name(model: str, ops: Sequence[str]) -> str:
-    """Return what the headline is about: the step of a model, or the named ops of it."""
-    return f"{', '.join(ops)} in a decode step of {model}" if ops else f"decode step of {model}"
-
-
 def refuse_ordinary() -> None:
     """Raise UsageError if this process may not raise its priority."""
     if not allowed():
@@ -175,7 +170,7 @@ def refuse_ordinary() -> None:
 
 def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     """Return the workloads of a recording. Raise UsageError for options that choose the workloads of a model."""
-    asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if _given(ctx, n)]
+    asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if given(ctx, n)]
     if asked:
         raise UsageError(
             f"--recorded and --{asked[0].rstrip('s')} are mutually exclusive",
@@ -186,10 +181,6 @@ def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     if note:
         click.echo(note, err=True)
     return named_workloads(path)
-
-
-def _given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def report_on(

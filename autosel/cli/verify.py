@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,19 +17,17 @@ from autosel.certify.certificate import Certificate, is_checksum
 from autosel.certify.command import translated
 from autosel.certify.compare import Change
 from autosel.certify.derive import claimed_interval
+from autosel.certify.rerun import Compared, Rerun, judge
 from autosel.certify.verify import Verified, not_checkable, verify
 from autosel.certify.words import interval_text
 from autosel.cli.asked import Asked, ledger_or_none
 from autosel.cli.options import PATH, json_option, verb
-from autosel.cli.output import emit_json, error_json, leave, paragraph, table
+from autosel.cli.output import emit_json, error_json, leave, noted, paragraph, table
 from autosel.cli.progress import Progress
 from autosel.cli.run import run_command
 from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
 from autosel.ledger.describe import bandwidth
 from autosel.values import to_json
-
-if TYPE_CHECKING:
-    from autosel.certify.rerun import Compared, Rerun
 
 EXAMPLES = (
     "verify certificates.jsonl",
@@ -88,7 +86,12 @@ def verify_command(
     again = run_again(found.last, score) if rerun else None
     if again is not None:  # the rerun measured with the model that its figures describe
         found = replace(found, unchecked=tuple(u for u in found.unchecked if u.line != found.last.sequence))
-    trouble = _judged(again) or not_checkable(path, found)
+    troubles: list[AutoselError] = []
+    with noted(troubles):
+        if again is not None:
+            judge(again)
+    if not troubles and (left := not_checkable(path, found)):
+        troubles.append(left)
     if as_json:
         emit_json(
             {
@@ -98,14 +101,14 @@ def verify_command(
                 "head": found.head,
                 "not_checkable": to_json(found.unchecked),
                 "rerun": _rerun_json(again),
-                "error": error_json(trouble) if trouble else None,
+                "error": error_json(troubles[0]) if troubles else None,
             }
         )
     else:
         click.echo(words(path, found))
         if again is not None:
             click.echo(rerun_words(found.last, again))
-    leave([trouble] if trouble else [])
+    leave(troubles)
 
 
 def located(where: str) -> tuple[Path, int]:
@@ -189,18 +192,6 @@ def command_of(certified: Certificate) -> Asked:
         raise BadConfig("this version does not accept the certificate's repro_cmd", why=why) from error
 
 
-def _judged(again: Rerun | None) -> AutoselError | None:
-    from autosel.certify.rerun import judge
-
-    if again is None:
-        return None
-    try:
-        judge(again)
-    except AutoselError as error:
-        return error
-    return None
-
-
 def rerun_words(certified: Certificate, again: Rerun) -> str:
     what = {"reproduced": "reproduced", "faster": "reproduced, and faster"}
     lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
@@ -211,14 +202,12 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
         verdict = f": {'within' if within else 'outside'} its interval" if interval else ""
         lines.append(f"  speedup   {new:.3g}x; certified {certified.speedup:.3g}x ({told}){verdict}")
     lines += [_compared_words(one) for one in again.figures]
-    if again.quality is not None:
-        q = again.quality
-        lines.append(f"  text      {q.measured:+.4g} nats a token to the reference; certified {q.certified:+.4g}")
-        lines.append(f"            divergence {q.measured_divergence:.3g}; certified {q.certified_divergence:.3g}")
-    if again.format is not None:
-        f = again.format
-        lines.append(f"  format    {f.measured:+.4g} nats a token to the original; certified {f.certified:+.4g}")
-        lines.append(f"            divergence {f.measured_divergence:.3g}; certified {f.certified_divergence:.3g}")
+    for name, than, found in (("text", "reference", again.quality), ("format", "original", again.format)):
+        if found is not None:
+            now, then = found.measured, found.certified
+            lines.append(f"  {name:<9} {now:+.4g} nats a token to the {than}; certified {then:+.4g}")
+            now, then = found.measured_divergence, found.certified_divergence
+            lines.append(f"            divergence {now:.3g}; certified {then:.3g}")
     return "\n".join([*lines, *(paragraph(f"  {note}", hang="  ") for note in again.notes)])
 
 
