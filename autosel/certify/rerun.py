@@ -130,7 +130,9 @@ def refuse_other_model(certified: Certificate, plan: Plan) -> None:
 
 def compare(certified: Certificate, again: Certificate) -> Rerun:
     """Compare two runs. Raises UsageError if the plans differ, or if the prompt's file differs."""
-    _refuse_other_plan(certified, again)
+    for name in ("model", "layers", "dtype", "weights", "shape", "iters", "warmup"):
+        _refuse_other(name, getattr(certified, name), getattr(again, name))
+    _refuse_other("options", *_asked(certified.options, again.options))
     refuse_other_prompt(certified, again.prompt)
     notes, moved = _prompt_notes(certified, again), certified.bytes_per_step
     forms = ["packed" if saved(made) else "unpacked" for made in (certified, again)]
@@ -198,12 +200,6 @@ def judge(found: Rerun) -> None:
         raise NotReproduced("the certified figure was not reproduced", why=why)
     if found.outcome == "too noisy":
         raise TooNoisy("too noisy to decide if the two runs agree", why=why, todo="run it again on a quiet machine")
-
-
-def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
-    for name in ("model", "layers", "dtype", "weights", "shape", "iters", "warmup"):
-        _refuse_other(name, getattr(certified, name), getattr(again, name))
-    _refuse_other("options", *_asked(certified.options, again.options))
 
 
 def _refuse_other(name: str, old: object, new: object) -> None:

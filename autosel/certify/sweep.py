@@ -44,6 +44,11 @@ def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
             why=f"FIRST:LAST, or one number, from {low} to {high} is expected",
             todo=f"{option} {max(low, 1)}:{min(high, 8 * max(low, 1))} doubles from the first to the last",
         )
+    return doubled(first, last)
+
+
+def doubled(first: int, last: int) -> tuple[int, ...]:
+    """Return 128, 256, ... and the last size."""
     found = []
     while first < last:
         found.append(first)
