@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autosel.certify.sweep import doubled
 from autosel.decode.run import LARGEST, Plan
 
 SHORTEST = 128
@@ -43,16 +44,6 @@ class Capacity:
     fits: tuple[Fit, ...]
 
 
-def contexts(longest: int) -> tuple[int, ...]:
-    """Return 128, 256, ... and the model's own limit."""
-    found = []
-    length = SHORTEST
-    while length < longest:
-        found.append(length)
-        length *= 2
-    return (*found, longest)
-
-
 def largest_batch(need: Callable[[int], int], memory_bytes: int) -> int:
     """Return the largest batch whose need fits, 0 if none does. `need` must not fall as the batch grows."""
     if need(1) > memory_bytes:
@@ -82,7 +73,7 @@ def capacity(
     """
     shape = plan.shape
     fits = []
-    for context in contexts(plan.model.max_context):
+    for context in doubled(SHORTEST, plan.model.max_context):
 
         def sized(batch: int, context: int = context) -> Plan:
             return dataclasses.replace(plan, batch=batch, seq=context, advance=False, speculate=0)

@@ -317,10 +317,8 @@ class Certificate(Derived, Measured):
     @staticmethod
     def of(measured: Measured, derived: Derived) -> Certificate:
         """Return an unsealed certificate for the first line of a file."""
-        fields = values(measured) | values(derived)
-        return Certificate(
-            **fields, sequence=1, previous="", signer="", field_digests={}, checksum="", signature=None
-        )  # fmt: skip
+        sealing: dict[str, Any] = {"signer": "", "field_digests": {}, "checksum": "", "signature": None}
+        return Certificate(**(values(measured) | values(derived)), sequence=1, previous="", **sealing)
 
     @property
     def baseline(self) -> AgainstBaseline | None:
@@ -359,9 +357,6 @@ def another_prompt(one: Prompt | None, other: Prompt | None) -> bool:
     return one is not None and other is not None and one.tokens_sha256 != other.tokens_sha256
 
 
-# --- the seal --------------------------------------------------------------------------------------------------------
-
-
 def seal(made: Certificate) -> Certificate:
     """Return the certificate with new field digests and checksum, without signature."""
     digests = field_digests(to_json(made))
@@ -371,11 +366,8 @@ def seal(made: Certificate) -> Certificate:
 
 def field_digests(document: Mapping[str, Any]) -> dict[str, str]:
     """Return eight hex digits for each field. They locate an edit; the checksum proves that there was none."""
-    return {name: _short(value) for name, value in document.items() if name not in UNSEALED}
-
-
-def _short(value: Any) -> str:
-    return sha256(canonical_json(value)).hexdigest()[:8]
+    sealed = {name: value for name, value in document.items() if name not in UNSEALED}
+    return {name: sha256(canonical_json(value)).hexdigest()[:8] for name, value in sealed.items()}
 
 
 def checksum(document: Mapping[str, Any]) -> str:
@@ -387,9 +379,6 @@ def checksum(document: Mapping[str, Any]) -> str:
 def encode(made: Certificate) -> bytes:
     """Return the certificate's line, without the newline."""
     return canonical_json(made)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def decode(line: bytes) -> Certificate:

@@ -1,16 +1,20 @@
-"""Speedups against an earlier report: a suite's, a run's, or a certificate file. Only equal workloads are compared."""
+"""Speedups against an earlier report: a suite's, a run's, or a certificate file. Only equal workloads are compared.
+
+A figure has conditions; which of them differ between two figures is part of the comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from autosel.certify import conditions, report, suite, verify
+from autosel.certify import report, suite, verify
 from autosel.certify.certificate import FORMAT as CERTIFICATE
 from autosel.certify.certificate import Certificate, Prompt, another_prompt, decode
 from autosel.certify.derive import arithmetic
+from autosel.certify.physics import TOLERANCE
 from autosel.certify.statistics import Interval, median, ratio_interval
 from autosel.certify.suite import Suite
 from autosel.errors import BadConfig
@@ -19,6 +23,8 @@ from autosel.values import canonical_json, parse_json, to_json
 
 MOST_BYTES = 64 << 20
 SLOWEST, FASTEST = 1e-9, 1e15  # tokens per second; outside these limits no ratio is meaningful
+Stated = Mapping[str, str | float]  # conditions by name; a float is a rate in bytes per second
+ALWAYS = ("device", "mode", "read rate", "other work")  # conditions that are shown even if they are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,7 @@ class Figure:
     env_id: str
     prompt: Prompt | None = None
     samples: Sequence[float] = ()  # tokens per second of each step or trial; the figure is their median
-    stated: conditions.Stated = field(default_factory=dict)  # the conditions
+    stated: Stated = field(default_factory=dict)
 
 
 Outcome = Literal["faster", "slower", "no difference", "no claim"]
@@ -52,7 +58,7 @@ class Change:
     now: float
     note: str
     interval: Interval | None = None
-    stated: tuple[conditions.Stated, conditions.Stated] = ({}, {})  # the conditions before, and now
+    stated: tuple[Stated, Stated] = ({}, {})  # before, and now
 
     @property
     def speedup(self) -> float:
@@ -61,7 +67,7 @@ class Change:
     @property
     def outcome(self) -> Outcome:
         """Return what the figures show. They show nothing if a condition differs or if there is no interval."""
-        if self.interval is None or conditions.differing(*self.stated):
+        if self.interval is None or differing(*self.stated):
             return "no claim"
         return "faster" if self.interval.lo > 1 else "slower" if self.interval.hi < 1 else "no difference"
 
@@ -75,7 +81,7 @@ def of_certificates(made: Iterable[Certificate]) -> list[Figure]:
             env_id=one.env_id,
             prompt=one.prompt,
             samples=tuple(1e9 / ns for ns in one.samples.optimised_ns),
-            stated=conditions.of_certificate(one),
+            stated=conditions(one),
         )
         for one in made
     ]
@@ -89,10 +95,36 @@ def of_suite(found: Suite) -> list[Figure]:
             device=found.device,
             env_id=found.env_id,
             samples=r.e2e_trials,
-            stated=conditions.of_suite(found),
+            stated={"device": f"{found.device} {found.hw_id[:12]}", "software": found.env_id[:12]},
         )
         for r in found.rows
     ]
+
+
+def conditions(made: Certificate) -> Stated:
+    """Return what the speed of a run depends on, besides the kernels that served it."""
+    return {
+        "device": f"{made.device} {made.hw_id[:12]}",
+        "mode": made.mode,
+        "read rate": made.read_median_bytes_per_s,
+        "other work": "yes" if made.contended else "no",
+        "timed by": made.timed_by,
+        **({} if made.baseline else {"baseline": "none"}),
+        "prompt": made.prompt.tokens_sha256[:12] if made.prompt else "none",
+        **{name: str(value) for name, value in made.environment.items()},
+    }
+
+
+def differing(one: Stated, other: Stated) -> tuple[str, ...]:
+    """Return the names of the conditions that differ. Rates are equal within the error of a read probe."""
+    names = dict.fromkeys((*one, *other))
+    return tuple(name for name in names if not _equal(one.get(name, "unknown"), other.get(name, "unknown")))
+
+
+def _equal(one: str | float, other: str | float) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return max(one, other) <= TOLERANCE * min(one, other)
 
 
 # Options that do not make another workload.
@@ -154,16 +186,11 @@ def compare(now: Sequence[Figure], before: Sequence[Figure]) -> list[Change]:
     return changes
 
 
-def against(before: Sequence[Figure], now: Callable[[], Sequence[Figure]]) -> list[Change]:
-    """Compare with an earlier report if there is one. Raises BadConfig."""
-    return compare(now(), before) if before else []
-
-
 def document(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """Return the changes as JSON."""
     return [
         {**to_json(change), "speedup": change.speedup, "outcome": change.outcome}
-        | {"differ": list(conditions.differing(*change.stated))}
+        | {"differ": list(differing(*change.stated))}
         for change in changes
     ]
 

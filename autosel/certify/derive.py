@@ -27,7 +27,8 @@ def derive(made: Measured) -> Derived:
     optimised, med = s.optimised_ns, median(s.optimised_ns) / NS_PER_MS
     base = _baseline(made, med)
     tokens = made.shape.batch * per_step
-    rate, latency, gaps = 1e3 * tokens / med, _latency(optimised), _gaps(made)
+    rate, gaps = 1e3 * tokens / med, _gaps(made)
+    latency = Latency(med=med, p95=quantile(optimised, 0.95) / NS_PER_MS)
     return Derived(
         iters=len(optimised),
         latency_ms=latency,
@@ -264,10 +265,6 @@ def _judged(made: Measured, latency: Latency, itl: Gaps, rate: float) -> tuple[s
         measured["ttft"] = made.ttft_ms
     objectives = [objective for asked in made.slo for objective in slo.parse(asked.objective)]
     return slo.judge(objectives, measured)
-
-
-def _latency(steps_ns: Sequence[int]) -> Latency:
-    return Latency(med=median(steps_ns) / NS_PER_MS, p95=quantile(steps_ns, 0.95) / NS_PER_MS)
 
 
 def _median_ms(host_ns: Sequence[int]) -> float | None:

@@ -64,11 +64,10 @@ def ceiling(made: Certificate) -> Ceiling:
 
 def _datasheet(name: str) -> tuple[float, float] | None:
     """Return a known GPU's (bytes/s, FLOP/s)."""
-    for one in map(known.load, known.names()):
-        if one.name == name:
-            rates = one.rates
-            return OVER_READ * rates["peak_read_bytes_per_s"].value, OVER_FLOPS * rates["peak_bf16_flops"].value
-    return None
+    rates = next((one.rates for one in map(known.load, known.names()) if one.name == name), None)
+    if rates is None:
+        return None
+    return OVER_READ * rates["peak_read_bytes_per_s"].value, OVER_FLOPS * rates["peak_bf16_flops"].value
 
 
 def trouble(made: Certificate) -> str:

@@ -14,7 +14,6 @@ from autosel.decode.chain import ROUNDS
 from autosel.decode.quality import MOST_TOKENS
 from autosel.decode.run import FEWEST_TOKENS, FORMS, HALVES, Plan, Text
 from autosel.models.cost import bytes_per_step, flops_per_step
-from autosel.models.shape import ModelShape
 from autosel.values import Fingerprint
 
 # Measured on two cores with llama-1b and 4 layers of llama-8b.
@@ -56,9 +55,6 @@ def forecast(
 def prompt_s(plan: Plan, tokens: int, fp: Fingerprint) -> float:
     """Return the seconds of one pass of the tokens through the layers, without the output head."""
     shape = plan.shape
-    each = flops_per_step(shape, 1, max(1, tokens // plan.batch // 2)) - _head_flops(shape)
+    head_flops = 2 * shape.V * shape.d
+    each = flops_per_step(shape, 1, max(1, tokens // plan.batch // 2)) - head_flops
     return tokens * each / (MATRIX * (peak_flops(fp, plan.dtype) or UNKNOWN[1]))
-
-
-def _head_flops(shape: ModelShape) -> int:
-    return 2 * shape.V * shape.d

@@ -5,25 +5,61 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosel import devices, resources
 from autosel.certify import certificate as c
 from autosel.certify import device
 from autosel.certify.certificate import Certificate, Measured
 from autosel.certify.derive import derive, lossy, physics
-from autosel.certify.evidence import Grounds
 from autosel.certify.limits import refuse_beyond
 from autosel.certify.model import architecture
 from autosel.certify.physics import refuse_impossible
 from autosel.certify.slo import AskedObjective, Objective
 from autosel.decode.run import Choice, DecodeRun, OpTime, PromptDigest
-from autosel.errors import UsageError
+from autosel.errors import LedgerError, UsageError
 from autosel.fingerprint.describe import remarks
-from autosel.values import Fingerprint, Scalar, to_json
+from autosel.values import Fingerprint, Passed, Scalar, to_json
+
+if TYPE_CHECKING:
+    from autosel.ledger.store import Evidence, Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grounds:
+    """The grounds of one decision, as the ledger knows them."""
+
+    knobs: Mapping[str, Scalar]
+    baseline: str
+    parity: c.ArmProof | None
+    runner_up: c.RunnerUp | None
+
+
+def gather(ledger: Ledger, decision_ids: Iterable[int | None]) -> dict[int, Grounds]:
+    """Return the grounds by decision. Decisions that this ledger does not have (another wrote the snapshot) are left
+    out.
+    """
+    found = {}
+    for number in {n for n in decision_ids if n is not None}:
+        try:
+            found[number] = _grounds(ledger.evidence(number))
+        except LedgerError:
+            continue
+    return found
+
+
+def _grounds(stored: Evidence) -> Grounds:
+    d = stored.decision
+    proofs = [p for arm, p in stored.parities if arm.digest == d.arm.digest and isinstance(p, Passed)]
+    parity = None
+    if proofs:
+        last = proofs[-1]
+        parity = c.ArmProof(cases=last.cases, worst=last.worst, worst_case=last.worst_case)
+    second = c.RunnerUp(candidate=d.next_best[0], ratio=d.next_best[1]) if d.next_best else None
+    return Grounds(knobs=d.arm.knobs, baseline=d.baseline.candidate, parity=parity, runner_up=second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +79,8 @@ def issue(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueRequest)
     BeyondLimit for a format that loses too much.
     """
     plan = run.plan
-    refuse_unjudged(
-        lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored), judged=run.quality is not None
-    )
+    lost = lossy(plan.dtype, plan.shape.weight, plan.weights, plan.shape.stored)
+    refuse_unjudged(lost, judged=run.quality is not None)
     refuse_beyond(plan.shape.weight, run.format_quality, accepted=request.accept_quality)
     stated = measured(run, grounds, request)
     made = Certificate.of(stated, derive(stated))
@@ -87,7 +122,6 @@ def measured(run: DecodeRun, grounds: Mapping[int, Grounds], request: IssueReque
         read_bytes_per_s=run.read_bytes_per_s,
         read_probes=run.read_probes,
         peak_flops=peak_flops(run.fingerprint, run.plan.dtype),
-        cache_bytes=cache_bytes(run.fingerprint),
         weights_bytes=run.weights_bytes,
         kv_cache_bytes=run.kv_cache_bytes,
         peak_memory_bytes=run.peak_memory_bytes,
@@ -133,28 +167,17 @@ def chained(made: Certificate, sequence: int, previous: str) -> Certificate:
     return c.seal(dataclasses.replace(made, sequence=sequence, previous=previous))
 
 
-# --- where -----------------------------------------------------------------------------------------------------------
-
-
 def _where(fp: Fingerprint) -> dict[str, Any]:
+    identity = {"kind": fp.kind, **to_json(fp.identity)}
     return {
         "device": fp.name,
-        "sm": instruction_set(fp),
+        "sm": device.instruction_set(identity),
         "hw_id": fp.hw_id,
         "env_id": fp.env_id,
         "environment": to_json(fp.environment),
-        "identity": {"kind": fp.kind, **to_json(fp.identity)},
+        "identity": identity,
+        "cache_bytes": device.cache_bytes(identity),
     }
-
-
-def instruction_set(fp: Fingerprint) -> str:
-    """Return `sm_90` for a GPU, `avx512bf16` for a CPU."""
-    return device.instruction_set({"kind": fp.kind, **fp.identity})
-
-
-def cache_bytes(fp: Fingerprint) -> int:
-    """Return the size of all last-level caches that the usable cores or SMs reach."""
-    return device.cache_bytes({"kind": fp.kind, **fp.identity})
 
 
 def read_rate(fp: Fingerprint) -> float | None:
@@ -190,9 +213,6 @@ def _git(git: str, *words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-# --- what ------------------------------------------------------------------------------------------------------------
 
 
 def _ms(ns: int | None) -> float | None:
@@ -242,9 +262,6 @@ def _samples(run: DecodeRun) -> c.Samples:
         baseline_host_ns=base.host_ns if base else (),
         kept=run.kept if run.plan.speculate else (),
     )
-
-
-# --- with what -------------------------------------------------------------------------------------------------------
 
 
 def _labels(choices: Sequence[Choice]) -> dict[str, Choice]:

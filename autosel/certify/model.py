@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from autosel.candidates import registry
 from autosel.certify.certificate import SINCE, Certificate, OpFigures
-from autosel.certify.derive import made_tokens
+from autosel.certify.derive import made_tokens, saved
 from autosel.decode.run import EXECUTION, LARGEST, Plan
 from autosel.errors import AutoselError
 from autosel.models import PRESETS
@@ -157,8 +158,7 @@ def trouble(made: Certificate) -> str:
     """Return the first field that does not follow from the model and its layers; "" if all do."""
     try:
         plan = plan_of(made)
-        sizes = _other_limits if underived(made) else _other_sizes
-        return _other_tokens(made, plan) or sizes(made, plan) or _other_calls(made, plan)
+        return _other_tokens(made, plan) or _other_sizes(made, plan) or _other_calls(made, plan)
     except Unlike as found:
         return str(found)
 
@@ -181,24 +181,34 @@ def _context(made: Certificate, plan: Plan) -> int:
 
 
 def _other_sizes(made: Certificate, plan: Plan) -> str:
-    """Compare each figure that is a closed form of the plan."""
-    model, cut, saved = plan.model, plan.shape, made.options.get("saved_bytes", 0)
+    """Compare each figure with the closed form of the plan; with its limits, if the architecture is unknown.
+
+    A step reads at least the model's matrices. In every known family it adds at most norms, an output head of its own
+    and the keys and values of a whole context.
+    """
+    cut, known = plan.shape, not underived(made)
     context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
-    reads = bytes_per_step(cut, plan.dtype, plan.batch, context)
-    follows: dict[str, tuple[Any, Any]] = {
-        **{f"shape.{n}": (getattr(made.shape, n), getattr(model, n)) for n in ("d", "Hq", "Hkv", "D", "I", "V")},
-        "shape.prompt": (made.shape.prompt, plan.seq - 1),
-        "bytes_per_step": (made.bytes_per_step, reads - saved),  # type: ignore[operator]
-        "flops_per_step": (made.flops_per_step, flops_per_step(cut, plan.batch, context)),
-        "weights_bytes": (made.weights_bytes, cut.weight_bytes(plan.dtype)),
-        "kv_cache_bytes": (
-            made.kv_cache_bytes,
-            cache_bytes(cut, plan.dtype, rows=plan.batch, room=plan.longest, page=page),
-        ),
+    richest = cut if known else replace(cut, tied=False, qk_norm=True, sandwich=True)
+    most: dict[str, int] = {
+        **{f"shape.{size}": getattr(plan.model, size) for size in ("d", "Hq", "Hkv", "D", "I", "V")},
+        "shape.prompt": plan.seq - 1,
+        "bytes_per_step": bytes_per_step(richest, plan.dtype, plan.batch, context) - saved(made),
+        "flops_per_step": flops_per_step(richest, plan.batch, context),
+        "weights_bytes": richest.weight_bytes(plan.dtype),
+        "kv_cache_bytes": cache_bytes(cut, plan.dtype, rows=plan.batch, room=plan.longest, page=page),
     }
-    for name, (stated, derived) in follows.items():
-        if stated != derived:
-            return f"{name}: {stated}; {made.layers.run} layers of {model.name} give {derived}"
+    least = dict(most)
+    if not known:
+        products = products_per_token(cut)
+        matrices = DTYPE_BYTES[plan.dtype] * products
+        least |= {"bytes_per_step": matrices - saved(made), "weights_bytes": matrices}
+        least["flops_per_step"] = 2 * plan.batch * products
+    for name, limit in most.items():
+        stated = attrgetter(name)(made)
+        if not least[name] <= stated <= limit:
+            sizes = plan.model.name if known else "these sizes"
+            given = limit if known else f"{least[name]} to {limit}"
+            return f"{name}: {stated}; {made.layers.run} layers of {sizes} give {given}"
     return _other_form(made, plan)
 
 
@@ -228,40 +238,6 @@ def _packers() -> frozenset[str]:
     return frozenset(c.name for c in registry.own_candidates() if c.layout is not None)
 
 
-def _other_limits(made: Certificate, plan: Plan) -> str:
-    """Check limits of the figures of an unknown architecture.
-
-    A step reads at least the model's matrices. In every known family it adds at most norms, an output head of its own
-    and the keys and values of a whole context.
-    """
-    products, saved = products_per_token(plan.shape), made.options.get("saved_bytes", 0)
-    richest, matrices = replace(plan.shape, tied=False, qk_norm=True, sandwich=True), DTYPE_BYTES[plan.dtype] * products
-    context, page = _context(made, plan), plan.page if plan.cache == "paged" else 0
-    cache = cache_bytes(plan.shape, plan.dtype, rows=plan.batch, room=plan.longest, page=page)
-    limits: dict[str, tuple[Any, int, int]] = {
-        "shape.prompt": (made.shape.prompt, plan.seq - 1, plan.seq - 1),
-        "bytes_per_step": (
-            made.bytes_per_step + saved,  # type: ignore[operator]
-            matrices,
-            bytes_per_step(richest, plan.dtype, plan.batch, context),
-        ),
-        "flops_per_step": (
-            made.flops_per_step,
-            2 * plan.batch * products,
-            flops_per_step(richest, plan.batch, context),
-        ),
-        "weights_bytes": (made.weights_bytes, matrices, richest.weight_bytes(plan.dtype)),
-        "kv_cache_bytes": (made.kv_cache_bytes, cache, cache),
-    }
-    for name, (stated, least, most) in limits.items():
-        if not least <= stated <= most:
-            return f"{name}: {stated}; {made.layers.run} layers of these sizes give {least} to {most}"
-    return _other_form(made, plan)
-
-
-# --- the sum of its parts --------------------------------------------------------------------------------------------
-
-
 def _other_calls(made: Certificate, plan: Plan) -> str:
     """Check the calls of a step: each weight matrix is multiplied once, and each layer attends once, in any form."""
     try:
@@ -282,8 +258,7 @@ def _other_calls(made: Certificate, plan: Plan) -> str:
     return _layer_calls([(o.calls, w) for _, o, w in ops], plan)
 
 
-def _layer_calls(calls: Iterable[tuple[int, Workload]], plan: Plan) -> str:
-    counted = [(count, w) for count, w in calls]
+def _layer_calls(counted: Sequence[tuple[int, Workload]], plan: Plan) -> str:
     for what, names in ONCE_A_LAYER.items():
         found = sum(count for count, w in counted if w.op in names)
         whole = plan.advance and not plan.prealloc and what == "attention"  # several lengths, each counted separately

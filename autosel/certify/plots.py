@@ -121,9 +121,6 @@ def _is_colour(value: Any) -> bool:
     return not (isinstance(value, str) and value == "none") and is_color_like(value)
 
 
-# --- the pictures ----------------------------------------------------------------------------------------------------
-
-
 def new_axes(height_in: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure as NewFigure
 
@@ -252,12 +249,16 @@ def grid(axes: Axes, axis: Literal["both", "x"] = "both") -> None:
 
 def plain_ticks(axis: Axis, limits: tuple[float, float]) -> None:
     """Label a logarithmic axis with about six numbers instead of powers of ten."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = limits
     steps = next(s for s in TICK_STEPS if high / low < s[0])[1]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    shown = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
+    tick(axis, [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high])
+
+
+def tick(axis: Axis, shown: Sequence[float]) -> None:
+    """Label these values of an axis, as numbers, and no others."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axis.set_major_locator(FixedLocator(shown))
     axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axis.set_minor_locator(NullLocator())

@@ -56,7 +56,9 @@ def replace_file(path: Path, content: bytes) -> Path:
     return path
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+def write_json(path: Path, document: object) -> None:
+    """Replace a file by a document, atomically. Raises AutoselError."""
+    replace_file(path, json.dumps(document, indent=1).encode() + b"\n")
 
 
 def page(made: Certificate, drawn: dict[str, str]) -> str:

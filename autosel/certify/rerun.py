@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from autosel.certify import model
 from autosel.certify.certificate import Certificate, Prompt, another_prompt
 from autosel.certify.derive import rooflines, saved, speedup, tokens_per_step
@@ -132,7 +130,9 @@ def refuse_other_model(certified: Certificate, plan: Plan) -> None:
 
 def compare(certified: Certificate, again: Certificate) -> Rerun:
     """Compare two runs. Raises UsageError if the plans differ, or if the prompt's file differs."""
-    _refuse_other_plan(certified, again)
+    for name in ("model", "layers", "dtype", "weights", "shape", "iters", "warmup"):
+        _refuse_other(name, getattr(certified, name), getattr(again, name))
+    _refuse_other("options", *_asked(certified.options, again.options))
     refuse_other_prompt(certified, again.prompt)
     notes, moved = _prompt_notes(certified, again), certified.bytes_per_step
     forms = ["packed" if saved(made) else "unpacked" for made in (certified, again)]
@@ -200,12 +200,6 @@ def judge(found: Rerun) -> None:
         raise NotReproduced("the certified figure was not reproduced", why=why)
     if found.outcome == "too noisy":
         raise TooNoisy("too noisy to decide if the two runs agree", why=why, todo="run it again on a quiet machine")
-
-
-def _refuse_other_plan(certified: Certificate, again: Certificate) -> None:
-    for name in ("model", "layers", "dtype", "weights", "shape", "iters", "warmup"):
-        _refuse_other(name, getattr(certified, name), getattr(again, name))
-    _refuse_other("options", *_asked(certified.options, again.options))
 
 
 def _refuse_other(name: str, old: object, new: object) -> None:
@@ -279,6 +273,8 @@ def _speedups(made: Certificate) -> Samples:
     s = made.samples
     kept = s.kept or (tokens_per_step(made),) * made.iters
     if made.iters < FEWEST_TO_RESAMPLE:
+        import numpy as np
+
         slow, fast, tokens = (np.asarray(v, dtype=np.float64) for v in (s.baseline_ns, s.optimised_ns, kept))
         return slow / fast * tokens
     return resampled_speedups(s.baseline_ns, s.optimised_ns, kept)
@@ -287,6 +283,8 @@ def _speedups(made: Certificate) -> Samples:
 def _resampled(values: Sequence[float]) -> tuple[float, Samples]:
     """Return the median of the values, and the median of each resample; for fewer than eight, the values themselves."""
     if len(values) < FEWEST_TO_RESAMPLE:
+        import numpy as np
+
         return median(values), np.asarray(values, dtype=np.float64)
     return median(values), resampled_medians(values)[0]
 

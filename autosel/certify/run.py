@@ -5,7 +5,7 @@ request -> expected times -> weights -> measured -> grounds (from the ledger) ->
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +14,9 @@ from autosel import fingerprint, settings
 from autosel.certify import issue, sign, store
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import lossy, wrong_tokens
-from autosel.certify.evidence import Grounds, gather
 from autosel.certify.forecast import forecast
 from autosel.certify.limits import limit_of
-from autosel.certify.slo import MissedObjective, Objective, refuse_missed
+from autosel.certify.slo import MissedObjective, refuse_missed
 from autosel.decode.measure import measure, refuse
 from autosel.decode.original import original, refuse_other_original, scored
 from autosel.decode.prompt import prompts
@@ -57,18 +56,14 @@ class Within:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
+class RunRequest(issue.IssueRequest):
     """A run to certify. Raises UsageError or BadConfig for an impossible one, before anything is loaded."""
 
     plan: Plan
-    repro_cmd: str
     text: Text | None = None  # to score
-    objectives: Sequence[Objective] = ()
-    price_per_hour: float | None = None
     forced: bool = False  # whole steps race again, whatever is decided
     traced: bool = False  # also time the threads of a step, for a trace
     original: str = ""  # the model that the codes were made from: the format is scored against it
-    accept_quality: bool = False  # certify a format that loses more than its limit
 
     def __post_init__(self) -> None:
         refuse(self.plan)
@@ -100,13 +95,8 @@ class RunRequest:
             )
 
 
-def certify(request: RunRequest, ledger: Ledger | None, listener: RunListener) -> Certificate:
-    """Measure baseline and optimised steps in turn, and issue the certificate. It is not yet in a file."""
-    return certified(request, ledger, listener)[0]
-
-
 def certified(request: RunRequest, ledger: Ledger | None, listener: RunListener) -> tuple[Certificate, DecodeRun]:
-    """Return the certificate, and the run that it states.
+    """Measure baseline and optimised steps in turn. Return the certificate, which is not yet in a file, and the run.
 
     The ledger has the form of the whole step and the grounds of decisions. Without one, the step is raced for this run
     only, and no proof is known. Raises ImpossibleRun.
@@ -121,13 +111,7 @@ def certified(request: RunRequest, ledger: Ledger | None, listener: RunListener)
     weights = load_weights(plan, listener)
     asked: dict[str, Any] = {"forced": request.forced, "traced": request.traced, "original": known}
     run = measure(plan, weights, text=text, listener=listener, ledger=ledger, **asked)
-    stated = issue.IssueRequest(
-        repro_cmd=request.repro_cmd,
-        objectives=request.objectives,
-        price_per_hour=request.price_per_hour,
-        accept_quality=request.accept_quality,
-    )
-    return issue.issue(run, grounds(run, ledger), stated), run
+    return issue.issue(run, grounds(run, ledger), request), run
 
 
 def foreseen(
@@ -159,12 +143,9 @@ def _undecided_of_prompt(plan: Plan, ledger: Ledger) -> int:
     return sum(not ledger.serving_rows(hw_id, bucket, mode) for bucket in asked)
 
 
-def grounds(run: DecodeRun, ledger: Ledger | None) -> dict[int, Grounds]:
+def grounds(run: DecodeRun, ledger: Ledger | None) -> dict[int, issue.Grounds]:
     """Return the grounds of the decisions that served, from the ledger."""
-    return gather(ledger, [choice.decision_id for choice in run.choices]) if ledger is not None else {}
-
-
-# --- what came of it ------------------------------------------------------------------------------------------------
+    return issue.gather(ledger, [choice.decision_id for choice in run.choices]) if ledger is not None else {}
 
 
 def append(path: Path, made: Certificate, key: Any = None) -> Certificate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autosel import fingerprint
+from autosel.certify import run
 from autosel.certify.certificate import Certificate
 from autosel.certify.issue import prompt_of
 from autosel.certify.rerun import (
@@ -15,7 +16,7 @@ from autosel.certify.rerun import (
     refuse_other_prompt,
     refuse_other_text,
 )
-from autosel.certify.run import RunListener, RunRequest, certify
+from autosel.certify.run import RunListener, RunRequest
 from autosel.decode.prompt import prompts, text_to_score
 from autosel.decode.run import Plan, Text
 from autosel.errors import UsageError
@@ -27,7 +28,7 @@ def run_again(certified: Certificate, request: RunRequest, ledger: Ledger | None
 
     Raises UsageError if the plan, the prompt or the text differs from the certified one; call `refuse_others` first.
     """
-    return compare(certified, certify(request, ledger, listener))
+    return compare(certified, run.certified(request, ledger, listener)[0])
 
 
 def refuse_others(certified: Certificate, plan: Plan) -> None:

@@ -78,9 +78,9 @@ def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunLis
     _expect(request.parts, listener)
     try:
         for part in request.parts:
-            shared = _SuiteState()
+            made.weights, made.chosen = None, {}
             for configuration, runs in part.configurations:
-                trials = _trials(part, runs, shared, listener, ledger, made.remarks)
+                trials = _trials(part, runs, made, listener, ledger)
                 made.rows.append(suite.row(configuration, trials))
                 made.certified.append(sorted(trials, key=lambda m: m.tokens_per_sec)[len(trials) // 2])
                 made.certified[-1] = append(request.certificates, made.certified[-1], request.key)
@@ -98,19 +98,13 @@ def measure_suite(request: SuiteRequest, ledger: Ledger | None, listener: RunLis
 
 @dataclass(slots=True)
 class _Made:
-    """The rows, certificates and remarks so far."""
+    """A suite so far."""
 
     rows: list[suite.SuiteRow] = field(default_factory=list)
     certified: list[Certificate] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)  # about the device, from its runs
-
-
-@dataclass(slots=True)
-class _SuiteState:
-    """Weights and choices that the runs of one model share."""
-
-    weights: Weights | None = None  # loaded on first use
-    chosen: dict[str, Chosen] = field(default_factory=dict)  # chosen forms of steps, by question
+    weights: Weights | None = None  # of the present model, loaded on first use
+    chosen: dict[str, Chosen] = field(default_factory=dict)  # its chosen forms of steps, by question
 
 
 def _expect(parts: Sequence[SuitePart], listener: RunListener) -> None:
@@ -128,27 +122,22 @@ def _expect(parts: Sequence[SuitePart], listener: RunListener) -> None:
 
 
 def _trials(
-    part: SuitePart,
-    runs: Sequence[Run],
-    shared: _SuiteState,
-    listener: RunListener,
-    ledger: Ledger | None,
-    told: list[str],
+    part: SuitePart, runs: Sequence[Run], made: _Made, listener: RunListener, ledger: Ledger | None
 ) -> list[Certificate]:
-    """Run a configuration. Return the certificates of the runs that count, and append remarks to `told`."""
-    made, question = [], part.question(runs)
+    """Run a configuration. Return the certificates of the runs that count."""
+    counted, question = [], part.question(runs)
     for run in runs:
         within = Within(listener, run.title)
-        shared.weights = shared.weights or load_weights(run.plan, within)
+        made.weights = made.weights or load_weights(run.plan, within)
         devices.named(run.plan.device).forget_peak()  # forget an earlier run's peak
-        chosen = shared.chosen.get(question)
-        found = measure(run.plan, shared.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
-        shared.chosen[question] = found.chosen
-        told += remarks(found.fingerprint)
+        chosen = made.chosen.get(question)
+        found = measure(run.plan, made.weights, listener=within, ledger=ledger, decides=part.decides, chosen=chosen)
+        made.chosen[question] = found.chosen
+        made.remarks += remarks(found.fingerprint)
         if run.counts:
             stated = issue.IssueRequest(repro_cmd=command(part.name, run.plan))
-            made.append(issue.issue(found, grounds(found, ledger), stated))
-    return made
+            counted.append(issue.issue(found, grounds(found, ledger), stated))
+    return counted
 
 
 def _suite(level: Level, made: _Made, left: int) -> Suite:

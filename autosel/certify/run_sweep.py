@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -95,15 +95,6 @@ class MeasuredSweep:
     trouble: AutoselError | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """A cell before it is measured. `why` says why it does not fit, or is ""."""
-
-    plan: Plan
-    need_bytes: int
-    why: str
-
-
 def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener) -> MeasuredSweep:
     """Measure a decode step at every context and batch, baseline and optimised in turn.
 
@@ -115,8 +106,8 @@ def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener)
     if first.weights != "random":
         open_folder(Path(first.weights).expanduser())  # fails before minutes of tuning if weights cannot be loaded
     started, memory = datetime.now(UTC).isoformat(timespec="seconds"), devices.named(first.device).free_bytes()
-    sized = [_sized(plan, memory) for plan in plans]
-    decisions, left = _tuned(request, [s.plan for s in sized if not s.why], ledger, listener)
+    sized = [(plan, _sized(plan, memory)) for plan in plans]
+    decisions, left = _tuned(request, [plan for plan, cell in sized if not cell.why], ledger, listener)
     measured, ended = _measured(request, sized, ledger, listener)
     cells = sweep.with_doubts(measured, {d.id for d in decisions if _is_undecided(d)})
     changes, narrowed = sweep.changes_of(sweep.served(cells), decisions), None
@@ -143,10 +134,11 @@ def measure_sweep(request: Grid, ledger: Ledger | None, listener: SweepListener)
     return MeasuredSweep(sweep=found, trouble=wrong(found) or ended or left or narrowed)
 
 
-def _sized(plan: Plan, memory_bytes: int) -> _Sized:
+def _sized(plan: Plan, memory_bytes: int) -> SweepCell:
+    """Return the cell before it is measured; `why` says why it does not fit, or is ""."""
     need = memory_need(plan)
     why = "" if need <= memory_bytes else f"takes {bytes_text(need)} of memory; {bytes_text(memory_bytes)} are free"
-    return _Sized(plan=plan, need_bytes=need, why=why)
+    return SweepCell(batch=plan.batch, context=plan.seq, need_bytes=need, figures=None, why=why)
 
 
 def _is_undecided(d: Decision) -> bool:
@@ -163,8 +155,6 @@ def wrong(found: Sweep) -> AutoselError | None:
         "steps did not verify: logits beyond their bound", why=cells, todo="measure one with `run` to see the error"
     )
 
-
-# --- tuning ---------------------------------------------------------------------------------------------------------
 
 Tuned = tuple[list[Decision], AutoselError | None]  # decisions, and what stayed undecided
 
@@ -197,22 +187,19 @@ def _decided(request: Grid, named: Sequence[Named], ledger: Ledger | None, liste
     return list(found.decisions), unfinished(found, request.again)
 
 
-# --- measuring ------------------------------------------------------------------------------------------------------
-
-
 def _measured(
-    request: Grid, sized: Sequence[_Sized], ledger: Ledger | None, listener: SweepListener
+    request: Grid, sized: Sequence[tuple[Plan, SweepCell]], ledger: Ledger | None, listener: SweepListener
 ) -> tuple[list[SweepCell], AutoselError | None]:
     """Measure each cell that fits, with weights loaded once; also return the error that cost some of them.
 
     A sweep that tunes also decides the form of whole steps if that is undecided.
     """
-    titles = [f"cell {i} of {len(sized)}, batch {s.plan.batch}, context {s.plan.seq}" for i, s in enumerate(sized, 1)]
+    titles = [f"cell {i} of {len(sized)}, batch {p.batch}, context {p.seq}" for i, (p, _) in enumerate(sized, 1)]
     cells, weights, stopped, failed = [], None, False, 0
     with listener.measuring() as told:
-        _expect([(title, s.plan) for title, s in zip(titles, sized, strict=True) if not s.why], told)
-        for title, s in zip(titles, sized, strict=True):
-            figures, why, plan = None, s.why, s.plan
+        _expect([(title, plan) for title, (plan, cell) in zip(titles, sized, strict=True) if not cell.why], told)
+        for title, (plan, cell) in zip(titles, sized, strict=True):
+            figures, why = None, cell.why
             if not (why or stopped):
                 refuse(plan)
                 within = Within(told, title)
@@ -226,9 +213,7 @@ def _measured(
                     why = _cost(error, loaded=weights is not None)
                     failed += isinstance(error, AutoselError)
             why = why or ("" if figures else "stopped before it was measured")
-            cells.append(
-                SweepCell(batch=plan.batch, context=plan.seq, need_bytes=s.need_bytes, figures=figures, why=why)
-            )
+            cells.append(replace(cell, figures=figures, why=why))
     return cells, _ended(cells, failed, stopped=stopped)
 
 
@@ -292,9 +277,6 @@ def figures_of(run_: DecodeRun) -> Figures:
             for c in run_.choices
         ),
     )
-
-
-# --- where winners change -------------------------------------------------------------------------------------------
 
 
 def _narrowed(

@@ -12,6 +12,7 @@ import re
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from autosel import extras, files
@@ -45,20 +46,19 @@ def trouble(made: Certificate) -> str:
         return f"signature: algorithm {made.signature.algorithm!r:.40} is not {ALGORITHM}"
     if not re.fullmatch(r"[0-9a-f]{64}", made.signer) or not re.fullmatch(r"[0-9a-f]{128}", made.signature.value):
         return "signature: not 32 and 64 bytes of lower-case hex"
-    return "" if _holds(made.signer, made.signature.value, made.checksum) else "signature: it does not match"
+    message = CONTEXT + bytes.fromhex(made.checksum)
+    return "" if holds(made.signer, made.signature.value, message) else "signature: it does not match"
 
 
-def _holds(signer: str, value: str, checksum: str) -> bool:
+def holds(signer: str, value: str, message: bytes) -> bool:
+    """Return True if the signature (hex) of the message is by this public key (hex)."""
     crypto = _cryptography()
     try:
         key = crypto.ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signer))
-        key.verify(bytes.fromhex(value), CONTEXT + bytes.fromhex(checksum))
+        key.verify(bytes.fromhex(value), message)
     except (crypto.InvalidSignature, ValueError):
         return False
     return True
-
-
-# --- keys ------------------------------------------------------------------------------------------------------------
 
 
 def make_key(path: Path) -> Ed25519PrivateKey:
@@ -90,11 +90,7 @@ def _write_once(path: Path, text: bytes) -> None:
         os.link(making, path)
     finally:
         Path(making).unlink()
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files.sync_folder(path.parent)
 
 
 def private_key(path: Path) -> Ed25519PrivateKey:
@@ -162,19 +158,17 @@ def _how_to_make(path: Path) -> str:
     return f"make one:  openssl genpkey -algorithm ed25519 -out {path}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Crypto:
-    ed25519: Any
-    serialization: Any
-    InvalidSignature: type[Exception]
-    UnsupportedAlgorithm: type[Exception]
-
-
-def _cryptography() -> _Crypto:
+def _cryptography() -> Any:
+    """Return the parts of cryptography that are used here, by name. Raises UsageError without the extra."""
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise extras.missing("sign", "a signature", error) from error
-    return _Crypto(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
+    return SimpleNamespace(
+        ed25519=ed25519,
+        serialization=serialization,
+        InvalidSignature=InvalidSignature,
+        UnsupportedAlgorithm=UnsupportedAlgorithm,
+    )

@@ -7,17 +7,17 @@ recomputes it from a certificate gets the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the command line reads these modules for every --help
+    import numpy as np
+    from numpy.typing import NDArray
 
-Samples = NDArray[np.float64]
-
+Samples: TypeAlias = "NDArray[np.float64]"
 COVERAGE = 0.95
 RESAMPLES = 2000
 FEWEST_TO_RESAMPLE = 8  # below it an interval is the whole range of the samples
@@ -65,11 +65,6 @@ def speedup_interval(baseline: Sequence[float], optimised: Sequence[float], kept
     return middle(resampled_speedups(baseline, optimised, kept))
 
 
-def trials_interval(values: Sequence[float]) -> Interval | None:
-    """Return the interval of the median of independent trials; None for fewer than eight."""
-    return median_interval(values) if len(values) >= FEWEST_TO_RESAMPLE else None
-
-
 def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | None:
     """Return the interval of the ratio of two separate runs' medians; None if one has fewer than eight samples."""
     if min(len(now), len(before)) < FEWEST_TO_RESAMPLE:
@@ -80,19 +75,21 @@ def ratio_interval(now: Sequence[float], before: Sequence[float]) -> Interval | 
 
 def resampled_speedups(baseline: Sequence[float], optimised: Sequence[float], kept: Sequence[float] = ()) -> Samples:
     slow, fast = resampled_medians(baseline, optimised)
-    return slow / fast * (resampled(np.mean, kept)[0] if kept else 1.0)
+    return slow / fast * (resampled("mean", kept)[0] if kept else 1.0)
 
 
 def resampled_medians(*arms: Sequence[float]) -> list[Samples]:
-    return resampled(np.median, *arms)
+    return resampled("median", *arms)
 
 
-def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Samples]:
+def resampled(statistic: Literal["mean", "median"], *arms: Sequence[float]) -> list[Samples]:
     """Return the statistic of each arm in each of 2000 resamples of their common indices.
 
     A resample consists of circular blocks of ceil(n^(1/3)) neighbours (Politis and Romano 1992), because a disturbance
     lasts longer than a step. The blocks are drawn from Python's own generator, whose `random()` never changes.
     """
+    import numpy as np
+
     samples = [np.asarray(arm, dtype=np.float64) for arm in arms]
     count = len(samples[0])
     starts, block = _block_starts(count)
@@ -102,12 +99,14 @@ def resampled(statistic: Callable[..., Any], *arms: Sequence[float]) -> list[Sam
         chunk = starts[low : low + rows]
         picks = ((chunk[:, :, None] + np.arange(block)) % count).reshape(len(chunk), -1)[:, :count]
         for arm, figures in zip(samples, found, strict=True):
-            figures.append(statistic(arm[picks], axis=1))
+            figures.append(getattr(np, statistic)(arm[picks], axis=1))
     return [np.concatenate(figures) for figures in found]
 
 
 @lru_cache(maxsize=4)
 def _block_starts(count: int) -> tuple[NDArray[np.int64], int]:
+    import numpy as np
+
     block = math.ceil(count ** (1 / 3))
     blocks = math.ceil(count / block)
     rng = Random(count)
@@ -117,6 +116,6 @@ def _block_starts(count: int) -> tuple[NDArray[np.int64], int]:
 
 def middle(found: Samples) -> Interval:
     """Return the middle 95 % of the resampled values."""
-    ordered = np.sort(found)
+    ordered = sorted(found)
     cut = int(len(ordered) * (1 - COVERAGE) / 2)
     return Interval(lo=float(ordered[cut]), hi=float(ordered[len(ordered) - 1 - cut]))

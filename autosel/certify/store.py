@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,6 @@ from autosel.certify.certificate import MOST_BYTES, Certificate, decode, encode
 from autosel.errors import AutoselError, UsageError
 
 MOST_FILE_BYTES = 1 << 30
-_COPY_BYTES = 1 << 20
 
 
 class BadCertificate(AutoselError):
@@ -76,9 +76,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-# --- append ----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock the folder against other appending processes. The lock is the kernel's: it ends with its holder."""
@@ -126,7 +123,9 @@ def _replace(path: Path, line: bytes) -> None:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
         descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
-            _copy(path, file)
+            if path.exists():
+                with files.opened(path) as old:
+                    shutil.copyfileobj(old, file)
             file.write(line + b"\n")
             file.flush()
             os.fsync(descriptor)
@@ -138,11 +137,3 @@ def _replace(path: Path, line: bytes) -> None:
         raise AutoselError(
             f"cannot write {path}", why=error.strerror or str(error), todo="free some space, or name another file"
         ) from error
-
-
-def _copy(path: Path, target: BinaryIO) -> None:
-    if not path.exists():
-        return
-    with files.opened(path) as source:
-        while part := source.read(_COPY_BYTES):
-            target.write(part)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from autosel.certify.certificate import Certificate
 from autosel.certify.derive import against_baseline
-from autosel.certify.statistics import Interval, median, trials_interval
+from autosel.certify.statistics import FEWEST_TO_RESAMPLE, Interval, median, median_interval
 from autosel.decode.run import GREEDY, Plan, Sampling
 from autosel.errors import BadConfig
 from autosel.values import from_json, to_json
@@ -36,7 +36,6 @@ class Extent:
     models: tuple[str, ...] = MODELS[:1]
     layers: int = 0  # unless the user sets another number; 0: all
     shorter: int = 1
-    warm_ups: int = 1
     trials: int = 8  # the fewest that give an interval
     decides: bool = True
 
@@ -149,16 +148,11 @@ class Run:
 
 
 def runs(c: Configuration, plan: Plan, extent: Extent) -> tuple[Run, ...]:
-    """Return warm-ups of a few tokens, then the trials, which count."""
+    """Return a warm-up of a few tokens, then the trials, which count."""
     what = f"{plan.model.name} {c.name} {c.prompt}/{c.tokens}"
-    short = replace(plan, iters=min(plan.iters, WARM_UP_TOKENS))
-    warm = [_run(f"{what}, warm-up", i, extent.warm_ups, short, counts=False) for i in range(extent.warm_ups)]
-    return (*warm, *(_run(f"{what}, trial", i, extent.trials, plan, counts=True) for i in range(extent.trials)))
-
-
-def _run(kind: str, number: int, of: int, plan: Plan, *, counts: bool) -> Run:
-    title = f"{kind} {number + 1} of {of}" if of > 1 else kind
-    return Run(title=title, plan=plan, counts=counts)
+    warm_up = Run(title=f"{what}, warm-up", plan=replace(plan, iters=min(plan.iters, WARM_UP_TOKENS)), counts=False)
+    trials = (f"{what}, trial {i} of {extent.trials}" for i in range(1, extent.trials + 1))
+    return (warm_up, *(Run(title=title, plan=plan, counts=True) for title in trials))
 
 
 def row(c: Configuration, made: Sequence[Certificate]) -> SuiteRow:
@@ -167,22 +161,23 @@ def row(c: Configuration, made: Sequence[Certificate]) -> SuiteRow:
     def middle(figure: Callable[[Certificate], float]) -> float:
         return median([figure(one) for one in made])
 
+    speedups, rates = [against_baseline(one).speedup for one in made], [end_to_end(one, c.tokens) for one in made]
     return SuiteRow(
         model=made[0].model,
         dtype=made[0].dtype,
         configuration=c.name,
         prompt=c.prompt,
         tokens=c.tokens,
-        e2e_tokens_per_s=middle(lambda one: end_to_end(one, c.tokens)),
+        e2e_tokens_per_s=median(rates),
         decode_tokens_per_s=middle(lambda one: one.sustained_tokens_per_sec),
         p50_step_ms=middle(lambda one: one.latency_ms.med),
         p95_step_ms=middle(lambda one: one.latency_ms.p95),
         ttft_ms=middle(lambda one: one.ttft_ms or 0.0),
-        speedup=middle(lambda one: against_baseline(one).speedup),
+        speedup=median(speedups),
         cache_bytes=made[0].kv_cache_bytes,
         peak_memory_bytes=max(one.peak_memory_bytes for one in made),
-        speedup_interval=trials_interval([against_baseline(one).speedup for one in made]),
-        e2e_trials=tuple(end_to_end(one, c.tokens) for one in made),
+        speedup_interval=median_interval(speedups) if len(made) >= FEWEST_TO_RESAMPLE else None,
+        e2e_trials=tuple(rates),
     )
 
 

@@ -13,8 +13,9 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +31,6 @@ FILE_LIMIT_BYTES = 64 << 20
 Axis = Literal["batch", "context"]
 
 
-# --- the request ---------------------------------------------------------------------------------------------------
-
-
 def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
     """Return the doubled sizes: `256:2048` gives 256, 512, 1024, 2048; `100:300` gives 100, 200, 300; `8` gives 8.
 
@@ -46,6 +44,11 @@ def span(text: str, option: str, low: int, high: int) -> tuple[int, ...]:
             why=f"FIRST:LAST, or one number, from {low} to {high} is expected",
             todo=f"{option} {max(low, 1)}:{min(high, 8 * max(low, 1))} doubles from the first to the last",
         )
+    return doubled(first, last)
+
+
+def doubled(first: int, last: int) -> tuple[int, ...]:
+    """Return 128, 256, ... and the last size."""
     found = []
     while first < last:
         found.append(first)
@@ -106,9 +109,6 @@ def _request(where: str, prompt: int, output: int) -> Lengths:
     if not (1 <= prompt < 1 << 24 and 1 <= output < 1 << 24):
         raise BadConfig(f"{where}: {prompt} in, {output} out", why="each is at least 1 and below 2^24")
     return Lengths(prompt=prompt, output=output)
-
-
-# --- measurements -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +230,6 @@ def document(found: Sweep) -> dict[str, object]:
     return {"format": FORMAT, "version": 1, "sweep": to_json(found)}
 
 
-# --- where winners change --------------------------------------------------------------------------------------------
-
-
 def with_doubts(cells: Iterable[SweepCell], undecided: Set[int]) -> list[SweepCell]:
     """Return the cells, with the undecided decisions marked."""
 
@@ -266,12 +263,9 @@ def changes_of(points: Sequence[CellServing], decisions: Sequence[Decision] = ()
 
 
 def _along(axis: Axis, points: Sequence[CellServing]) -> list[Crossing]:
-    def at(point: CellServing) -> int:
-        return point.batch if axis == "batch" else point.context
-
+    at: Callable[[CellServing], int] = attrgetter(axis)
     found = []
-    ordered = sorted(points, key=at)
-    for a, b in itertools.pairwise(ordered):
+    for a, b in itertools.pairwise(sorted(points, key=at)):
         mine = {route(s.label): s for s in a.serving}
         for s in b.serving:
             before = mine.get(route(s.label))
@@ -339,9 +333,6 @@ def middles(changes: Iterable[Crossing]) -> list[int]:
     along = [c for c in changes if c.axis == "batch" and c.decided]  # skips changes that no race decided
     ends = [(c.last, min(c.first, EXACT + 1)) for c in along]
     return sorted({(last + first) // 2 for last, first in ends if first - last > 1})
-
-
-# --- the user's own traffic ------------------------------------------------------------------------------------------
 
 
 def weigh(requests: Sequence[Lengths], cells: Sequence[SweepCell], file: str) -> Traffic:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autosel.certify import plots
-from autosel.certify.report import replace_file
+from autosel.certify.report import replace_file, write_json
 from autosel.certify.sweep import Figures, Sweep, SweepCell, document
 from autosel.certify.words import figure as words
 
@@ -28,7 +27,7 @@ def write(folder: Path, found: Sweep) -> list[str]:
     for name, drawing in drawn.items():
         replace_file(folder / f"{name}.svg", plots.svg(drawing, for_page=False).encode())
         replace_file(folder / f"{name}.png", plots.png(drawing))
-    replace_file(folder / "sweep.json", json.dumps(document(found), indent=1).encode() + b"\n")
+    write_json(folder / "sweep.json", document(found))
     return list(drawn)
 
 
@@ -118,14 +117,10 @@ def _few(values: list[int]) -> list[int]:
 
 def _measured_ticks(axes: Axes, values: list[int]) -> None:
     """Label the measured values as numbers, the last one always; leave out those that would overlap."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = axes.get_xlim()
     shown: list[int] = []
     for value in values[::-1]:
         room = (len(words(value)) + 1) * CHARACTER * math.log(high / low)
         if not shown or math.log(shown[-1] / value) > room:
             shown.append(value)
-    axes.xaxis.set_major_locator(FixedLocator(shown[::-1]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
-    axes.xaxis.set_minor_locator(NullLocator())
+    plots.tick(axes.xaxis, shown[::-1])

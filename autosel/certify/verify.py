@@ -26,7 +26,7 @@ from autosel.certify.certificate import MOST_STEPS, SINCE, Certificate, decode, 
 from autosel.certify.derive import NS_PER_MS, derive, lossy, physics, saved, stored_format, weight_format
 from autosel.certify.limits import beyond, measured
 from autosel.certify.store import BadCertificate, lines
-from autosel.decode.run import Quality
+from autosel.decode.run import FormatQuality, Quality
 from autosel.errors import AutoselError
 from autosel.values import from_json
 
@@ -111,13 +111,9 @@ def not_checkable(path: Path, found: Verified) -> NotCheckable | None:
     told = [f"line {u.line}, {u.model:.60}, version {u.version}: {', '.join(u.fields)}" for u in found.unchecked]
     more = [f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else []
     count = f"{len(told)} of {found.certificates} certificate{'s' if found.certificates > 1 else ''}"
-    return NotCheckable(
-        f"{path}: {count} not checkable",
-        why="\n".join(
-            ["the certificates do not describe these models, so these fields cannot be derived:", *told[:SHOWN], *more]
-        ),
-        todo="certify those runs again",
-    )
+    head = "the certificates do not describe these models, so these fields cannot be derived:"
+    why = "\n".join([head, *told[:SHOWN], *more])
+    return NotCheckable(f"{path}: {count} not checkable", why=why, todo="certify those runs again")
 
 
 def read(
@@ -149,14 +145,8 @@ def _refused(path: Path, number: int, field: str, why: str) -> BadCertificate:
 def wrong(made: Certificate, now: datetime | None = None) -> str:
     """Return the first field whose figure cannot be right, and why; "" if all can."""
     found = _sampleless(made) or _shapeless(made) or _untimely(made, now or utc_now()) or _unprompted(made)
-    found = (
-        found
-        or _unserved(made)
-        or _unjudged(made)
-        or _beyond_limit(made)
-        or model.trouble(made)
-        or device.trouble(made)
-    )
+    found = found or _unserved(made) or _unjudged(made) or _beyond_limit(made)
+    found = found or model.trouble(made) or device.trouble(made)
     return found or _miscalculated(made) or _impossible(made)
 
 
@@ -274,15 +264,22 @@ def _unjudged(made: Certificate) -> str:
         q: Quality = from_json(Quality, stated)
     except ValueError as error:
         return f"quality: {error!s:.200}"
-    finite = all(math.isfinite(getattr(q, n)) for n in ("perplexity", "reference_perplexity", "mean_divergence"))
-    if not finite or min(q.perplexity, q.reference_perplexity) < 1 or q.tokens < 1 or q.difference_error < 0:
-        return "quality: a perplexity below 1, no tokens, or a negative error"
-    if not 0 <= q.mean_divergence <= q.max_divergence or not 0 <= q.same_first <= 1:
-        return "quality: a divergence below 0 or above its largest, or a share beyond 1"
-    if not math.isclose(math.log(q.perplexity / q.reference_perplexity), q.difference, rel_tol=1e-6, abs_tol=1e-9):
-        return "quality: difference: it does not follow from the perplexities"
+    if trouble := _impossible_scores(q, q.reference_perplexity):
+        return f"quality: {trouble}"
     if flagged is not q.suspect:
         return f"quality: suspect is {flagged!r:.20}; by its own figures it is {q.suspect}"
+    return ""
+
+
+def _impossible_scores(q: Quality | FormatQuality, other_perplexity: float) -> str:
+    """Return which score no scoring against this other perplexity can give; "" if all are possible."""
+    figures = (q.perplexity, other_perplexity, q.mean_divergence, q.max_divergence)
+    if not all(map(math.isfinite, figures)) or min(figures[:2]) < 1 or q.tokens < 1 or q.difference_error < 0:
+        return "a perplexity below 1, no tokens, or a negative error"
+    if not 0 <= q.mean_divergence <= q.max_divergence or not 0 <= q.same_first <= 1:
+        return "a divergence below 0 or above its largest, or a share beyond 1"
+    if not math.isclose(math.log(q.perplexity / other_perplexity), q.difference, rel_tol=1e-6, abs_tol=1e-9):
+        return "difference: it does not follow from the perplexities"
     return ""
 
 
@@ -295,15 +292,10 @@ def _beyond_limit(made: Certificate) -> str:
         q = measured(stated)
     except ValueError as error:
         return f"format_quality: {error!s:.200}"
-    figures = (q.perplexity, q.original_perplexity, q.mean_divergence, q.max_divergence)
-    if not all(map(math.isfinite, figures)) or min(figures[:2]) < 1 or q.tokens < 1 or q.difference_error < 0:
-        return "format_quality: a perplexity below 1, no tokens, or a negative error"
-    if not 0 <= q.mean_divergence <= q.max_divergence or not 0 <= q.p999_divergence <= q.max_divergence:
-        return "format_quality: a divergence below 0 or above its largest"
-    if not 0 <= q.same_first <= 1 or not isinstance(stated.get("accepted"), bool):
-        return "format_quality: a share beyond 1, or accepted is neither true nor false"
-    if not math.isclose(math.log(q.perplexity / q.original_perplexity), q.difference, rel_tol=1e-6, abs_tol=1e-9):
-        return "format_quality: difference: it does not follow from the perplexities"
+    if trouble := _impossible_scores(q, q.original_perplexity):
+        return f"format_quality: {trouble}"
+    if not 0 <= q.p999_divergence <= q.max_divergence or not isinstance(stated.get("accepted"), bool):
+        return "format_quality: a divergence below 0 or above its largest, or accepted is neither true nor false"
     over = "" if stated["accepted"] else beyond(weight_format(made), q)
     return f"format_quality: beyond its limit, but not accepted: {over.replace(chr(10), '; ')}" if over else ""
 

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel import devices, settings
+from autosel import devices, models, settings
+from autosel import ledger as ledgers
+from autosel.certify import compare, plots, sign, slo, store
 from autosel.cli.device import refuse_absent
+from autosel.cli.writable import refuse_file, refuse_folder
+from autosel.decode.run import AskedStep, Plan, Sampling, Text
 from autosel.errors import LedgerError, UsageError
-from autosel.values import DTypeName
 
 if TYPE_CHECKING:
-    from autosel.certify.compare import Figure
-    from autosel.certify.slo import Objective
-    from autosel.cli.progress import Progress
-    from autosel.decode.run import AskedStep, Plan, Text
     from autosel.ledger.store import Ledger
 
 DEFAULT_MODEL = "llama-8b"
@@ -73,9 +72,6 @@ class Asked:
 
     def plan(self) -> Plan:
         """Return the plan of the run. Raises UsageError, UnknownName, BadConfig."""
-        from autosel import models
-        from autosel.decode.run import Plan, Sampling
-
         refuse_absent(self["device"])
         model = models.stored_as(models.load(self.model), self["weight_format"])
         if self["small_batch"] and self["batch"] != 1:
@@ -87,9 +83,9 @@ class Asked:
         return Plan(
             model=model,
             layers=0 if self["layers"] == model.layers else self["layers"] or 0,
-            weights=self._weights(),
+            weights=str(self["weights"] or models.weights_of(self.model)),
             prompt=self["prompt"],
-            dtype=self._dtype(model.dtype),
+            dtype=self["dtype"] or model.dtype,
             batch=self["small_batch"] or self["batch"],
             seq=self["seq"] or self._longest(model.max_context),
             iters=self["iters"],
@@ -129,15 +125,6 @@ class Asked:
         advances = self["advance"] or self["speculate"]
         return max(2, min(DEFAULT_SEQ, most - (self["iters"] if advances else 0) - drafted(self["speculate"])))
 
-    def _dtype(self, own: DTypeName) -> DTypeName:
-        found: DTypeName = self["dtype"] or own
-        return found
-
-    def _weights(self) -> str:
-        from autosel.models import weights_of
-
-        return str(self["weights"]) if self["weights"] else weights_of(self.model)
-
     def text(self, plan: Plan) -> Text | None:
         """Return the text that --quality scores. Raises UsageError, BadConfig."""
         if self["score"] is None:
@@ -146,9 +133,7 @@ class Asked:
 
         return text_to_score(self["score"], plan)
 
-    def objectives(self) -> tuple[Objective, ...]:
-        from autosel.certify import slo
-
+    def objectives(self) -> tuple[slo.Objective, ...]:
         if not self["slo"]:
             return ()
         if self["layers"]:
@@ -172,8 +157,6 @@ class Asked:
             if self["key"]:
                 raise UsageError("--key needs --sign", todo="add --sign")
             return None
-        from autosel.certify import sign
-
         path = self["key"] or settings.home() / "keys" / "certificates.pem"
         if self["key"] or path.exists():
             return sign.private_key(path)
@@ -194,18 +177,13 @@ def drafted(text: str) -> int:
     return int(count) if text else 0
 
 
-def earlier(asked: Asked) -> Sequence[Figure]:
+def earlier(asked: Asked) -> Sequence[compare.Figure]:
     """Return the figures of --compare."""
-    from autosel.certify import compare
-
     return compare.read(asked["compare"]) if asked["compare"] is not None else ()
 
 
 def refuse_unwritable(asked: Asked) -> None:
     """Refuse places that cannot be written and a missing plotting package, before minutes of measuring."""
-    from autosel.certify import store
-    from autosel.cli.writable import refuse_file, refuse_folder
-
     for path in (asked["audit_to"], asked["trace_to"], asked["certify"] and Path(os.path.realpath(asked["certify"]))):
         if path is not None:
             refuse_file(path)
@@ -213,9 +191,7 @@ def refuse_unwritable(asked: Asked) -> None:
         refuse_folder(asked.certificates.parent)
     if asked["report_to"] is not None:
         if not asked["suite"]:  # a suite's report has no plots
-            from autosel.certify.plots import refuse_without
-
-            refuse_without()
+            plots.refuse_without()
         refuse_folder(asked["report_to"])
     store.head(asked.certificates)
 
@@ -223,20 +199,10 @@ def refuse_unwritable(asked: Asked) -> None:
 @contextlib.contextmanager
 def ledger_or_none() -> Iterator[Ledger | None]:
     """Yield the ledger, or None if it cannot be opened: decisions about whole steps are then made for this run only."""
-    from autosel.ledger.store import open_ledger
-
     with contextlib.ExitStack() as stack:
         ledger = None
         try:
-            ledger = stack.enter_context(open_ledger())
+            ledger = stack.enter_context(ledgers.open_ledger())
         except LedgerError as error:
             click.echo(f"{error.what}: the form of the step is raced for this run only", err=True)
         yield ledger
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Progress]:
-    from autosel.cli.progress import Progress
-
-    with Progress() as listener:
-        yield listener

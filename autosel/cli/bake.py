@@ -13,14 +13,16 @@ import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from autosel import ledger as ledgers
 from autosel import settings
+from autosel.candidates.validity import staleness
+from autosel.cli.device import ids_here
 from autosel.errors import AutoselError, BadConfig
+from autosel.ledger import snapshot
+from autosel.ledger.snapshot import Row
+from autosel.native.compile import artefacts
 from autosel.values import Decision, NativeRecipe
-
-if TYPE_CHECKING:
-    from autosel.ledger.snapshot import Row
 
 AT_RUN_TIME = ("INDUCTOR", "TRITON")  # backends that compile in the process that serves
 
@@ -60,20 +62,14 @@ def bake(folder: Path, ops: Collection[str] = ()) -> Baked:
 
 def here() -> Sequence[Row]:
     """Return what serves on this machine's devices, for every number of threads."""
-    from autosel.devices import device_at, ids_of, places_here
-    from autosel.ledger import snapshot
-    from autosel.ledger.store import open_ledger
-
-    ids = {hw_id for fp, unknown in map(device_at, places_here()) if not unknown for hw_id in ids_of(fp)}
-    with open_ledger() as ledger:
+    ids = ids_here()
+    with ledgers.open_ledger() as ledger:
         rows = snapshot.validate(ledger.export(), "the ledger").rows
     return [row for row in rows if row.document.get("hw_id") in ids]
 
 
 def _portable(rows: Sequence[Row]) -> tuple[list[Row], tuple[tuple[str, str], ...]]:
     """Split into the rows that serve from a folder, and the others with the reason."""
-    from autosel.candidates.validity import staleness
-
     kept: list[Row] = []
     left: list[tuple[str, str]] = []
     for row in rows:
@@ -96,14 +92,8 @@ def _bound_to_here(d: Decision) -> str:
 
 def _fill(made: Path, rows: Sequence[Row]) -> int:
     """Write the home; return the number of builds."""
-    from autosel.ledger import snapshot
-    from autosel.native.compile import artefacts
-
     made.mkdir(mode=0o755)
-    document = snapshot.document(
-        max(row.epoch for row in rows),
-        [{"key": row.key, "epoch": row.epoch, "decision": dict(row.document)} for row in rows],
-    )
+    document = document_of(rows)
     (made / snapshot.FILE).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
     (made / "autosel.lock").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     digests = sorted({arm.build for row in rows for arm in (row.decision.arm, row.decision.baseline) if arm.build})
@@ -114,6 +104,12 @@ def _fill(made: Path, rows: Sequence[Row]) -> int:
         shutil.copytree(measured, made / "fingerprint", ignore=shutil.ignore_patterns(".*"))
     _open_to_readers(made)
     return len(digests)
+
+
+def document_of(rows: Sequence[Row]) -> dict[str, object]:
+    """Return these rows as a document in the snapshot's format."""
+    listed = [{"key": row.key, "epoch": row.epoch, "decision": dict(row.document)} for row in rows]
+    return snapshot.document(max(row.epoch for row in rows), listed)
 
 
 def _open_to_readers(folder: Path) -> None:

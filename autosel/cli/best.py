@@ -9,12 +9,19 @@ from typing import Any
 import click
 
 from autosel import devices, settings
+from autosel import ledger as ledgers
+from autosel.candidates.registry import baseline, ledger_name
+from autosel.candidates.validity import staleness
 from autosel.cli import completion
 from autosel.cli.device import device_option, identity, told
-from autosel.cli.figures import decision_json, decision_table
+from autosel.cli.figures import decision_table
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph
+from autosel.devices.store import of_hardware
 from autosel.errors import LedgerError, UsageError
+from autosel.ledger.conditions import other_device, other_mode
+from autosel.ledger.describe import decision_json
+from autosel.ledger.key import current_mode, matters
 from autosel.values import SERVING, WHOLE_STEP, Decision
 
 
@@ -41,8 +48,11 @@ def best_command(op: str, workload: str, device: str, as_json: bool) -> None:
     if everything and not rows:
         keys = ", ".join(n.decision.workload.key for n in everything)
         raise UsageError(f"no workload of {op} has {workload!r} in its key", why=f"known: {keys}")
-    if as_json:
-        emit_json(_document(op, rows, device))
+    if as_json and rows:
+        first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
+        emit_json({**now_json(first), "all": [now_json(n) for n in rows]})
+    elif as_json:
+        emit_json(_undecided(op, device))
     elif rows:
         click.echo(decision_table([n.decision for n in rows], {}, {n.decision.id: n.stale for n in rows}))
         show_stale(rows, op, device)
@@ -59,48 +69,34 @@ def measured_by(op: str, device: str) -> str:
     return f"tune --op {op}{told(device)}"
 
 
-def _document(op: str, rows: Sequence[Now], device: str) -> dict[str, Any]:
-    if not rows:
-        return _undecided(op, device)
-    first = max(rows, key=lambda n: (dict(n.decision.workload.dims).get("L", 0), n.decision.workload.key))
-    return {**now_json(first), "all": [now_json(n) for n in rows]}
-
-
 def now_json(now: Now) -> dict[str, Any]:
     """Return the decision as best() serves it; for a stale decision, the baseline with the reason."""
     made = decision_json(now.decision)
     if not now.stale:
         return made
-    baseline = now.decision.baseline
-    instead = {"backend": baseline.backend, "candidate": baseline.candidate, "knobs": dict(baseline.knobs)}
+    base = now.decision.baseline
+    instead = {"backend": base.backend, "candidate": base.candidate, "knobs": dict(base.knobs)}
     gone = dict.fromkeys(("speedup", "next_best", "time_interval_us", "roofline"))
     stale = {"state": "baseline", "time_us": made["baseline_us"], "reason": now.stale, "stale": now.stale}
     return made | instead | gone | stale
 
 
 def _undecided(op: str, device: str) -> dict[str, Any]:
-    from autosel.candidates.registry import baseline
-
     unknown = dict.fromkeys(
         ("workload", "decision_id", "speedup", "next_best", "baseline_us", "time_us", "roofline", "read_bytes_per_s")
     )
     where = "this device" if device == devices.HOST else device
     why = {"reason": decided_elsewhere(op, device) or f"no decision on {where}", "all": []}
-    if op == WHOLE_STEP:
-        who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
-        return {**who, **unknown, **why}
-    candidate = baseline(op)
-    who = {"op": candidate.op, "state": "baseline", "backend": candidate.backend, "candidate": candidate.name}
+    who = {"op": op, "state": "baseline", "backend": None, "candidate": "op by op"}
+    if op != WHOLE_STEP:
+        candidate = baseline(op)
+        who |= {"op": candidate.op, "backend": candidate.backend, "candidate": candidate.name}
     return {**who, **unknown, **why}
 
 
 def decided_elsewhere(op: str, device: str) -> str:
     """Return for which other device of the same kind the op is decided, or ""."""
-    from autosel.devices.store import of_hardware
-    from autosel.ledger.conditions import other_device
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         found = {s.decision.hw_id: s.decision.id for s in ledger.serving() if is_of(s.decision, op)}
         known = {hw_id: of_hardware(hw_id) or ledger.evidence(number).fingerprint for hw_id, number in found.items()}
     here = identity(device)
@@ -110,8 +106,6 @@ def decided_elsewhere(op: str, device: str) -> str:
 
 def is_of(decision: Decision, op: str | None) -> bool:
     """Return True if the decision is of the op; gemv is linear with M = 1, gemm with M > 1. Raises UsageError."""
-    from autosel.candidates.registry import ledger_name
-
     named = op is None or decision.op == ledger_name(op)
     return named and (op not in ("gemv", "gemm") or (decision.workload["M"] == 1) == (op == "gemv"))
 
@@ -134,15 +128,10 @@ def show_stale(rows: Sequence[Now], op: str, device: str) -> None:
 
 def serving(op: str | None, device: str) -> list[Now]:
     """Return what serves on the device now, in the ledger's order. Raises UsageError."""
-    from autosel.candidates.registry import ledger_name
-    from autosel.candidates.validity import staleness
-    from autosel.devices import ids_of
-    from autosel.ledger.store import open_ledger
-
     if op:
         ledger_name(op)  # raises for an unknown op
-    ids = ids_of(identity(device))
-    with open_ledger() as ledger:
+    ids = devices.ids_of(identity(device))
+    with ledgers.open_ledger() as ledger:
         rows = [s.decision for s in ledger.serving() if s.decision.hw_id in ids and is_of(s.decision, op or None)]
     return [Now(decision=d, stale=_elsewhere(d) or (staleness(d) if d.state in SERVING else "")) for d in rows]
 
@@ -161,13 +150,9 @@ def decided(op: str, device: str) -> list[Now]:
 
 def _elsewhere(decision: Decision) -> str:
     """Return why the decision does not apply: other threads or numeric flags, or AUTOSEL_DISABLE. Else return ""."""
-    from autosel.devices import ids_of, this_device
-    from autosel.ledger.conditions import other_mode
-    from autosel.ledger.key import current_mode, matters
-
     if settings.get("disable"):
         return "AUTOSEL_DISABLE is set"
     mode = current_mode("team" if decision.op == WHOLE_STEP else "eager")
-    kind = devices.HOST if decision.hw_id in ids_of(this_device()) else ""
+    kind = devices.HOST if decision.hw_id in devices.ids_of(devices.this_device()) else ""
     then, now = (matters(m, kind, decision.bucket) for m in (decision.mode, mode))
     return "" if then == now else other_mode([then], now)

@@ -20,7 +20,7 @@ from typing import Any
 
 import rfc8785
 
-from autosel import extras, settings
+from autosel import settings
 from autosel.certify import sign
 from autosel.errors import BadConfig
 from autosel.ledger import snapshot
@@ -91,23 +91,11 @@ def _believed(data: Mapping[str, Any], where: str) -> Bundle:
         value = signature["value"]
         if signature != {"algorithm": sign.ALGORITHM, "value": value} or not re.fullmatch("[0-9a-f]{64}", signer):
             raise ValueError("not an Ed25519 signature")
-        _verify(bytes.fromhex(signer), bytes.fromhex(value), _message(body))
+        if not sign.holds(signer, value, _message(body)):
+            raise ValueError("its signature does not match its content")
     except (ValueError, TypeError, KeyError) as error:  # RFC 8785 refuses integers above 2^53 and lone surrogates
         raise BadConfig(f"{where} was damaged or edited", why=str(error)) from error
     return Bundle(decisions=data["decisions"], host=host, signer=signer)
-
-
-def _verify(signer: bytes, value: bytes, message: bytes) -> None:
-    """Raise ValueError unless the signature is the signer's of this message."""
-    try:
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    except ImportError as error:
-        raise extras.missing("sign", "a signature", error) from error
-    try:
-        Ed25519PublicKey.from_public_bytes(signer).verify(value, message)
-    except InvalidSignature as error:
-        raise ValueError("its signature does not match its content") from error
 
 
 def text(made: Mapping[str, Any]) -> str:

@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from autosel import settings
-from autosel.cli.output import WIDTH, bandwidth, bytes_text, note_lines, paragraph, table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autosel.certify.audit import Audit
-    from autosel.certify.capacity import Capacity
-    from autosel.certify.certificate import Certificate
-    from autosel.certify.compare import Change
-    from autosel.certify.suite import Suite
+from autosel.certify import words
+from autosel.certify.audit import INSTEAD, Audit, proof_of_use
+from autosel.certify.capacity import Capacity
+from autosel.certify.certificate import Certificate
+from autosel.certify.compare import Change
+from autosel.certify.derive import arithmetic, claimed_interval, headline_roofline
+from autosel.certify.suite import Suite
+from autosel.cli.output import WIDTH, note_lines, paragraph, table
+from autosel.ledger.describe import bandwidth, bytes_text
 
 
 def summary(made: Certificate, found: Audit) -> str:
     """Format a certificate: what ran, its speed and interval, where the time goes."""
-    from autosel.certify.audit import proof_of_use
-    from autosel.certify.derive import arithmetic
-    from autosel.certify.words import compared
-
     part = f"{made.layers.run} of {made.layers.of} layers"
     if made.layers.run != made.layers.of:
         part = click.style(f"{part} only", fg="yellow")
     head = f"{made.model} {arithmetic(made)}, {part}, {_batch(made)}, context {made.shape.seq}, {_weights(made)}"
-    lines = [paragraph(head, hang="  "), *_arms(made), *_speculation(made), *_tokens(made)]
+    lines = [paragraph(head, hang="  "), *_arms(made)]
+    if told := words.speculated(made):
+        lines.append(paragraph(f"  speculation: {told}", hang="  "))
+    lines += _tokens(made)
     if found.rows:
         lines += [*shares(found), *fusions(found)]
     if made.python_overhead is not None:
         lines.append(f"autosel's Python: {100 * made.python_overhead:.2g} % of the step")
     word = "verified" if made.verification_ok else click.style("NOT verified", fg="red")
-    lines.append(paragraph(f"{word}: {compared(made)}", hang="  "))
-    used = proof_of_use(made)
-    lines += [f"served: {used}"] if used else []
+    lines.append(paragraph(f"{word}: {words.compared(made)}", hang="  "))
+    if used := proof_of_use(made):
+        lines.append(f"served: {used}")
     lines += [*_undecided(made), *_quality(made)]
-    lines += [
-        f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}" for j in made.slo
-    ]
+    for j in made.slo:
+        lines.append(f"objective {j.objective}: {'met' if j.met else click.style('missed', fg='red')}, {j.found}")
     lines += note_lines(made.notes)
     lines += ["contended: other work ran, or the device was slowed, during the measurement"] if made.contended else []
     return "\n".join(lines)
@@ -53,32 +50,28 @@ def _undecided(made: Certificate) -> list[str]:
     """Return a note if no op is tuned, so that a user does not take PyTorch's time for the best possible time."""
     if any(o.decision_id is not None or o.candidate.partition(":")[0] != "torch" for o in made.per_op.values()):
         return []
-    words = shlex.split(made.repro_cmd)
-    model = words[words.index("--model") + 1] if "--model" in words[:-1] else made.model.partition("[")[0]
+    ran = shlex.split(made.repro_cmd)
+    model = ran[ran.index("--model") + 1] if "--model" in ran[:-1] else made.model.partition("[")[0]
     elsewhere = sorted({o.reason for o in made.per_op.values() if o.reason.startswith("tuned ")})
     told = "; ".join(elsewhere) or "no decisions for these ops"
     text = paragraph(f"{told}: PyTorch serves all of them", hang="  ")
-    stored = f" --format {words[words.index('--format') + 1]}" if "--format" in words[:-1] else ""
+    stored = f" --format {ran[ran.index('--format') + 1]}" if "--format" in ran[:-1] else ""
     first = f"tune first:  {settings.spelling()} tune --model {shlex.quote(model)}{stored}"
     return [click.style(text, fg="yellow"), first]
 
 
 def _quality(made: Certificate) -> list[str]:
-    from autosel.certify.words import compared_format, scored, suspected
-
-    lines = [paragraph(f"quality: {scored(made)}", hang="  ")] if made.quality else []
-    if told := compared_format(made):
+    lines = [paragraph(f"quality: {words.scored(made)}", hang="  ")] if made.quality else []
+    if told := words.compared_format(made):
         lines.append(paragraph(f"{'format' if made.format_quality else 'quality'}: {told}", hang="  "))
-    if suspected(made):
-        lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {suspected(made)}", hang="  "))
+    if words.suspected(made):
+        lines.append(paragraph(click.style("SUSPECT", fg="yellow") + f": {words.suspected(made)}", hang="  "))
     return lines
 
 
 def _whole(value: float, digits: int = 4) -> str:
     """Format a number without an exponent."""
-    from autosel.certify.words import figure
-
-    return figure(value, digits).replace("\N{NARROW NO-BREAK SPACE}", " ")
+    return words.figure(value, digits).replace("\N{NARROW NO-BREAK SPACE}", " ")
 
 
 def _batch(made: Certificate) -> str:
@@ -91,9 +84,6 @@ def _weights(made: Certificate) -> str:
 
 
 def _arms(made: Certificate) -> list[str]:
-    from autosel.certify.derive import claimed_interval, headline_roofline
-    from autosel.certify.words import interval_text
-
     ms, base = made.latency_ms, made.baseline
     roof = f"{headline_roofline(made):.0%} of what {bandwidth(made.read_bytes_per_s)} allows"
     optimised = f"{ms.med:>8.4g} ms  p95 {ms.p95:>7.4g} {made.tokens_per_sec:>8.4g} tok/s"
@@ -101,7 +91,7 @@ def _arms(made: Certificate) -> list[str]:
         return [f"  optimised {optimised}   {roof}", f"  baseline  none: {made.iters} steps alone", *_host(made)]
     base_tps = made.shape.batch * 1e3 / base.med  # versions before 6 do not state it
     baseline = f"{base.med:>8.4g} ms  p95 {base.p95:>7.4g} {base_tps:>8.4g} tok/s"
-    faster = f"{f'{base.speedup:.2f}x':>8} ({interval_text(claimed_interval(made))})"
+    faster = f"{f'{base.speedup:.2f}x':>8} ({words.interval_text(claimed_interval(made))})"
     return [
         f"  optimised {optimised}   {roof}",
         f"  baseline  {baseline}   eager PyTorch, SDPA",
@@ -119,19 +109,10 @@ def _host(made: Certificate) -> list[str]:
     return [f"  timed by {made.timed_by}; {both}"]
 
 
-def _speculation(made: Certificate) -> list[str]:
-    from autosel.certify.words import speculated
-
-    told = speculated(made)
-    return [paragraph(f"  speculation: {told}", hang="  ")] if told else []
-
-
 def _tokens(made: Certificate) -> list[str]:
-    from autosel.certify.words import prompted
-
     gaps, cost = made.itl_ms, made.cost
     first = "" if made.ttft_ms is None else f"first token {_whole(made.ttft_ms)} ms   "
-    lines = [paragraph(f"  prompt {told}", hang="  ")] if (told := prompted(made)) else []
+    lines = [paragraph(f"  prompt {told}", hang="  ")] if (told := words.prompted(made)) else []
     lines.append(f"  {first}between tokens p50 {gaps.p50:.4g}  p90 {gaps.p90:.4g}  p99 {gaps.p99:.4g} ms")
     lines.append(
         f"  KV cache {bytes_text(made.kv_cache_bytes)}   peak memory {bytes_text(made.peak_memory_bytes)}   "
@@ -166,8 +147,6 @@ TOLD = {"fused", "torch", "graph", "team", "packed"}  # the forms that make one 
 
 def fusions(found: Audit) -> list[str]:
     """Return lines such as `norm_qkv: taken; with norm and projections apart the step takes +1.8 %`."""
-    from autosel.certify.audit import INSTEAD
-
     lines = []
     for a in found.attribution:
         if not TOLD & {a.taken, a.other}:
@@ -190,18 +169,15 @@ def where_line(made: Certificate, where: Path) -> str:
 
 def changes_text(changes: Sequence[Change]) -> str:
     """Return a table with a row for each run that both reports contain; empty if there are none."""
-    from autosel.certify.words import interval_text
-
     if not changes:
         return ""
-    rows = [
-        [c.what, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.speedup:.3g}x ({interval_text(c.interval)})", c.note]
-        for c in changes
-    ]
-    noted = any(c.note for c in changes)
-    heads = ["against the earlier report", "tok/s then", "now", "speedup", "but"][: 5 if noted else 4]
-    shown = [row[: len(heads)] for row in rows]
-    return "\n" + table(heads, shown, right=(1, 2, 3), wrap=0)
+    heads = ["against the earlier report", "tok/s then", "now", "speedup", "but"]
+    shown = 5 if any(c.note for c in changes) else 4
+    rows = []
+    for c in changes:
+        speedup = f"{c.speedup:.3g}x ({words.interval_text(c.interval)})"
+        rows.append([c.what, f"{c.before:.4g}", f"{c.now:.4g}", speedup, c.note][:shown])
+    return "\n" + table(heads[:shown], rows, right=(1, 2, 3), wrap=0)
 
 
 def plan_text(found: Capacity) -> str:

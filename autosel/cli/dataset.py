@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autosel import ledger as ledgers
 from autosel import settings
-from autosel.cli.output import emit_json, microseconds, ratio, table
+from autosel.cli.device import default_device, identity
+from autosel.cli.output import emit_json, table
 from autosel.errors import BadConfig, UsageError
 from autosel.files import is_folder
+from autosel.ledger.describe import microseconds, ratio
+from autosel.ledger.key import current_mode
 from autosel.values import SERVING, Decision, to_json
 
 if TYPE_CHECKING:
@@ -23,11 +27,8 @@ def export_dataset(folder: Path) -> None:
     """Write what serves now as a flashinfer-bench dataset."""
     from autosel.integrations import flashinfer_bench
     from autosel.integrations.engines import flashinfer
-    from autosel.ledger.store import open_ledger
 
-    if str(folder) == "-":
-        raise UsageError("--to needs a folder", todo=f"{settings.spelling()} export --to flashinfer dataset/")
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         evidence = [ledger.evidence(s.decision.id) for s in ledger.serving() if s.decision.state in SERVING]
     decided = [
         flashinfer_bench.Decided(
@@ -65,10 +66,8 @@ SHOWN = 12  # rows of the table; the home keeps them all
 
 def import_traces(dataset: Path, into: Path | None, as_json: bool) -> None:
     """Store a dataset's evidence, and write its workloads as a recording to `into`."""
-    from autosel.cli.device import default_device, identity
     from autosel.dispatch import recorded
     from autosel.integrations import flashinfer_traces
-    from autosel.ledger.key import current_mode
 
     if into is not None and is_folder(into):
         raise UsageError(f"{into} is a folder", todo=f"name a file: --into {into / 'traffic.json'}")

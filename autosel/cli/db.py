@@ -7,10 +7,13 @@ from pathlib import Path
 
 import click
 
-from autosel import settings
-from autosel.cli.options import Known, VerbGroup, json_option
-from autosel.cli.output import bytes_text, emit_json
+from autosel import fingerprint, settings
+from autosel import ledger as ledgers
+from autosel.cli.device import here
+from autosel.cli.options import PATH, Known, VerbGroup, json_option
+from autosel.cli.output import emit_json
 from autosel.errors import UsageError
+from autosel.ledger.describe import bytes_text
 
 EXAMPLES = (
     "db info",
@@ -30,9 +33,7 @@ def db_command() -> None:
 @json_option
 def info(as_json: bool) -> None:
     """Show the ledger's place, size and number of decisions."""
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         path = Path(ledger.name)
         facts = {
             "ledger": ledger.name,
@@ -53,9 +54,7 @@ def info(as_json: bool) -> None:
 @json_option
 def check(as_json: bool) -> None:
     """Check every page, index and reference."""
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         ledger.check()
         _say(f"{ledger.name} is intact", {"ledger": ledger.name, "whole": True}, as_json)
 
@@ -65,44 +64,38 @@ def check(as_json: bool) -> None:
 def upgrade(as_json: bool) -> None:
     """Upgrade the schema to this version, as opening the ledger does."""
     from autosel.ledger.schema import HEAD
-    from autosel.ledger.store import open_ledger
 
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         _say(f"{ledger.name} is up to date", {"ledger": ledger.name, "schema": HEAD}, as_json)
 
 
 @db_command.command("backup", examples=("db backup /backups/ledger.db",))
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @json_option
 def backup(path: Path, as_json: bool) -> None:
     """Write a consistent copy to PATH while the ledger is in use."""
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         ledger.backup(path.absolute())
         _say(f"copied to {path}", {"ledger": ledger.name, "backup": str(path.absolute())}, as_json)
 
 
 @db_command.command("restore", examples=("db restore /backups/ledger.db",))
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @json_option
 def restore(path: Path, as_json: bool) -> None:
     """Replace the ledger by a backup, and keep the old ledger."""
-    from autosel.cli.device import here
-    from autosel.fingerprint import unit
     from autosel.ledger.engine import Database
     from autosel.ledger.locks import device_lock
     from autosel.ledger.restore import restore as put_back
-    from autosel.ledger.store import open_ledger
 
     target = Database(settings.db_url()).path
     if target is None:
         raise UsageError("the ledger is on a server", todo="restore it with the server's own tools")
     with ExitStack() as locks:
         for place, fp in here():  # fails while a tune runs
-            locks.enter_context(device_lock(settings.home(), fp.hw_id, unit(place)))
+            locks.enter_context(device_lock(settings.home(), fp.hw_id, fingerprint.unit(place)))
         aside = put_back(path.absolute(), target)
-        with open_ledger() as ledger:  # publishes its serving decisions
+        with ledgers.open_ledger() as ledger:  # publishes its serving decisions
             text = f"{target} is now the backup, {len(ledger.history())} decisions"
     text += f"; the old one is {aside}" if aside else ""
     _say(text, {"ledger": str(target), "replaced": str(aside) if aside else None}, as_json)
@@ -119,9 +112,7 @@ def grant(role: str, login: str, only_print: bool, as_json: bool) -> None:
     reader: read everything. tuner: also record decisions, proofs and races; every serving host needs it. admin: also
     end quarantines. No role can change history; they only append.
     """
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger(alone=True) as ledger:
+    with ledgers.open_ledger(alone=True) as ledger:
         made = ledger.grant(role, login, only_say=only_print)
     if as_json:
         emit_json({"ledger": ledger.name, "role": role, "login": login, "granted": not only_print, "sql": made})
@@ -141,9 +132,8 @@ def release(quarantine_ids: tuple[int, ...], reason: str, as_json: bool) -> None
     The next tune proves and races them; it needs no --force.
     """
     from autosel.ledger.commands import Release
-    from autosel.ledger.store import open_ledger
 
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         for number in quarantine_ids:
             ledger.write(Release(quarantine_id=number, reason=reason))
     numbers = ", ".join(map(str, quarantine_ids))

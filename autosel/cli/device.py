@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.errors import UnknownName, UsageError
+from autosel.fingerprint import known
 
 if TYPE_CHECKING:
     from autosel.cli.options import Option
@@ -17,15 +18,11 @@ if TYPE_CHECKING:
 
 def default_device() -> str:
     """Return `cuda` if there is a GPU that PyTorch and the fingerprint can use; else `cpu`."""
-    from autosel import devices
-
     return next(kind for kind, device in reversed(devices.KINDS.items()) if device.usable())
 
 
 def unused_gpu() -> str:
     """Return why a GPU of this machine is not the default device, or ""."""
-    from autosel import devices
-
     return next(filter(None, (device.why_unused() for device in devices.KINDS.values())), "")
 
 
@@ -40,8 +37,6 @@ def told(device: str) -> str:
 
 def identity(device: str) -> Fingerprint:
     """Return the identity of a device of this machine without measuring. Raises UsageError, UnknownName."""
-    from autosel import devices
-
     refuse_absent(device)
     found, unknown = devices.device_at(device)
     if unknown:
@@ -52,19 +47,19 @@ def identity(device: str) -> Fingerprint:
 
 def here() -> Iterator[tuple[str, Fingerprint]]:
     """Yield name and fingerprint of every device of this machine that can be identified; the CPU first."""
-    from autosel import devices
-
     for place in devices.places_here():
         found, unknown = devices.device_at(place)
         if not unknown:
             yield place, found
 
 
+def ids_here() -> dict[str, str]:
+    """Return the identities of this machine's devices, with the kind of each. Equal devices have one identity."""
+    return {hw_id: fp.kind for _, fp in here() for hw_id in devices.ids_of(fp)}
+
+
 def refuse_absent(device: str) -> None:
     """Raise UsageError unless the device can be measured: this machine's CPU, or a GPU that is present."""
-    from autosel import devices
-    from autosel.fingerprint import known
-
     if device == devices.HOST:
         return
     kind, colon, number = device.partition(":")

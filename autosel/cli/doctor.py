@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, fingerprint, settings
+from autosel import ledger as ledgers
 from autosel.cli import engines
-from autosel.cli.config import show_settings
-from autosel.cli.engines import ENGINES
+from autosel.cli.device import default_device, here, unused_gpu
+from autosel.cli.engines import ENGINES, Finding
 from autosel.cli.options import Known, json_option, verb
-from autosel.cli.output import bytes_text, emit_json, paragraph
+from autosel.cli.output import emit_json, paragraph, table
 from autosel.errors import AutoselError, BuildError, UsageError
-from autosel.ledger.describe import release_command
+from autosel.fingerprint.describe import headline
+from autosel.ledger import snapshot
+from autosel.ledger.describe import bytes_text, release_command
+from autosel.ledger.key import current_mode
+from autosel.native.compile import EMPTY_CPP, NO_COMPILER, compiler_trouble, find_compiler
+from autosel.race.plan import SAMPLE_NS, margin, quiet_sessions_needed
 from autosel.workers.environment import torch_fault
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Ledger
     from autosel.values import Fingerprint
-
-Level = Literal["ok", "note", "bad"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One result of a check. `todo` is empty if nothing needs to be done."""
-
-    what: str
-    level: Level
-    text: str
-    todo: str = ""
 
 
 @verb("doctor", "doctor", "doctor --settings", "doctor --engine vllm configs/", "doctor --ranks")
@@ -69,18 +63,13 @@ def doctor_command(
         from autosel.cli.ranks import show_ranks
 
         raise click.exceptions.Exit(show_ranks(as_json))
-    findings = list(examine() if engine is None or folder is None else _engine(engine, folder, python))
+    findings = list(examine() if engine is None or folder is None else engines.examine(engine, folder, python))
     if as_json:
         emit_json(findings)
     else:
         _show(findings)
     if any(f.level == "bad" for f in findings):
         raise click.exceptions.Exit(1)
-
-
-def _engine(engine: str, folder: Path, python: str | None) -> Iterator[Finding]:
-    for line in engines.examine(engine, folder, python):
-        yield Finding(what=line.what, level="ok" if line.ok else "bad", text=line.text, todo=line.todo)
 
 
 def _show(findings: Sequence[Finding]) -> None:
@@ -127,8 +116,6 @@ def _settings(what: str) -> Iterator[Finding]:
 
 
 def _compiler(what: str) -> Iterator[Finding]:
-    from autosel.native.compile import EMPTY_CPP, NO_COMPILER, compiler_trouble, find_compiler
-
     found, asked = find_compiler(), settings.compiler()
     if asked and shutil.which(asked) is None:
         todo = "AUTOSEL_CXX or CXX names it; correct or unset it"
@@ -144,8 +131,6 @@ def _compiler(what: str) -> Iterator[Finding]:
 
 def examine_workers(what: str) -> Iterator[Finding]:
     """Start a worker process that calls PyTorch and loads compiled code."""
-    from autosel import fingerprint
-    from autosel.native.compile import find_compiler
     from autosel.parity.control import require_workers
 
     native = find_compiler() is not None
@@ -155,18 +140,11 @@ def examine_workers(what: str) -> Iterator[Finding]:
 
 
 def _libraries(what: str) -> Iterator[Finding]:
-    from importlib.metadata import version
-
     yield Finding(what=what, level="ok", text=f"torch {version('torch')}, apache-tvm-ffi {version('apache-tvm-ffi')}")
 
 
 def _device(what: str) -> Iterator[Finding]:
-    from autosel import fingerprint
-    from autosel.cli.device import here, unused_gpu
-    from autosel.fingerprint.describe import headline
-
-    unused = unused_gpu()
-    if unused:
+    if unused := unused_gpu():
         yield Finding(what="gpu", level="note", text=f"this machine's GPU is not used: {unused}")
     for place, _ in here():
         fp = fingerprint.take(place)
@@ -181,8 +159,6 @@ def _device(what: str) -> Iterator[Finding]:
 
 def _drift(fp: Fingerprint, place: str) -> Iterator[Finding]:
     """Report rates that no longer hold. They are measured once and reused, and formulas change only with them."""
-    from autosel import fingerprint
-
     try:
         drift = fingerprint.drifted(fp, place)
     except (BuildError, UsageError):  # reported under "compiler"; a GPU without cupy can still serve
@@ -205,10 +181,7 @@ def _home(what: str) -> Iterator[Finding]:
 
 
 def _ledger(what: str) -> Iterator[Finding]:
-    from autosel.cli.device import default_device, here
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         ledger.check()
         decisions, served = ledger.history(), ledger.serving()
         text = f"{Path(ledger.name).name}: {len(decisions)} decisions, {len(served)} serve"
@@ -216,29 +189,29 @@ def _ledger(what: str) -> Iterator[Finding]:
         if not ledger.writable:
             todo = "make it writable, or set AUTOSEL_HOME to a folder of your own; reading works"
             yield Finding(what=what, level="note", text="it is read-only: no decisions can be stored", todo=todo)
-        devices = {fp.hw_id: fp for _, fp in here()}  # equal devices once
-        missing = _undecided(devices, {s.decision.hw_id for s in served}, default_device())
+        known = {fp.hw_id: fp for _, fp in here()}  # equal devices once
+        missing = _undecided(known, {s.decision.hw_id for s in served}, default_device())
         if served and missing:
             todo = f"{settings.spelling()} tune"
             yield Finding(what=what, level="note", text=f"none of them was measured on {missing}", todo=todo)
-        for hw_id in devices:
+        for hw_id in known:
             for held in ledger.quarantined(hw_id).values():
                 text = f"{held.arm.candidate} for {held.op}: {held.cause}: {held.reason}"
                 todo = f"{release_command([held.id])} lets it race again"
                 yield Finding(what="quarantine", level="note", text=text, todo=todo)
-        yield from _fleet(ledger, devices)
-        for hw_id, fp in devices.items():
-            of = "" if len(devices) == 1 else f" of {fp.name}"
+        yield from _fleet(ledger, known)
+        for hw_id, fp in known.items():
+            of = "" if len(known) == 1 else f" of {fp.name}"
             yield from _calibration(of, ledger.aa(hw_id, "short"), ledger.aa(hw_id, "long"))
 
 
-def _undecided(devices: Mapping[str, Fingerprint], decided: Collection[str], default: str) -> str:
+def _undecided(known: Mapping[str, Fingerprint], decided: Collection[str], default: str) -> str:
     """Return the default device of verbs if no decision was made on it; else ""."""
     kind = default.partition(":")[0]
-    mine = {hw_id: fp.name for hw_id, fp in devices.items() if fp.kind == kind}
+    mine = {hw_id: fp.name for hw_id, fp in known.items() if fp.kind == kind}
     if not mine or set(mine) & set(decided):
         return ""
-    return "this device" if len(devices) == 1 else " or ".join(dict.fromkeys(mine.values()))
+    return "this device" if len(known) == 1 else " or ".join(dict.fromkeys(mine.values()))
 
 
 def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
@@ -259,8 +232,6 @@ def _fleet(ledger: Ledger, here: Collection[str]) -> Iterator[Finding]:
 
 
 def _calibration(of: str, short: tuple[int, int], long: tuple[int, int]) -> Iterator[Finding]:
-    from autosel.race.plan import SAMPLE_NS, margin, quiet_sessions_needed
-
     for name, (sessions, crossings) in (("short ops", short), ("long ops", long)):
         m = margin(sessions, crossings, SAMPLE_NS)
         text = f"{name}{of}: minimum effect {m.delta:.0%}; {crossings} of {sessions} A/A sessions crossed"
@@ -270,19 +241,12 @@ def _calibration(of: str, short: tuple[int, int], long: tuple[int, int]) -> Iter
 
 
 def _snapshot(what: str) -> Iterator[Finding]:
-    from autosel.ledger import snapshot
-
     path = settings.home() / snapshot.FILE
-    found = snapshot.read(path)
-    if found is None:
-        yield Finding(
-            what=what,
-            level="note",
-            text="no decisions yet: best() serves the baseline",
-            todo=f"{settings.spelling()} tune",
-        )
-        return
-    yield Finding(what=what, level="ok", text=f"{path.name}: {len(found.rows)} rows, epoch {found.epoch}")
+    if found := snapshot.read(path):
+        yield Finding(what=what, level="ok", text=f"{path.name}: {len(found.rows)} rows, epoch {found.epoch}")
+    else:
+        text = "no decisions yet: best() serves the baseline"
+        yield Finding(what=what, level="note", text=text, todo=f"{settings.spelling()} tune")
 
 
 def _plugins(what: str) -> Iterator[Finding]:
@@ -319,13 +283,10 @@ def _engines(what: str) -> Iterator[Finding]:
 
 
 def _outlook() -> str:
-    from autosel.devices import ids_of, this_device
     from autosel.dispatch import served
-    from autosel.ledger import snapshot
-    from autosel.ledger.key import current_mode
 
     found = snapshot.read(settings.home() / snapshot.FILE)
-    return served.outlook(found.rows if found else (), ids_of(this_device()), current_mode())
+    return served.outlook(found.rows if found else (), devices.ids_of(devices.this_device()), current_mode())
 
 
 CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
@@ -340,3 +301,32 @@ CHECKS: dict[str, Callable[[str], Iterator[Finding]]] = {
     "plug-ins": _plugins,
     "engines": _engines,
 }
+
+
+def show_settings(as_json: bool) -> None:
+    """Show every setting, its value and its source."""
+    values = settings.read()
+    if as_json:
+        emit_json({n: {"value": _plain(v.value), "origin": v.origin} for n, v in values.items()})
+        return
+    rows = [[s.variable, _setting_text(values[s.name].value), values[s.name].origin] for s in settings.SETTINGS]
+    click.echo(table(("setting", "value", "from"), rows))
+    click.echo()
+    click.echo(table(("setting", "what it does"), [[s.variable, s.help] for s in settings.SETTINGS], wrap=1))
+    file = settings.home() / "config.toml"
+    told = f"settings file: {file} (the same names in lower case, without AUTOSEL_; the environment takes precedence)"
+    click.echo("\n" + paragraph(told, hang="  "))
+    for name in settings.unknown_variables():
+        click.echo(f"note: {name} is not a setting of autosel", err=True)
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return f"{value:g}"
+    return str(value or "-")
+
+
+def _plain(value: object) -> str | int | float | bool | None:
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING
 
 import click
 
 from autosel import devices, settings
+from autosel import ledger as ledgers
 from autosel.cli import completion
 from autosel.cli.best import decided
 from autosel.cli.dataset import elsewhere, elsewhere_lines
 from autosel.cli.device import default_device, device_option
 from autosel.cli.failed import held_json, show_failed
-from autosel.cli.figures import decision_json, short_shape, winner
+from autosel.cli.figures import winner
 from autosel.cli.history import show_history
 from autosel.cli.options import json_option, verb
-from autosel.cli.output import bandwidth, emit_json, microseconds, paragraph, ratio
+from autosel.cli.output import emit_json, paragraph
 from autosel.errors import UsageError
-from autosel.ledger.describe import measured, release_command
+from autosel.ledger.describe import bandwidth, decision_json, measured, microseconds, ratio, release_command, shape
+from autosel.race.drawn import most_faults
 from autosel.values import WHOLE_STEP, Decision, Effect, Passed, Race, RaceSession, Verdict, to_json
 
 if TYPE_CHECKING:
@@ -43,11 +46,9 @@ def explain_command(
     op: str | None, decision_id: int | None, history: bool, limit: int, failed: bool, device: str, as_json: bool
 ) -> None:
     """Show why a kernel serves OP: the evidence behind each decision."""
-    from autosel.ledger.store import open_ledger
-
     if not (op is not None or decision_id is not None or history or failed):
         raise UsageError("explain what?", todo=f"{settings.spelling()} explain OP, --id N, --history or --failed")
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         if history:
             show_history(ledger, op, limit, as_json)
             return
@@ -79,12 +80,9 @@ def explain(op: str, device: str = "") -> Explained:
 
     Reads the ledger. Raises LedgerError if nothing is decided, UnknownName for an unknown op.
     """
-    from autosel.ledger.store import open_ledger
-
-    with open_ledger() as ledger:
-        return Explained(
-            "\n\n".join(explain_text(*one) for one in _found(ledger, op, None, device or default_device()))
-        )
+    with ledgers.open_ledger() as ledger:
+        found = _found(ledger, op, None, device or default_device())
+        return Explained("\n\n".join(explain_text(*one) for one in found))
 
 
 def _found(
@@ -103,15 +101,16 @@ def _found(
 def explain_text(evidence: Evidence, stale: str = "", held: Sequence[Quarantine] = ()) -> str:
     """Explain a decision in about ten lines of at most 80 columns. `held` are the quarantines of its op."""
     d, v = evidence.decision, evidence.decision.verdict
-    head = f"{d.op}  {short_shape(d)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
+    head = f"{d.op}  {shape(d.workload)} {d.workload.dtype}   {d.state} {winner(d)}   decision {d.id}, {_ago(d)}"
     lines: list[Line] = [("stale", f"{stale}; the baseline runs instead")] if stale else []
     if v is None or d.reason != v.reason:
         lines.append(("decided", d.told))
     lines += [*_parity_lines(evidence), *_race_lines(evidence.race, v)]
     if d.standing is not None:
         lines += _effect_lines(d, d.standing)
-    elif v is not None:
-        lines.append(("history", _was(d, v)))
+    elif v is not None:  # about an arm that no longer serves
+        effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
+        lines.append(("history", f"raced before: {v.winner}{effect} ({v.reason})"))
     lines += _held_lines(held)
     lines += [*_knob_lines(d), *elsewhere_lines(d), ("changes", _what_would_change_it(evidence))]
     lines.append(("reproduce", _how_to_reproduce(evidence)))
@@ -165,8 +164,6 @@ def _race_lines(race: Race | None, verdict: Verdict | None) -> list[Line]:
 
 def _checked(checked: int, timed: int) -> str:
     """Return what the compared calls show, with 95 % confidence."""
-    from autosel.race.drawn import most_faults
-
     text = f"{checked:,} of {timed:,} timed calls were compared in full"
     return f"{text}: no fault, a rate below {most_faults(checked):.2g} (95 %)" if checked else text
 
@@ -187,13 +184,10 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
     yield "median", f"{microseconds(own.median_us)} us" + (f" against {microseconds(other.median_us)}" if other else "")
     yield "tail", f"p95 {microseconds(own.p95_us)} us" + (f" against {microseconds(other.p95_us)}" if other else "")
     if v.deployed and other:
-        yield (
-            "deployed",
-            "; ".join(
-                f"{d.situation} {microseconds(d.winner_us)} us against {microseconds(d.baseline_us)}"
-                for d in v.deployed
-            ),
+        each = (
+            f"{s.situation} {microseconds(s.winner_us)} us against {microseconds(s.baseline_us)}" for s in v.deployed
         )
+        yield "deployed", "; ".join(each)
     if v.prepared is not None:
         yield "layout", f"{v.prepared.told}; in service at the second call with a weight"
     if v.roofline is not None:
@@ -201,12 +195,6 @@ def _effect_lines(d: Decision, v: Verdict) -> Iterator[Line]:
         moved = floor / 1e6 * v.read_bytes_per_s
         text = f"memory: {moved / 1e6:.3g} MB at {bandwidth(v.read_bytes_per_s)} = {microseconds(floor)} us"
         yield "limit", f"{text}, reached {v.roofline:.0%}"
-
-
-def _was(d: Decision, v: Verdict) -> str:
-    """Describe a race whose verdict is about an arm that no longer serves."""
-    effect = f", {_interval(v.effect)} over {d.baseline.candidate}" if v.effect is not None else ""
-    return f"raced before: {v.winner}{effect} ({v.reason})"
 
 
 def _interval(effect: Effect) -> str:
@@ -245,8 +233,6 @@ def _how_to_reproduce(evidence: Evidence) -> str:
 
 
 def _ago(d: Decision) -> str:
-    from datetime import UTC, datetime
-
     seconds = (datetime.now(UTC) - datetime.fromisoformat(d.created_at)).total_seconds()
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= size:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, fingerprint, settings
+from autosel.candidates import registry
 from autosel.cli.device import identity
 from autosel.cli.output import emit_json, paragraph, table
 from autosel.ledger.describe import release_command
@@ -34,10 +35,7 @@ def held_json(held: Sequence[Quarantine]) -> list[dict[str, object]]:
 
 def show_failed(ledger: Ledger, op: str | None, device: str, as_json: bool) -> None:
     """Print everything that failed or may not race on the device, newest first."""
-    from autosel.candidates.registry import ledger_name
-    from autosel.devices import ids_of
-
-    name, ids = ledger_name(op) if op else None, ids_of(identity(device))
+    name, ids = registry.ledger_name(op) if op else None, devices.ids_of(identity(device))
     decisions = [d for d in ledger.history(name) if d.hw_id in ids]
     held = held_json([q for hw_id in ids for q in ledger.quarantined(hw_id, name).values()])
     found = [*held, *_failures(ledger, decisions), *_ineligible(decisions, device)]
@@ -56,14 +54,11 @@ def failed_text(found: Sequence[Found]) -> str:
         rows = [[str(f["op"]), str(f["candidate"]), str(f["stage"]), _where_and_why(f)] for f in failed]
         lines = [table(("op", "candidate", "stage", "reason"), rows, wrap=3)]
     if absent:
-        lines += ["", f"{_counted(absent)} cannot run here, or not at every workload:", *_absent_lines(absent)]
+        count = len({(f["op"], f["candidate"]) for f in absent})
+        told = f"{count} candidate{'s' if count > 1 else ''} cannot run here, or not at every workload:"
+        lines += ["", told, *_absent_lines(absent)]
         lines.append(f"each with its reason:  {settings.spelling()} explain --failed --json")
     return "\n".join(lines)
-
-
-def _counted(absent: Sequence[Found]) -> str:
-    count = len({(f["op"], f["candidate"]) for f in absent})
-    return f"{count} candidate{'s' if count > 1 else ''}"
 
 
 def _absent_lines(absent: Sequence[Found]) -> list[str]:
@@ -104,9 +99,6 @@ def _failures(ledger: Ledger, decisions: Sequence[Decision]) -> list[dict[str, o
 
 def _ineligible(decisions: Sequence[Decision], device: str) -> list[dict[str, object]]:
     """Return candidates that cannot run the decided workloads, as determined now: one for each reason."""
-    from autosel import fingerprint
-    from autosel.candidates import registry
-
     seen: dict[tuple[str, str, str], dict[str, object]] = {}
     workloads = {d.workload.key: d.workload for d in decisions if d.op != WHOLE_STEP}  # `run` reports whole steps
     if not workloads:

@@ -6,22 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import click
 
-from autosel.cli.output import microseconds, paragraph, ratio, state_style, table
+from autosel.cli.output import paragraph, state_style, table
 from autosel.ledger import describe
-from autosel.ledger.describe import decision_json, served_state, shape, spread
+from autosel.ledger.describe import microseconds, ratio, shape, spread
 from autosel.values import WHOLE_STEP, Decision
-
-__all__ = [
-    "against_baseline",
-    "decision_json",
-    "decision_table",
-    "served_state",
-    "shape",
-    "short_shape",
-    "spread",
-    "winner",
-]
-
 
 HEADERS = ("op", "workload", "winner", "time us", "vs baseline", "next", "roof")
 NO_STALE: Mapping[int, str] = {}
@@ -69,12 +57,12 @@ def _busy_cores(decision: Decision) -> float:
 
 def _row(decision: Decision, label: str, stale: bool) -> list[str]:
     verdict, standing = decision.verdict, decision.standing
+    what = [label, shape(decision.workload)]
     if stale:
-        return [label, short_shape(decision), decision.baseline.backend, "", click.style("stale", fg="yellow"), "", ""]
+        return [*what, decision.baseline.backend, "", click.style("stale", fg="yellow"), "", ""]
     timing = verdict.timings.get(decision.arm.candidate) if verdict else None
     return [
-        label,
-        short_shape(decision),
+        *what,
         state_style(decision.state)(winner(decision)),
         f"{microseconds(timing.median_us)} {spread(timing)}" if timing else "-",
         against_baseline(decision),
@@ -92,10 +80,6 @@ def winner(decision: Decision) -> str:
     if decision.arm.candidate.startswith("graph:"):
         return "graph"
     return "team, packed" if decision.arm.candidate.endswith("_packed") else "team"
-
-
-def short_shape(decision: Decision) -> str:
-    return shape(decision.workload)
 
 
 def against_baseline(decision: Decision) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import click
 
+from autosel import fingerprint
 from autosel.cli import completion
 from autosel.cli.device import default_device
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, note_lines, paragraph, table
 from autosel.errors import UnknownName
+from autosel.fingerprint.describe import describe, headline, rate_label
 from autosel.values import Fingerprint, to_json
 
 
@@ -33,20 +35,15 @@ def fingerprint_command(device: str, refresh: bool, as_json: bool) -> None:
 
 def find(device: str, refresh: bool = False) -> Fingerprint:
     """Return a device of this machine, or a known device, which may be absent. Raises UnknownName, UsageError."""
-    from autosel import fingerprint
-    from autosel.fingerprint import known
-
     try:
         return fingerprint.take(device, refresh=refresh)
     except UnknownName as error:
-        if device in known.names():
-            return known.load(device)
-        raise UnknownName("device", device, (*error.known, *known.names())) from None
+        if device in fingerprint.names():
+            return fingerprint.load(device)
+        raise UnknownName("device", device, (*error.known, *fingerprint.names())) from None
 
 
 def show(fp: Fingerprint) -> None:
-    from autosel.fingerprint.describe import describe, headline, rate_label
-
     labels = {rate_label(name) for name in fp.rates}
     rows = [list(row) for row in describe(fp)]
     click.echo(f"{headline(fp)}\n")

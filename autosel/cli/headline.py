@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autosel import settings
-from autosel.cli.output import paragraph, ratio
-from autosel.ledger.describe import contended, decision_json
+from autosel.cli.output import paragraph
+from autosel.ledger.describe import contended, decision_json, ratio
+from autosel.models.workloads import Named
 from autosel.values import SERVING, Decision
-
-if TYPE_CHECKING:
-    from autosel.models.workloads import Named
 
 MOST_NAMES = 4
 CHAINS = ("fused", "split")

@@ -6,20 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from autosel import devices
+from autosel import devices, models
+from autosel.candidates import registry
 from autosel.cli import completion
 from autosel.cli.device import default_device
-from autosel.cli.figures import shape
-from autosel.cli.options import (
-    batch_option,
-    dtype_option,
-    json_option,
-    model_option,
-    ops_option,
-    seq_option,
-    verb,
-)
+from autosel.cli.fingerprint import find
+from autosel.cli.options import batch_option, dtype_option, json_option, model_option, ops_option, seq_option, verb
 from autosel.cli.output import emit_json, note_lines, paragraph
+from autosel.fingerprint.describe import remarks
+from autosel.knobs import gpu
+from autosel.ledger.describe import shape
+from autosel.models.workloads import step
 from autosel.values import DTYPES, Accepted, DTypeName, Fingerprint, Knobs, Workload, to_json
 
 
@@ -50,26 +47,15 @@ def knobs_command(
     as_json: bool,
 ) -> None:
     """Show the settings of kernels. Formulas derive them from the fingerprint, without a search."""
-    from autosel import models
-    from autosel.cli.fingerprint import find
-    from autosel.fingerprint.describe import remarks
-    from autosel.models.workloads import step
-
     fp = find(device)
     named = step(models.load(model), batch=batch, context=seq, dtype=dtype, ops=list(ops) or None)
     found = [(n.workload, n.label, who, knobs) for n in named for who, knobs in settings_of(n.workload, fp)]
     if as_json:
-        emit_json(
-            {
-                "device": fp.name,
-                "hw_id": fp.hw_id,
-                "notes": remarks(fp),
-                "knobs": [
-                    {"workload": w.key, "label": label, "candidate": who, "settings": to_json(knobs.settings)}
-                    for w, label, who, knobs in found
-                ],
-            }
-        )
+        kernels = [
+            {"workload": w.key, "label": label, "candidate": who, "settings": to_json(knobs.settings)}
+            for w, label, who, knobs in found
+        ]
+        emit_json({"device": fp.name, "hw_id": fp.hw_id, "notes": remarks(fp), "knobs": kernels})
         return
     click.echo("\n".join((f"{fp.name}   ({fp.source})", *note_lines(remarks(fp)))))
     for w, label, who, knobs in found:
@@ -82,12 +68,8 @@ def knobs_command(
 def settings_of(w: Workload, fp: Fingerprint) -> Iterator[tuple[str, Knobs]]:
     """Yield name and knobs of every kernel with knobs that accepts the workload."""
     if devices.runs(fp.kind, "CUDA"):
-        from autosel.knobs import gpu
-
         yield from gpu.derive(w, gpu.facts(fp)).items()
         return
-    from autosel.candidates import registry
-
     for candidate, support in registry.eligible(w, fp, "full"):
         if isinstance(support, Accepted):
             knobs = candidate.knobs(w, fp)

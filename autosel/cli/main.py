@@ -28,6 +28,7 @@ from autosel.cli.options import show_examples
 from autosel.cli.output import error_json, report
 from autosel.errors import AutoselError, EnvironmentFault, Stopped, UsageError, out_of_memory
 from autosel.version import __version__
+from autosel.workers.environment import torch_fault
 
 # task -> verb -> (module below autosel.cli, its line in the overview); the command object has the verb's name
 TASKS: dict[str, dict[str, tuple[str, str]]] = {
@@ -180,8 +181,6 @@ def run(argv: list[str] | None = None) -> int:
 
 def _unexpected(error: Exception, arguments: Sequence[str]) -> int:
     """Report an exception that no verb handles: out of memory, an environment without PyTorch, or a bug in autosel."""
-    from autosel.workers.environment import torch_fault
-
     told = out_of_memory(error) or torch_fault()
     return _failed(told, arguments) if told else _our_bug(error, arguments)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from autosel import settings
 from autosel.cli import completion
@@ -28,17 +30,10 @@ class Verb(click.Command):
         show_examples(self.examples, formatter)
 
 
-class VerbGroup(click.Group):
+class VerbGroup(Verb, click.Group):
     """A verb with subcommands."""
 
     command_class = Verb
-
-    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.examples = examples
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        show_examples(self.examples, formatter)
 
 
 def show_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
@@ -81,6 +76,7 @@ def priced(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+PATH = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document on stdout")
 model_option = click.option(
@@ -132,6 +128,11 @@ def renamed(old: str, new: str) -> Option:
             raise UsageError(f"{old} is now {new}", todo=f"use {new}")
 
     return click.option(old, is_flag=True, hidden=True, expose_value=False, callback=refuse)
+
+
+def given(ctx: click.Context, name: str) -> bool:
+    """Return True unless the option has its default."""
+    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def given_options(ctx: click.Context, names: Sequence[str]) -> list[str]:

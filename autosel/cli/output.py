@@ -16,24 +16,7 @@ import click
 
 from autosel import settings
 from autosel.errors import AutoselError, Stopped, TooNoisy
-from autosel.ledger.describe import bandwidth, bytes_text, microseconds, ratio
 from autosel.values import to_json
-
-__all__ = [
-    "bandwidth",
-    "bytes_text",
-    "emit_json",
-    "error_json",
-    "leave",
-    "microseconds",
-    "note_lines",
-    "noted",
-    "paragraph",
-    "ratio",
-    "report",
-    "state_style",
-    "table",
-]
 
 WIDTH = 80
 
@@ -133,7 +116,7 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _width(text: str) -> int:
-    from rich.cells import cell_len
+    from rich.cells import cell_len  # takes longer to load than a verb's help
 
     return cell_len(click.unstyle(text))
 

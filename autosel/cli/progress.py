@@ -13,17 +13,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import click
 
 from autosel import settings
-from autosel.cli.figures import against_baseline, shape
+from autosel.cli.figures import against_baseline
 from autosel.cli.output import WIDTH, paragraph
-from autosel.ledger.describe import contended
+from autosel.ledger.describe import contended, shape
 from autosel.race.plan import SESSIONS
-from autosel.tuning.job import Rejection
 from autosel.tuning.underway import RunningCommand, Underway, now
 from autosel.values import Decision
+
+if TYPE_CHECKING:
+    from autosel.tuning.job import Rejection
 
 # Share of each stage in a cold tune, measured on two cores (docs/figures.md). Only the ETA depends on it.
 WEIGHTS = {"fingerprint": 0.03, "parity": 0.32, "screening": 0.25, "confirming": 0.40}

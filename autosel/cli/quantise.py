@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel import settings
-from autosel.cli.options import Known, json_option, verb
+from autosel.cli.options import PATH, Known, json_option, verb
 from autosel.cli.output import emit_json, paragraph
+from autosel.cli.progress import Progress
 from autosel.errors import Stopped, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ FORMATS = (  # as decode.checkpoint, which loads torch
     "quantise ~/checkpoints/my-llama --format int4-g128 -o my-llama-int4",
     "quantise ~/checkpoints/my-llama --format int8-row -o my-llama-int8",
 )
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=PATH)
 @click.option(
     "--format",
     "weight_format",
@@ -35,14 +36,7 @@ FORMATS = (  # as decode.checkpoint, which loads torch
     metavar="FORMAT",
     help=f"of the layers: {', '.join(FORMATS)}",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="OUT",
-    help="the folder to create; it must not exist",
-)
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT", help="the folder to create; it must not exist")
 @json_option
 def quantise_command(folder: Path, weight_format: str, output: Path, as_json: bool) -> None:
     """Round the checkpoint in DIR to codes, and write it in compressed-tensors' format pack-quantized.
@@ -51,7 +45,6 @@ def quantise_command(folder: Path, weight_format: str, output: Path, as_json: bo
     scale per row. Weights are rounded to nearest; embedding, output head and norms stay as they are. `run --model OUT`
     and vLLM read the result, transformers all but zero points. Ctrl-C leaves nothing behind.
     """
-    from autosel.cli.progress import Progress
     from autosel.decode.checkpoint import write_checkpoint
 
     if not folder.is_dir():

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
-from click.core import ParameterSource
 
-from autosel import devices, settings
+from autosel import devices, fingerprint, models, settings
+from autosel.candidates import registry
+from autosel.candidates.base import Candidate, support_of
+from autosel.candidates.user import UserCandidate
+from autosel.candidates.user_source import UserSource, resources_in
 from autosel.cli import completion
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.figures import MARK, shape
+from autosel.cli.figures import MARK
 from autosel.cli.options import (
     batch_option,
     dtype_option,
     format_option,
+    given,
     given_options,
     json_option,
     model_option,
@@ -28,27 +32,19 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import (
-    bandwidth,
-    bytes_text,
-    emit_json,
-    error_json,
-    microseconds,
-    paragraph,
-    ratio,
-    report,
-    table,
-)
+from autosel.cli.output import emit_json, error_json, paragraph, report, table
+from autosel.cli.progress import Progress
 from autosel.cli.sentences import race_sentence
+from autosel.devices.device import Language
 from autosel.errors import AutoselError, ParityError, TooNoisy, UnknownName, UsageError
 from autosel.formats import PLAIN
-from autosel.ledger.describe import contended_race
+from autosel.knobs.gpu.facts import facts
+from autosel.ledger.describe import bandwidth, bytes_text, contended_race, microseconds, ratio, shape
+from autosel.models.workloads import Named, step
+from autosel.native.compile import compile_source, find_artefact, source_digest
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Workload, to_json
 
 if TYPE_CHECKING:
-    from autosel.candidates.base import Candidate
-    from autosel.devices.device import Language
-    from autosel.models.workloads import Named
     from autosel.pipeline import Tried
 
 TARGET = "h200"  # the device for which a machine without a GPU compiles CUDA sources
@@ -121,32 +117,28 @@ def race_command(
     Exit codes: 4 if it failed parity or failed in the race, 5 if the race was too noisy to decide, 2 if it accepts none
     of the workloads, or if a machine without a GPU could only compile it.
     """
-    from autosel import fingerprint, models
-    from autosel.candidates import registry
-    from autosel.cli.progress import Progress
-    from autosel.fingerprint import known
-    from autosel.models.workloads import step
     from autosel.pipeline import try_candidate
 
-    shape_ = models.stored_as(models.load(model), weight_format)
-    named = (
-        _shaped(op, shapes, dtype or shape_.dtype, weight_format or PLAIN)
-        if shapes
-        else step(shape_, batch=batch, context=seq, dtype=dtype, ops=[op])
-    )
+    of = models.stored_as(models.load(model), weight_format)
+    if shapes:
+        named = _shaped(op, shapes, dtype or of.dtype, weight_format or PLAIN)
+    else:
+        named = step(of, batch=batch, context=seq, dtype=dtype, ops=[op])
     if not named:
         raise UsageError(f"{model} does not run {op}", todo="choose another --model")
     first = registry.named(op, target)
     refuse_baseline(first)
     language = source_language(first)
-    if _defaulted("device") and language == "C++":
+    ctx = click.get_current_context()
+    if not given(ctx, "device") and language == "C++":
         device = devices.HOST
     refuse_absent(device)
     fp = fingerprint.take(device)
-    compiled_for = known.load(target_device) if language == "CUDA" and not devices.runs(fp.kind, language) else None
-    if compiled_for is None and not _defaulted("target_device"):
+    only_compiles = language == "CUDA" and not devices.runs(fp.kind, language)
+    compiled_for = fingerprint.load(target_device) if only_compiles else None
+    if compiled_for is None and given(ctx, "target_device"):
         raise UsageError("--fingerprint needs a CUDA source and a machine without a GPU", todo="remove --fingerprint")
-    again = again_command(click.get_current_context())
+    again = again_command(ctx)
 
     def once() -> AutoselError | None:
         candidate = registry.named(op, target)  # loaded again: an edit may have changed its attributes
@@ -187,8 +179,6 @@ def race_command(
 
 def refuse_baseline(candidate: Candidate) -> None:
     """Raise UsageError for the baseline: every race includes it."""
-    from autosel.candidates import registry
-
     baseline = registry.baseline(candidate.op)
     if candidate.name == baseline.name:
         others = [c.name for c in registry.all_candidates(candidate.op) if c is not baseline]
@@ -199,14 +189,9 @@ def refuse_baseline(candidate: Candidate) -> None:
         )
 
 
-def _defaulted(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) in (None, ParameterSource.DEFAULT)
-
-
 def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tuple[Named, ...]:
     """Return the workloads of `--shape M1.d2048`. Raise UsageError that names the op's dimensions."""
     from autosel import ops
-    from autosel.models.workloads import Named
 
     contract, found = ops.find(op), []
     if weight != PLAIN and "weight" not in contract.trait_defaults:
@@ -228,8 +213,6 @@ def _shaped(op: str, shapes: Sequence[str], dtype: DTypeName, weight: str) -> tu
     return tuple(found)
 
 
-# --- edit, save, verdict ----------------------------------------------------------------------------------------------
-
 LOOK_EVERY_S = 0.2
 WATCHED = (".cpp", ".cc", ".cu", ".h", ".hpp", ".cuh")
 
@@ -239,9 +222,6 @@ def sources(candidate: Candidate) -> tuple[Path, ...]:
 
     Raises UsageError for a candidate that has no file to edit.
     """
-    from autosel.candidates.user import UserCandidate
-    from autosel.candidates.user_source import UserSource
-
     if isinstance(candidate, UserSource):
         return _beside(candidate.file, WATCHED)
     if isinstance(candidate, UserCandidate) and candidate.path:
@@ -288,13 +268,8 @@ def _stamp(files: Callable[[], Sequence[Path]]) -> Stamp | None:
         return None
 
 
-# --- CUDA sources on a machine without a GPU --------------------------------------------------------------------------
-
-
 def source_language(candidate: Candidate) -> Language | None:
     """Return the language of a C++ or CUDA file, else None: other candidates declare their devices."""
-    from autosel.candidates.user_source import UserSource
-
     return candidate.language if isinstance(candidate, UserSource) else None
 
 
@@ -304,12 +279,8 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
     Raises BuildError with the compiler's output.
     """
     from autosel import ops
-    from autosel.candidates.base import support_of
-    from autosel.candidates.user_source import resources_in
-    from autosel.knobs.gpu.facts import facts
-    from autosel.native.compile import compile_source
 
-    known = facts(fp)
+    read_bytes_per_s = facts(fp).read
     races, rows, lines = [], [], []
     for n in named:
         w = n.workload
@@ -320,12 +291,13 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
         assert isinstance(recipe, NativeRecipe)
         built = compile_source(recipe.source, recipe.flags)
         told, moved = resources_in(built.log), ops.find(w.op).bytes_moved(w)
-        floor_us = moved / known.read * 1e6
+        floor_us = moved / read_bytes_per_s * 1e6
         races.append({"workload": w.key, "compiled_for": fp.name, "resources": told, "floor_us": floor_us})
         rows.append([n.label, shape(w), "compiled, not run", bytes_text(moved), f"{microseconds(floor_us)} us"])
         lines = [f"resources  {told}"] if told else []
         lines += [f"compiled   for {fp.name}" + (f" in {built.seconds:.1f} s" if built.seconds else ", found compiled")]
-    lines.append(f"floor      the bytes at {bandwidth(known.read)}, the read rate of {fp.name}; caches may be faster")
+    rate = bandwidth(read_bytes_per_s)
+    lines.append(f"floor      the bytes at {rate}, the read rate of {fp.name}; caches may be faster")
     failure = UsageError(
         "not run: this machine has no GPU",
         why="the candidate was only compiled; parity and race need the device",
@@ -342,14 +314,8 @@ def only_compiled(candidate: Candidate, named: Sequence[Named], fp: Fingerprint,
     return failure
 
 
-# --- why --------------------------------------------------------------------------------------------------------------
-
-
 def built_log(candidate: Candidate, w: Workload, fp: Fingerprint) -> str:
     """Return the compiler's log of a candidate; "" for a candidate that is not compiled."""
-    from autosel.candidates.base import support_of
-    from autosel.native.compile import find_artefact, source_digest
-
     if not isinstance(support_of(candidate, w, fp), Accepted):
         return ""
     recipe = candidate.recipe(w, fp, candidate.knobs(w, fp))
@@ -366,7 +332,6 @@ def explanation(tried: Tried, name: str, log: str) -> list[str]:
     verdict.
     """
     from autosel import ops
-    from autosel.candidates.user_source import resources_in
 
     lines = [f"resources  {told}"] if (told := resources_in(log)) else []
     verdict, w = tried.verdict, tried.named.workload

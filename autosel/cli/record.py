@@ -8,19 +8,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from autosel import settings
+from autosel import devices, settings
 from autosel.cli.options import verb
 from autosel.cli.output import report, table
 from autosel.errors import BadConfig, UsageError
 from autosel.files import is_folder
-
-if TYPE_CHECKING:
-    from autosel.models.workloads import Named
-    from autosel.values import Workload
+from autosel.ledger.key import current_mode, matters
+from autosel.models.workloads import Named
+from autosel.values import Workload
 
 SHOWN = 12  # rows of the table; the file has all
 
@@ -115,7 +113,6 @@ def named_workloads(path: Path) -> tuple[Named, ...]:
     """
     from autosel import ops
     from autosel.dispatch import recorded
-    from autosel.models.workloads import Named
 
     shown: dict[str, Workload] = {}
     calls: dict[str, int] = {}
@@ -129,7 +126,6 @@ def named_workloads(path: Path) -> tuple[Named, ...]:
 
 def place_of(path: Path) -> str:
     """Return the recording's device in the terms of `tune --device`; "" if this machine does not have it."""
-    from autosel import devices
     from autosel.dispatch import recorded
 
     wanted = recorded.read(path).device
@@ -143,7 +139,6 @@ def tuned_on(path: Path, otherwise: str) -> str:
 
     Raises UsageError if the recording's device could not be identified: the user must name one.
     """
-    from autosel import devices
     from autosel.dispatch import recorded
 
     place = place_of(path)
@@ -158,9 +153,7 @@ def tuned_on(path: Path, otherwise: str) -> str:
 
 def mode_note(path: Path) -> str:
     """Return why decisions made now would not serve the recorded program; "" if they would."""
-    from autosel import devices
     from autosel.dispatch import recorded
-    from autosel.ledger.key import current_mode, matters
 
     found, now, kind = recorded.read(path).mode, current_mode(), place_of(path).partition(":")[0] or devices.HOST
     if matters(found, kind) == matters(now, kind):

@@ -24,46 +24,9 @@ LLC_FALLBACK_BYTES = 32 << 20
 
 
 def script(evidence: Evidence) -> str:
-    """Return the script's text.
-
-    Raises UsageError for an arm that does not fit in a file (a user's, torch.compile), and for a decision without a
-    race here: an imported decision is data, which is never turned into code.
-    """
-    d = evidence.decision
-    if evidence.race is None:
-        raise UsageError(
-            f"decision {d.id} has no race in this ledger, so it cannot be reproduced",
-            why=d.reason,
-            todo=f"{settings.spelling()} explain --id {d.id}",
-        )
-    if d.op == WHOLE_STEP:
-        raise UsageError(
-            f"decision {d.id} is about whole decode steps",
-            why="a model's weights do not go into one file",
-            todo=f"{settings.spelling()} run --force, with that model, --seq and --batch: whole steps race again",
-        )
-    if evidence.fingerprint is not None and not devices.on_host(evidence.fingerprint.kind):
-        raise UsageError(
-            f"decision {d.id} was made on a GPU", why="the script's clock is a CPU's", todo=f"race it again: {again(d)}"
-        )
-    if not (d.workload.weight_format.plain and d.workload.cache_format.plain):
-        raise UsageError(
-            f"decision {d.id} is about {d.workload.key}",
-            why="the script draws plain operands only",
-            todo=f"race it again: {again(d)}",
-        )
-    if d.arm.recipe.layout is not None:
-        raise UsageError(
-            f"decision {d.id} serves {d.arm.candidate}, which reads weights in the layout {d.arm.recipe.layout.name}",
-            why="the script calls kernels on plain operands only",
-            todo=f"race it again: {again(d)}",
-        )
-    if not isinstance(d.arm.recipe, NativeRecipe) and not d.arm.recipe.target.startswith("autosel.ops.eager:"):
-        raise UsageError(
-            f"decision {d.id} serves {d.arm.candidate}, which is not autosel's own code",
-            todo="race it again instead: autosel race OP --candidate module:function",
-        )
-    fp = evidence.fingerprint
+    """Return the script's text. Raises UsageError for a decision that no script can reproduce."""
+    refuse_irreproducible(evidence)
+    d, fp = evidence.decision, evidence.fingerprint
     facts = {
         "decision": d.id,
         "candidate": d.arm.candidate,
@@ -86,6 +49,33 @@ def script(evidence: Evidence) -> str:
         sources=json.dumps({name: _packed(text) for name, text in sources.items()}, indent=1),
         eager=json.dumps(_packed(eager)),
     )
+
+
+def refuse_irreproducible(evidence: Evidence) -> None:
+    """Raise UsageError for an arm that does not fit in a file (a user's, torch.compile), and for a decision without a
+    race here: an imported decision is data, which is never turned into code.
+    """
+    d, fp, recipe = evidence.decision, evidence.fingerprint, evidence.decision.arm.recipe
+    what, race_it = f"decision {d.id}", f"race it again: {again(d)}"
+    serves = f"{what} serves {d.arm.candidate}"
+    if evidence.race is None:
+        todo = f"{settings.spelling()} explain --id {d.id}"
+        raise UsageError(f"{what} has no race in this ledger, so it cannot be reproduced", why=d.reason, todo=todo)
+    if d.op == WHOLE_STEP:
+        why = "a model's weights do not go into one file"
+        todo = f"{settings.spelling()} run --force, with that model, --seq and --batch: whole steps race again"
+        raise UsageError(f"{what} is about whole decode steps", why=why, todo=todo)
+    if fp is not None and not devices.on_host(fp.kind):
+        raise UsageError(f"{what} was made on a GPU", why="the script's clock is a CPU's", todo=race_it)
+    if not (d.workload.weight_format.plain and d.workload.cache_format.plain):
+        why = "the script draws plain operands only"
+        raise UsageError(f"{what} is about {d.workload.key}", why=why, todo=race_it)
+    if recipe.layout is not None:
+        why = "the script calls kernels on plain operands only"
+        raise UsageError(f"{serves}, which reads weights in the layout {recipe.layout.name}", why=why, todo=race_it)
+    if not isinstance(recipe, NativeRecipe) and not recipe.target.startswith("autosel.ops.eager:"):
+        todo = "race it again instead: autosel race OP --candidate module:function"
+        raise UsageError(f"{serves}, which is not autosel's own code", todo=todo)
 
 
 def again(d: Decision) -> str:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from autosel import devices
+from autosel import devices, fingerprint
+from autosel.certify import audit, compare, report
+from autosel.certify.audit import Audit
+from autosel.certify.capacity import capacity
+from autosel.certify.certificate import MOST_STEPS, Certificate, Layers, model_name
+from autosel.certify.compare import Change
+from autosel.certify.issue import peak_flops, read_rate
+from autosel.certify.slo import Objective
+from autosel.certify.suite import Level
+from autosel.certify.trace import trace
 from autosel.cli import completion
-from autosel.cli.asked import Asked, earlier, ledger_or_none, progress, refuse_unwritable
+from autosel.cli.asked import Asked, earlier, ledger_or_none, refuse_unwritable
 from autosel.cli.certificate import changes_text, plan_text, summary, where_line
 from autosel.cli.device import device_option
 from autosel.cli.options import (
+    PATH,
     Known,
     batch_option,
     dtype_option,
@@ -25,21 +36,13 @@ from autosel.cli.options import (
     verb,
 )
 from autosel.cli.output import emit_json, error_json, leave, noted
+from autosel.cli.progress import Progress
 from autosel.cli.suite import run_suite
 from autosel.cli.untuned import show_untuned
-from autosel.errors import AutoselError
+from autosel.decode.run import DecodeRun, Plan, Span
+from autosel.models.cost import flops_per_step
 from autosel.values import Accepted, to_json
 
-if TYPE_CHECKING:
-    from autosel.certify.audit import Audit
-    from autosel.certify.certificate import Certificate
-    from autosel.certify.compare import Change
-    from autosel.certify.slo import Objective
-    from autosel.certify.suite import Level
-    from autosel.decode.run import DecodeRun, Plan, Span
-
-MOST_ITERS = 20_000  # equals certify.certificate.MOST_STEPS, whose module loads numpy
-LONG_PROMPT_S = 20.0
 EXAMPLES = (
     "run --model llama-1b --seq 2048",
     "run --model llama-8b --layers 4 --seq 8192 --iters 50",
@@ -50,7 +53,6 @@ EXAMPLES = (
     "run --model llama-8b --plan",
     "run --suite quick --json",
 )
-PATH = click.Path(path_type=Path)
 
 
 @verb("run", *EXAMPLES)
@@ -67,7 +69,7 @@ PATH = click.Path(path_type=Path)
 @format_option()
 @batch_option
 @click.option("--seq", type=click.IntRange(2, 1 << 24), metavar="N", help="context  [8192, or the model's limit]")
-@click.option("--iters", type=click.IntRange(1, MOST_ITERS), default=100, metavar="N", help="timed steps  [100]")
+@click.option("--iters", type=click.IntRange(1, MOST_STEPS), default=100, metavar="N", help="timed steps  [100]")
 @click.option("--warmup", type=click.IntRange(0, 10**6), default=10, metavar="N", help="untimed steps before  [10]")
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="run only the first N layers; every result names them"
@@ -154,13 +156,8 @@ def run_command(ctx: click.Context, /, as_json: bool, only_plan: bool, suite: Le
         run_once(asked, as_json)
 
 
-# --- one run ---------------------------------------------------------------------------------------------------------
-
-
 def run_once(asked: Asked, as_json: bool) -> None:
     """Measure, certify, print, and write the requested files. A later error does not lose the result."""
-    from autosel.certify import compare
-    from autosel.certify.audit import audit, document
     from autosel.certify.run import append, failed
 
     plan, objectives, key = asked.plan(), asked.objectives(), asked.key()
@@ -173,18 +170,21 @@ def run_once(asked: Asked, as_json: bool) -> None:
     with noted(troubles):
         made, where = append(asked.certificates, made, key), asked.certificates
     with noted(troubles):
-        changes = compare.against(before, lambda: compare.of_certificates([made]))
-    found = audit(made)
+        changes = compare.compare(compare.of_certificates([made]), before) if before else []
+    found = audit.audit(made)
     if not as_json:
         told = [summary(made, found), changes_text(changes), where_line(made, where) if where else ""]
         click.echo("\n".join(filter(None, told)))
-    _write_files(asked, made, found, run.timeline, troubles)
+    for path, write in writers(asked, made, found, run.timeline):
+        with noted(troubles):
+            write()
+            click.echo(f"{path} written", err=True)
     if as_json:
         emit_json(
             {
                 "certificate": to_json(made),
                 "file": str(where) if where else None,
-                "audit": document(found),
+                "audit": audit.document(found),
                 "compare": compare.document(changes),
                 "error": error_json(troubles[0]) if troubles else None,
             }
@@ -210,37 +210,28 @@ def measured(asked: Asked, plan: Plan, objectives: Sequence[Objective]) -> tuple
     with ledger_or_none() as ledger:
         if ledger is not None:
             show_untuned(asked.ctx, plan)
-        with progress() as listener:
+        with Progress() as listener:
             return certified(request, ledger, listener)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _write_files(
-    asked: Asked, made: Certificate, found: Audit, timeline: Sequence[Span], troubles: list[AutoselError]
-) -> None:
-    from autosel.certify.written import Places, files
-
-    places = Places(audit=asked["audit_to"], trace=asked["trace_to"], report=asked["report_to"])
-    for path, write in files(places, made, found, timeline):
-        with noted(troubles):
-            write()
-            click.echo(f"{path} written", err=True)
-
-
-# --- what fits -------------------------------------------------------------------------------------------------------
+def writers(
+    asked: Asked, made: Certificate, found: Audit, timeline: Sequence[Span]
+) -> Iterator[tuple[Path, Callable[[], object]]]:
+    """Yield the path of each requested file and the function that writes it, so that one failure does not affect the
+    others.
+    """
+    if asked["audit_to"] is not None:
+        yield asked["audit_to"], partial(report.write_json, asked["audit_to"], audit.document(found))
+    if asked["trace_to"] is not None:
+        yield asked["trace_to"], partial(report.write_json, asked["trace_to"], trace(made, timeline))
+    if asked["report_to"] is not None:
+        yield asked["report_to"] / report.PAGE, partial(report.write, asked["report_to"], made)
 
 
 def show_plan(asked: Asked, as_json: bool) -> None:
     """Print the memory table."""
-    from autosel import fingerprint
-    from autosel.certify.capacity import capacity
-    from autosel.certify.certificate import Layers, model_name
-    from autosel.certify.issue import peak_flops, read_rate
     from autosel.decode.packed import supports
     from autosel.decode.weights import memory_need
-    from autosel.models.cost import flops_per_step
 
     plan = asked.plan()
     fp = fingerprint.take(plan.device)

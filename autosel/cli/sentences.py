@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autosel.cli.output import ratio
+from autosel.candidates import registry
+from autosel.ledger.describe import ratio
 from autosel.values import Verdict
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def against_pytorch(verdict: Verdict, name: str) -> str:
 
 
 def _next_step(op: str, name: str) -> str:
-    from autosel.candidates import registry
-
     if any(c.name == name for c in registry.all_candidates(op)):
         return "`tune` can choose it"
     return "register it with autosel.candidate, and `tune` can choose it"

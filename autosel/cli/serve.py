@@ -5,17 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from autosel import devices, extras, settings
 from autosel.cli.options import json_option, verb
 from autosel.cli.output import emit_json, paragraph, table
+from autosel.client import Client, Unreachable
 from autosel.errors import AutoselError
-
-if TYPE_CHECKING:
-    from autosel.client import Client
 
 MOST_USES = 12  # rows
 MOST_JOBS = 6
@@ -72,8 +70,6 @@ def status_command(coverage: bool, as_json: bool) -> None:
     --coverage shows each process's calls with their time from the races, and why calls miss. Without a race, the time
     is derived from the bytes moved and the measured read rate: a lower bound.
     """
-    from autosel.client import Client, Unreachable
-
     with Client(timeout_s=5.0) as ask:
         try:
             about = ask.get("/v1/health")
@@ -174,29 +170,19 @@ def _calls(served: dict[str, Any]) -> str:
     covered = sum(u["calls"] for u in served["uses"] if u["decision_id"] is not None) / served["calls"]
     lively = f"{count} {'process' if count == 1 else 'processes'} in the last minute"
     text = f"{served['calls']} since it started, {covered:.0%} of them by a decision; {lively}"
-    elsewhere = _under_other_conditions(served["uses"])
-    return f"{text}; {elsewhere}" if elsewhere else text
-
-
-def _under_other_conditions(uses: list[dict[str, Any]]) -> str:
-    """Return which other conditions most of the undecided calls would need; "" if there are none."""
-    calls: Counter[str] = Counter()
-    for use in uses:
+    conditions: Counter[str] = Counter()  # that undecided calls would need
+    for use in served["uses"]:
         if use["conditions"]:
-            calls[use["conditions"]] += use["calls"]
-    return "; ".join(f"{count} without a decision: {told}" for told, count in calls.most_common(1))
+            conditions[use["conditions"]] += use["calls"]
+    return text + "".join(f"; {count} without a decision: {told}" for told, count in conditions.most_common(1))
 
 
 def _uses_table(uses: list[dict[str, Any]]) -> str:
     """Return a table of the candidates with the most calls, with the rest in one line."""
-    lines = [[u["op"], u["candidate"], _number(u["decision_id"]), f"{u['calls']}"] for u in uses[:MOST_USES]]
+    lines = [[u["op"], u["candidate"], str(u["decision_id"] or "none"), f"{u['calls']}"] for u in uses[:MOST_USES]]
     rest = uses[MOST_USES:]
     lines += [["rest", f"{len(rest)} others", "", str(sum(u["calls"] for u in rest))]] if rest else []
     return table(("op", "served by", "decision", "calls"), lines, right=(2, 3), wrap=1)
-
-
-def _number(decision_id: int | None) -> str:
-    return "none" if decision_id is None else str(decision_id)
 
 
 def _fleet(found: dict[str, Any]) -> str:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from autosel import settings
-from autosel.cli.asked import Asked, earlier, ledger_or_none, progress, refuse_unwritable
+from autosel.certify import compare, report, suite
+from autosel.certify.compare import Change
+from autosel.certify.suite import Level
+from autosel.cli.asked import Asked, earlier, ledger_or_none, refuse_unwritable
 from autosel.cli.certificate import changes_text, suite_text
 from autosel.cli.output import emit_json, error_json, leave, noted
+from autosel.cli.progress import Progress
 from autosel.cli.untuned import show_untuned
 from autosel.errors import UsageError
 
 if TYPE_CHECKING:
-    from autosel.certify.compare import Change
     from autosel.certify.run_suite import SuitePart
-    from autosel.certify.suite import Level
 
 
 def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
@@ -29,7 +29,6 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
 
     Ctrl-C keeps and prints the finished configurations; the exit code is that of any stop.
     """
-    from autosel.certify import compare, suite
     from autosel.certify.run_suite import SuiteRequest, measure_suite, parts_of
 
     _refuse_others(asked)
@@ -40,19 +39,20 @@ def run_suite(asked: Asked, level: Level, as_json: bool) -> None:
     with ledger_or_none() as ledger:
         if ledger is not None:
             show_untuned_suite(asked, parts)
-        with progress() as listener:
+        with Progress() as listener:
             found = measure_suite(request, ledger, listener)
     document = suite.document(found.suite)
     changes: Sequence[Change] = []
     troubles = [found.trouble] if found.trouble else []
     with noted(troubles):  # --compare may name another suite's report
-        changes = compare.against(before, lambda: compare.of_suite(found.suite))
+        changes = compare.compare(compare.of_suite(found.suite), before) if before else []
     if not as_json:
         where = f"certificates: {settings.spelling()} verify {asked.certificates}"
         click.echo("\n".join(filter(None, [suite_text(found.suite), changes_text(changes), where])))
     if asked["report_to"] is not None:
         with noted(troubles):
-            _write_suite(asked["report_to"], document)
+            report.write_json(asked["report_to"] / report.DOCUMENT, document)
+            click.echo(f"{asked['report_to'] / report.DOCUMENT} written", err=True)
     if as_json:
         error = error_json(troubles[0]) if troubles else None
         emit_json({**document, "compare": compare.document(changes), "error": error})
@@ -82,10 +82,3 @@ def _refuse_others(asked: Asked) -> None:
         taken = " ".join(option for name, option in known.items() if name in TAKEN and name != "suite")
         why = f"a suite measures the same configurations everywhere; it accepts {taken}"
         raise UsageError(f"--suite excludes {', '.join(others)}", why=why, todo="measure one run without --suite")
-
-
-def _write_suite(folder: Path, document: Any) -> None:
-    from autosel.certify import report as pages
-
-    pages.replace_file(folder / pages.DOCUMENT, json.dumps(document, indent=1).encode() + b"\n")
-    click.echo(f"{folder / pages.DOCUMENT} written", err=True)

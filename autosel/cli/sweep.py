@@ -7,17 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autosel import ledger as ledgers
+from autosel import models, settings
+from autosel.certify import sweep
+from autosel.certify.plots import refuse_without
+from autosel.certify.sweep import Sweep, Traffic
+from autosel.certify.sweep_plots import write
+from autosel.certify.words import interval_text
 from autosel.cli import completion
 from autosel.cli.asked import ledger_or_none
 from autosel.cli.device import device_option, refuse_absent
-from autosel.cli.options import Known, dtype_option, exact, given_options, json_option, verb
-from autosel.cli.output import bandwidth, emit_json, error_json, leave, noted, paragraph, table
+from autosel.cli.options import PATH, Known, dtype_option, exact, given_options, json_option, verb
+from autosel.cli.output import emit_json, error_json, leave, noted, paragraph, table
+from autosel.cli.progress import Progress
+from autosel.cli.tune import parse_budget
+from autosel.cli.writable import refuse_folder
 from autosel.errors import UsageError
+from autosel.ledger.describe import bandwidth
 
 if TYPE_CHECKING:
     from autosel.certify.run_sweep import Grid
-    from autosel.certify.sweep import Sweep, Traffic
-    from autosel.cli.progress import Progress
 
 EXAMPLES = (
     "sweep --model llama-1b --context 256:8192",
@@ -38,9 +47,7 @@ MOST_CONTEXT, MOST_BATCH = 1 << 24, 4096
 )
 @click.option("--context", default="256:8192", show_default=True, metavar="A:B", help="tokens attended to, doubling")
 @click.option("--batch", default="1", show_default=True, metavar="A:B", help="sequences per step, doubling")
-@click.option(
-    "--trace-file", type=click.Path(path_type=Path), metavar="FILE", help="your lengths: PROMPT OUTPUT on each line"
-)
+@click.option("--trace-file", type=PATH, metavar="FILE", help="your lengths: PROMPT OUTPUT on each line")
 @dtype_option()
 @click.option(
     "--layers", type=click.IntRange(1), metavar="N", help="run only the first N layers; every result names them"
@@ -52,9 +59,7 @@ MOST_CONTEXT, MOST_BATCH = 1 << 24, 4096
 @click.option("--budget", default="", metavar="TIME", help="stop tuning of all batches after 90s or 5m")
 @device_option()
 @click.option("--seed", type=int, callback=exact, default=0, help="for weights, caches and coin flips  [default: 0]")
-@click.option(
-    "--report", "report_to", type=click.Path(path_type=Path), metavar="DIR", help="write sweep.json and plots"
-)
+@click.option("--report", "report_to", type=PATH, metavar="DIR", help="write sweep.json and plots")
 @json_option
 @click.pass_context
 def sweep_command(
@@ -66,25 +71,21 @@ def sweep_command(
     bisection. Cells that do not fit into memory are reported. Exit code 4: a step's logits were wrong. 5: tuning left
     some workloads undecided.
     """
-    from autosel.certify import sweep
     from autosel.certify.run_sweep import measure_sweep
-    from autosel.ledger.store import open_ledger
 
     request = request_of(ctx.params, trace_file)
     if report_to is not None:
-        from autosel.certify.plots import refuse_without
-        from autosel.cli.writable import refuse_folder
-
         refuse_without()
         refuse_folder(report_to)
-    with open_ledger() if request.tunes else ledger_or_none() as ledger:
+    with ledgers.open_ledger() if request.tunes else ledger_or_none() as ledger:
         measured = measure_sweep(request, ledger, Told())
     found, troubles = measured.sweep, [measured.trouble] if measured.trouble else []
     if not as_json:
         click.echo(text(found))
     if report_to is not None:
         with noted(troubles):
-            _write(report_to, found)
+            names = ", ".join(["sweep.json", *write(report_to, found)])
+            click.echo(f"{report_to}: {names} written", err=True)
     if as_json:
         emit_json({**sweep.document(found), "error": error_json(troubles[0]) if troubles else None})
     leave(troubles)
@@ -92,13 +93,10 @@ def sweep_command(
 
 def request_of(asked: dict[str, Any], trace_file: Path | None) -> Grid:
     """Return the grid to measure. Raises UsageError, UnknownName, BadConfig for impossible values."""
-    from autosel import models, settings
     from autosel.certify.run_sweep import Grid
-    from autosel.certify.sweep import read_traffic, span
-    from autosel.cli.tune import parse_budget
 
-    contexts = span(asked["context"], "--context", 2, MOST_CONTEXT)
-    batches = span(asked["batch"], "--batch", 1, MOST_BATCH)
+    contexts = sweep.span(asked["context"], "--context", 2, MOST_CONTEXT)
+    batches = sweep.span(asked["batch"], "--batch", 1, MOST_BATCH)
     refuse_absent(asked["device"])
     model = models.load(asked["model"])
     if (asked["layers"] or 0) > model.layers:
@@ -118,7 +116,7 @@ def request_of(asked: dict[str, Any], trace_file: Path | None) -> Grid:
         effort=asked["effort"] or settings.get("effort"),
         budget_s=parse_budget(asked["budget"]) if asked["budget"] else float(settings.get("budget")),
         again=f"{settings.spelling()} sweep {_again()}".rstrip(),
-        traffic=read_traffic(trace_file) if trace_file else (),
+        traffic=sweep.read_traffic(trace_file) if trace_file else (),
         traffic_file=str(trace_file or ""),
     )
 
@@ -134,28 +132,14 @@ class Told:
     """Listener with a progress line for each part."""
 
     def tuning(self, budget_s: float) -> Progress:
-        from autosel.cli.progress import Progress
-
         return Progress(budget_s)
 
     def measuring(self) -> Progress:
         return self.tuning(0.0)
 
 
-# --- files and words -------------------------------------------------------------------------------------------------
-
-
-def _write(folder: Path, found: Sweep) -> None:
-    from autosel.certify.sweep_plots import write
-
-    names = ", ".join(["sweep.json", *write(folder, found)])
-    click.echo(f"{folder}: {names} written", err=True)
-
-
 def text(found: Sweep) -> str:
     """Format the grid, cells that did not fit, changes of winners, and the effect on the traffic."""
-    from autosel.certify.words import interval_text
-
     when = f"{found.timestamp[:16].replace('T', ' ')} UTC"
     title = f"{found.model} {found.dtype} on {found.device}, {when}: {found.iters} steps each, baseline in turn"
     lines = [paragraph(title, hang="  "), ""]
@@ -189,13 +173,11 @@ def text(found: Sweep) -> str:
 
 def _winners(found: Sweep) -> list[str]:
     """Return a table with the candidates of each op and where they serve."""
-    from autosel.certify.sweep import route
-
     served: dict[str, dict[str, list[str]]] = {}
     for c in found.cells:
         for s in c.figures.serving if c.figures is not None else ():
             where = f"{c.batch}x{c.context}"
-            served.setdefault(route(s.label), {}).setdefault(s.candidate, []).append(where)
+            served.setdefault(sweep.route(s.label), {}).setdefault(s.candidate, []).append(where)
     rows = []
     for label, by_candidate in served.items():
         for candidate, places in by_candidate.items():

@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autosel import settings
-from autosel.cli import completion
-from autosel.cli.engines import ENGINES, EngineOptions, export_to
+from autosel import fingerprint, settings
+from autosel import ledger as ledgers
+from autosel.certify.sign import public_key
+from autosel.cli import bundle, completion
+from autosel.cli.bake import bake
+from autosel.cli.dataset import import_solution, import_traces
+from autosel.cli.device import here
+from autosel.cli.engines import ENGINES, export_to
 from autosel.cli.lock import lock
-from autosel.cli.options import Known, dtype_option, json_option, verb
+from autosel.cli.options import PATH, Known, dtype_option, json_option, verb
 from autosel.cli.output import emit_json, paragraph
+from autosel.cli.progress import Progress
 from autosel.errors import BadConfig, UsageError
 from autosel.files import is_folder, read_named
+from autosel.ledger.key import current_mode
+from autosel.values import Decision, DTypeName
 
 if TYPE_CHECKING:
     from autosel.ledger.store import Imported, Ledger
     from autosel.tuning.adopt import Adoption
-    from autosel.values import Decision, DTypeName
 
 
 @verb(
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
 )
 @click.argument("words", metavar="[PATH]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--sign", is_flag=True, help="write a bundle that names this host, signed (Ed25519)")
-@click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="sign with this key, not this home's")
+@click.option("--key", type=PATH, metavar="FILE", help="sign with this key, not this home's")
 @click.option("--repro", "decision_id", type=int, help="write a script that reproduces this decision's race")
 @click.option(
     "--lock",
@@ -95,8 +102,6 @@ def export_command(
     A program serves from a lock with AUTOSEL_LOCK=FILE. With AUTOSEL_FROZEN=1 it fails to start if the lock does not
     hold.
     """
-    from autosel.ledger.store import open_ledger
-
     forms = {"--lock": lock_file, "--bake": baked, "--to": engine, "--repro": decision_id, "--sign": sign or None}
     named = [name for name, value in forms.items() if value is not None]
     if len(named) > 1:
@@ -113,7 +118,7 @@ def export_command(
         _export_baked(baked)
         return
     if engine is not None:
-        export_to(engine, path, EngineOptions(model=model or "llama-8b", dtype=dtype, device=device, tp=tp))
+        export_to(engine, path, model=model or "llama-8b", dtype=dtype, device=device, tp=tp)
         return
     if model or dtype or device or tp != 1:
         raise UsageError("--model, --dtype, --tp and --fingerprint need --to ENGINE", todo="add --to ENGINE")
@@ -123,7 +128,7 @@ def export_command(
     if not is_folder(path.parent):
         why = f"folder {path.parent} does not exist"
         raise BadConfig(f"cannot write {path}", why=why, todo="create it, or check the path")
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         if decision_id is not None:
             from autosel.cli.repro import script
 
@@ -144,8 +149,6 @@ def export_command(
 
 
 def _export_baked(folder: Path) -> None:
-    from autosel.cli.bake import bake
-
     made = bake(folder)
     for key, reason in made.left:
         click.echo(paragraph(f"left out: {key}: {reason}", hang="  "), err=True)
@@ -155,8 +158,6 @@ def _export_baked(folder: Path) -> None:
 
 
 def _export_signed(decisions: dict[str, Any], path: Path, key: Path | None) -> None:
-    from autosel.cli import bundle
-
     made = bundle.make(decisions, bundle.own_key(key))
     if str(path) == "-":
         click.echo(bundle.text(made), nl=False)
@@ -181,7 +182,7 @@ def _write(path: Path, text: str) -> None:
     "import solution.json --definition definition.json --into mine/",
     "import dataset/ --into traffic.json",
 )
-@click.argument("path", type=click.Path(path_type=Path), required=False)
+@click.argument("path", type=PATH, required=False)
 @click.option("--key", default="", metavar="KEY", help="require a signature by this key: a file, or hex digits")
 @click.option("--check/--no-check", default=True, help="--no-check: leave proofs for later")
 @click.option(
@@ -192,7 +193,7 @@ def _write(path: Path, text: str) -> None:
 )
 @click.option(
     "--into",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="PATH",
     help="a solution: the folder to unpack into; a dataset: the recording to write",
 )
@@ -208,27 +209,18 @@ def import_command(
     A folder is read as a flashinfer-bench dataset. Its traces are kept as outside evidence, which does not affect
     decisions, and its workloads are written as a recording for `tune --recorded`.
     """
-    from autosel.ledger.store import open_ledger
-
     if path is not None and is_folder(path):
-        from autosel.cli.dataset import import_traces
-
         if definition is not None or key:
-            raise UsageError(
-                f"--definition and --key do not apply to {path}",
-                why="a folder is read as a dataset",
-                todo="remove them",
-            )
+            what = f"--definition and --key do not apply to {path}"
+            raise UsageError(what, why="a folder is read as a dataset", todo="remove them")
         import_traces(path, into, as_json)
         return
     if definition is not None or into is not None:
-        from autosel.cli.dataset import import_solution
-
         import_solution(path, definition, into, as_json)
         return
     if path is None and key:
         raise UsageError("--key needs PATH", todo="name the signed bundle")
-    with open_ledger() as ledger:
+    with ledgers.open_ledger() as ledger:
         taken = _taken_in(ledger, path, key) if path else None
         adopted = _adopted(ledger) if check else []
         kept = [(ledger.decision(number), why) for number, why in taken.kept] if taken else []
@@ -248,40 +240,24 @@ def import_command(
 
 
 def _taken_in(ledger: Ledger, path: Path, key: str) -> Imported:
-    from autosel.cli import bundle
-    from autosel.cli.device import here
     from autosel.ledger.commands import Import
 
     data = read_named(path, bundle.MOST_BYTES)
-    signer = ""
-    if key:
-        from autosel.certify.sign import public_key
-
-        signer = public_key(key)
-    found = bundle.read(data, str(path), signer=signer)
+    found = bundle.read(data, str(path), signer=public_key(key) if key else "")
     cpu, *gpus = (fp.hw_id for _, fp in here())
     return ledger.write(Import(document=found.decisions, hw_id=cpu, origin=found.host, also=tuple(gpus)))
 
 
 def _adopted(ledger: Ledger) -> list[Adoption]:
     """Prove and adopt the offered decisions of every device. Two equal GPUs share decisions; the first proves them."""
-    from autosel import fingerprint
-    from autosel.cli.device import here
-    from autosel.cli.progress import Progress
     from autosel.tuning.adopt import adopt
 
     found: list[Adoption] = []
     for hw_id, place in {fp.hw_id: place for place, fp in reversed([*here()])}.items():
-        if ledger.offered(hw_id, _mode()):
+        if ledger.offered(hw_id, current_mode()):
             with Progress() as progress:
                 found += adopt(ledger, fingerprint.take(place), progress, device=place)
     return found
-
-
-def _mode() -> str:
-    from autosel.ledger.key import current_mode
-
-    return current_mode()
 
 
 def _words(

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from autosel import devices, settings
+from autosel import devices, fingerprint, models, settings
+from autosel import ledger as ledgers
 from autosel.cli.device import device_option, refuse_absent, unused_gpu
-from autosel.cli.figures import decision_json, decision_table
+from autosel.cli.figures import decision_table
+from autosel.cli.headline import headline as step_headline
 from autosel.cli.options import (
     Known,
     batch_option,
     dtype_option,
     format_option,
+    given,
     given_options,
     json_option,
     model_option,
@@ -27,16 +29,19 @@ from autosel.cli.options import (
     seq_option,
     verb,
 )
-from autosel.cli.output import bandwidth, emit_json, error_json, note_lines, paragraph, report
+from autosel.cli.output import emit_json, error_json, note_lines, paragraph, report
+from autosel.cli.progress import Progress
+from autosel.cli.record import mode_note, named_workloads, tuned_on
 from autosel.errors import UsageError
-from autosel.ledger.describe import held_text, release_command
+from autosel.fingerprint.describe import headline, remarks
+from autosel.ledger.describe import bandwidth, decision_json, held_text, release_command
 from autosel.ledger.key import threads_of
-from autosel.values import DTypeName, to_json
+from autosel.models.workloads import Named, step
+from autosel.race.realtime import allowed
+from autosel.values import Decision, DTypeName, to_json
 
 if TYPE_CHECKING:
-    from autosel.models.workloads import Named
     from autosel.pipeline import Report
-    from autosel.values import Decision
 
 EXAMPLES = (
     "tune --model llama-8b",
@@ -107,14 +112,10 @@ def tune_command(
     Settled decisions are not measured again. Ctrl-C keeps finished decisions; the same command continues. Exit code 5:
     some workloads stayed undecided.
     """
-    from autosel import models
-    from autosel.models.workloads import step
     from autosel.pipeline import Request
 
     ctx = click.get_current_context()
-    if recorded is not None and not ray and not _given(ctx, "device"):
-        from autosel.cli.record import tuned_on
-
+    if recorded is not None and not ray and not given(ctx, "device"):
         device = tuned_on(recorded, device)
     if not ray:
         refuse_absent(device)
@@ -126,7 +127,7 @@ def tune_command(
     if recorded is None:
         asked = list(ops) or None
         shape = models.stored_as(models.load(model), weight_format)
-        told = step_name(shape.name, ops)
+        told = f"{', '.join(ops)} in a decode step of {shape.name}" if ops else f"decode step of {shape.name}"
         what = f"{shape.name} {dtype or shape.dtype}, batch {batch}, context {seq}"
         if note := models.weights_note(model, shape, dtype or shape.dtype):
             click.echo(note, err=True)
@@ -150,9 +151,6 @@ def tune_command(
 
 def introduce(device: str, what: str) -> None:
     """Print the device, why a GPU is not used, and what is tuned, on stderr."""
-    from autosel import fingerprint
-    from autosel.fingerprint.describe import headline
-
     lines = [("fingerprint", headline(fingerprint.take(device))), ("tune", what)]
     if unused := unused_gpu():
         lines.insert(1, ("note", f"this machine's GPU is not used: {unused}"))
@@ -160,15 +158,8 @@ def introduce(device: str, what: str) -> None:
         click.echo(paragraph(f"{name:<14}{text}", hang=" " * 14), err=True)
 
 
-def step_name(model: str, ops: Sequence[str]) -> str:
-    """Return what the headline is about: the step of a model, or the named ops of it."""
-    return f"{', '.join(ops)} in a decode step of {model}" if ops else f"decode step of {model}"
-
-
 def refuse_ordinary() -> None:
     """Raise UsageError if this process may not raise its priority."""
-    from autosel.race.realtime import allowed
-
     if not allowed():
         raise UsageError(
             "--realtime: the system does not allow real-time priority",
@@ -179,9 +170,7 @@ def refuse_ordinary() -> None:
 
 def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     """Return the workloads of a recording. Raise UsageError for options that choose the workloads of a model."""
-    from autosel.cli.record import mode_note, named_workloads
-
-    asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if _given(ctx, n)]
+    asked = [n for n in ("model", "ops", "dtype", "weight_format", "batch", "seq", "prompt") if given(ctx, n)]
     if asked:
         raise UsageError(
             f"--recorded and --{asked[0].rstrip('s')} are mutually exclusive",
@@ -192,10 +181,6 @@ def recorded_workloads(ctx: click.Context, path: Path) -> tuple[Named, ...]:
     if note:
         click.echo(note, err=True)
     return named_workloads(path)
-
-
-def _given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def report_on(
@@ -212,7 +197,6 @@ def report_on(
 
     Without `step`, for the calls of a recording, print their times instead of a headline.
     """
-    from autosel.cli.headline import headline
     from autosel.tuning.ended import unfinished
 
     found = run_to_end(request, len(named), again, ray=ray, counts=counts)
@@ -224,7 +208,7 @@ def report_on(
         for mode, decided in by_mode(found.decisions).items():
             if len(counts) > 1:
                 click.echo(f"for processes with {threads_of(mode)} thread{'s' if threads_of(mode) > 1 else ''}")
-            if step and (told := headline(decided, named, step)):
+            if step and (told := step_headline(decided, named, step)):
                 click.echo(f"{told}\n")
             click.echo(decision_table(decided, labels))
             if not step:
@@ -264,8 +248,6 @@ def weighted_line(decisions: Sequence[Decision], calls: Mapping[str, int]) -> st
 
 def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", counts: Sequence[int] = (0,)) -> Report:
     """Run the pipeline here or on a cluster, with progress. Raise Stopped on Ctrl-C, with the number of decisions."""
-    from autosel.cli.progress import Progress
-    from autosel.ledger.store import open_ledger
     from autosel.pipeline import tune_at
     from autosel.tuning.ended import stoppable
 
@@ -273,7 +255,7 @@ def run_to_end(request: Any, workloads: int, again: str, *, ray: str = "", count
         from autosel.fleet import on_ray
 
     with (
-        open_ledger() as ledger,
+        ledgers.open_ledger() as ledger,
         Progress(request.budget_s, command=again) as progress,
         stoppable(progress, workloads * len(counts), again) as counted,
     ):
@@ -308,8 +290,6 @@ def report_json(found: Report) -> dict[str, Any]:
 
 def show_remarks(found: Report) -> None:
     """Print the remarks below the table: failed candidates, the roofline's rate, disturbances."""
-    from autosel.fingerprint.describe import remarks
-
     for candidate, reason in {r.candidate: r.reason for r in found.rejected if r.stage == "build"}.items():
         click.echo(paragraph(f"{candidate} could not be built: {reason}", hang="  "))
     for line in _baselines_at_fault(found):
@@ -354,8 +334,6 @@ def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
     """Return the numbers of `1,2` or `1-4`, ascending. Raise UsageError for more threads than cores."""
     import torch
 
-    from autosel.devices import this_device
-
     if ray or not devices.on_host(devices.kind_of(device)):
         raise UsageError(
             f"--threads and --{'ray' if ray else f'device {device}'} are mutually exclusive",
@@ -363,7 +341,7 @@ def parse_threads(text: str, device: str, ray: str) -> tuple[int, ...]:
         )
     parts = [re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip()) for part in text.split(",")]
     counts = {n for m in parts if m for n in range(int(m[1]), int(m[2] or m[1]) + 1)}
-    most = max(this_device().cpus, torch.get_num_threads())
+    most = max(devices.this_device().cpus, torch.get_num_threads())
     if not all(parts) or not counts or min(counts) < 1 or max(counts) > most:
         raise UsageError(f"--threads {text!r}: numbers from 1 to {most} are expected", todo="--threads 1,2 or 1-4")
     return tuple(sorted(counts))

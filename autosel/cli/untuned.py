@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import click
 
@@ -11,10 +10,9 @@ from autosel import settings
 from autosel.cli.best import serving
 from autosel.cli.options import given_options
 from autosel.cli.output import paragraph
+from autosel.decode.run import WHOLE, Plan
+from autosel.models.workloads import workloads
 from autosel.values import WHOLE_STEP
-
-if TYPE_CHECKING:
-    from autosel.decode.run import Plan
 
 SAME = ("model", "dtype", "weight_format", "batch", "seq", "device")  # options that `run` and `tune` share
 SEQ = 8192  # the default of `tune`
@@ -28,7 +26,6 @@ def show_untuned(ctx: click.Context, plan: Plan) -> None:
     With AUTOSEL_DISABLE the baseline runs anyway.
     """
     from autosel.decode.question import form_of
-    from autosel.decode.run import WHOLE
 
     if settings.get("disable"):
         return
@@ -43,7 +40,6 @@ def untuned_text(plan: Plan, decided: Collection[str]) -> str:
     """Return which ops of the step have no decision in `decided`, the buckets that are decided; "" if all have one, or
     the whole step has."""
     from autosel.decode.question import workload_of
-    from autosel.models.workloads import workloads
 
     if plan.step == "auto" and workload_of(plan.shape, plan.dtype, plan.batch, plan.seq).bucket in decided:
         return ""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from autosel import settings
-from autosel.cli.comparison import show_comparison
-from autosel.cli.options import json_option, verb
-from autosel.cli.output import emit_json, error_json, paragraph, report
-from autosel.errors import AutoselError, BadConfig, UsageError
+from autosel.certify import compare, sign
+from autosel.certify.certificate import Certificate, is_checksum
+from autosel.certify.command import translated
+from autosel.certify.compare import Change
+from autosel.certify.derive import claimed_interval
+from autosel.certify.rerun import Compared, Rerun, judge
+from autosel.certify.verify import Verified, not_checkable, verify
+from autosel.certify.words import interval_text
+from autosel.cli.asked import Asked, ledger_or_none
+from autosel.cli.options import PATH, json_option, verb
+from autosel.cli.output import emit_json, error_json, leave, noted, paragraph, table
+from autosel.cli.progress import Progress
+from autosel.cli.run import run_command
+from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
+from autosel.ledger.describe import bandwidth
 from autosel.values import to_json
-
-if TYPE_CHECKING:
-    from autosel.certify.certificate import Certificate
-    from autosel.certify.compare import Change
-    from autosel.certify.rerun import Compared, Rerun
-    from autosel.certify.verify import Verified
 
 EXAMPLES = (
     "verify certificates.jsonl",
@@ -30,7 +36,6 @@ EXAMPLES = (
     "verify certificates.jsonl --key signer.pem --head 1f3c0a...",
     "verify --compare before.jsonl after.jsonl:7",
 )
-PATH = click.Path(path_type=Path)
 
 
 @verb("verify", *EXAMPLES)
@@ -68,13 +73,11 @@ def verify_command(
 
     With --compare, exit code 3 if B is slower, 5 if a condition (device, software, threads, read rate) differs.
     """
-    from autosel.certify import sign
-    from autosel.certify.verify import not_checkable, verify
-
     if compared is not None:
         if where or rerun or key or head or strict:
             raise UsageError("--compare accepts no other options and no FILE", todo="verify each file first")
-        show_comparison(changes_between(*compared), compared, as_json)
+        before, now = (compare.read(*located(one)) for one in compared)
+        show_comparison(compare.compare(now, before), compared, as_json)
         return
     if score is not None and not rerun:
         raise UsageError("--quality needs --rerun", todo="add --rerun")
@@ -83,7 +86,12 @@ def verify_command(
     again = run_again(found.last, score) if rerun else None
     if again is not None:  # the rerun measured with the model that its figures describe
         found = replace(found, unchecked=tuple(u for u in found.unchecked if u.line != found.last.sequence))
-    trouble = _judged(again) or not_checkable(path, found)
+    troubles: list[AutoselError] = []
+    with noted(troubles):
+        if again is not None:
+            judge(again)
+    if not troubles and (left := not_checkable(path, found)):
+        troubles.append(left)
     if as_json:
         emit_json(
             {
@@ -93,24 +101,14 @@ def verify_command(
                 "head": found.head,
                 "not_checkable": to_json(found.unchecked),
                 "rerun": _rerun_json(again),
-                "error": error_json(trouble) if trouble else None,
+                "error": error_json(troubles[0]) if troubles else None,
             }
         )
     else:
         click.echo(words(path, found))
         if again is not None:
             click.echo(rerun_words(found.last, again))
-    if trouble is not None:
-        report(trouble)
-        raise click.exceptions.Exit(trouble.exit_code)
-
-
-def changes_between(a: str, b: str) -> list[Change]:
-    """Return the changes from report or certificate `a` to `b`."""
-    from autosel.certify import compare
-
-    before, now = (compare.read(*located(one)) for one in (a, b))
-    return compare.compare(now, before)
+    leave(troubles)
 
 
 def located(where: str) -> tuple[Path, int]:
@@ -126,8 +124,6 @@ def located(where: str) -> tuple[Path, int]:
 
 
 def _head(text: str) -> str:
-    from autosel.certify.certificate import is_checksum
-
     text = text.removeprefix("sha256:")
     if text and not is_checksum(text):
         raise UsageError(f"--head {text[:80]!r} is invalid", why="a checksum has 64 hex digits, in lower case")
@@ -153,9 +149,6 @@ def words(path: Path, found: Verified) -> str:
     return "\n".join(lines)
 
 
-# --- again -----------------------------------------------------------------------------------------------------------
-
-
 def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     """Measure the certificate's plan on this device, with progress on stderr. `score` is the path of the text now.
 
@@ -163,7 +156,6 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
     """
     from autosel.certify import run_again as again
     from autosel.certify.run import RunRequest
-    from autosel.cli.asked import ledger_or_none, progress
 
     asked = command_of(certified)
     plan = asked.plan()
@@ -176,16 +168,12 @@ def run_again(certified: Certificate, score: Path | None = None) -> Rerun:
         original=again.original_again(certified, then=asked["original"]),
         accept_quality=True,  # the certified figures decide
     )
-    with ledger_or_none() as ledger, progress() as listener:
+    with ledger_or_none() as ledger, Progress() as listener:
         return again.run_again(certified, request, ledger, listener)
 
 
-def command_of(certified: Certificate) -> Any:
+def command_of(certified: Certificate) -> Asked:
     """Parse the certificate's command line as data: read the options of `run`, and execute no command."""
-    from autosel.certify.command import translated
-    from autosel.cli.asked import Asked
-    from autosel.cli.run import run_command
-
     try:
         parts = shlex.split(certified.repro_cmd)
     except ValueError as error:
@@ -204,22 +192,7 @@ def command_of(certified: Certificate) -> Any:
         raise BadConfig("this version does not accept the certificate's repro_cmd", why=why) from error
 
 
-def _judged(again: Rerun | None) -> AutoselError | None:
-    from autosel.certify.rerun import judge
-
-    if again is None:
-        return None
-    try:
-        judge(again)
-    except AutoselError as error:
-        return error
-    return None
-
-
 def rerun_words(certified: Certificate, again: Rerun) -> str:
-    from autosel.certify.derive import claimed_interval
-    from autosel.certify.words import interval_text
-
     what = {"reproduced": "reproduced", "faster": "reproduced, and faster"}
     lines = [f"certificate {certified.sequence} run again: {what.get(again.outcome, again.outcome)}"]
     if again.speedup is not None:
@@ -229,14 +202,12 @@ def rerun_words(certified: Certificate, again: Rerun) -> str:
         verdict = f": {'within' if within else 'outside'} its interval" if interval else ""
         lines.append(f"  speedup   {new:.3g}x; certified {certified.speedup:.3g}x ({told}){verdict}")
     lines += [_compared_words(one) for one in again.figures]
-    if again.quality is not None:
-        q = again.quality
-        lines.append(f"  text      {q.measured:+.4g} nats a token to the reference; certified {q.certified:+.4g}")
-        lines.append(f"            divergence {q.measured_divergence:.3g}; certified {q.certified_divergence:.3g}")
-    if again.format is not None:
-        f = again.format
-        lines.append(f"  format    {f.measured:+.4g} nats a token to the original; certified {f.certified:+.4g}")
-        lines.append(f"            divergence {f.measured_divergence:.3g}; certified {f.certified_divergence:.3g}")
+    for name, than, found in (("text", "reference", again.quality), ("format", "original", again.format)):
+        if found is not None:
+            now, then = found.measured, found.certified
+            lines.append(f"  {name:<9} {now:+.4g} nats a token to the {than}; certified {then:+.4g}")
+            now, then = found.measured_divergence, found.certified_divergence
+            lines.append(f"            divergence {now:.3g}; certified {then:.3g}")
     return "\n".join([*lines, *(paragraph(f"  {note}", hang="  ") for note in again.notes)])
 
 
@@ -253,3 +224,56 @@ def _rerun_json(again: Rerun | None) -> dict[str, Any] | None:
     quality = to_json(again.quality) if again.quality else None
     parts |= {"format": to_json(again.format)} if again.format else {}
     return {"outcome": again.outcome, "notes": list(again.notes), "quality": quality, **parts}
+
+
+class Slower(AutoselError):
+    """The second of two compared runs is slower."""
+
+    exit_code = 3
+
+
+def show_comparison(changes: Sequence[Change], names: tuple[str, str], as_json: bool) -> None:
+    """Print the changes from A to B. Exit with 3 if B is slower in one, else with 5 if one allows no claim."""
+    trouble = _trouble(changes)
+    if as_json:
+        error = error_json(trouble) if trouble else None
+        emit_json({"a": names[0], "b": names[1], "compare": compare.document(changes), "error": error})
+    else:
+        click.echo(f"A  {names[0]}\nB  {names[1]}")
+        for change in changes:
+            click.echo("\n".join(["", *_lines(change)]))
+    leave([trouble] if trouble else [])
+
+
+def _trouble(changes: Sequence[Change]) -> AutoselError | None:
+    outcomes = [change.outcome for change in changes]
+    if "slower" in outcomes:
+        return Slower(f"B is slower in {outcomes.count('slower')} of {len(outcomes)} runs")
+    if "no claim" in outcomes:
+        todo = "measure both again under the same conditions, with at least eight steps or trials"
+        return TooNoisy(f"{outcomes.count('no claim')} of {len(outcomes)} runs cannot be compared", todo=todo)
+    return None
+
+
+def _lines(change: Change) -> Iterator[str]:
+    before, now = change.stated
+    differ = compare.differing(before, now)
+    names = [name for name in {**before, **now} if name in compare.ALWAYS or name in differ]
+    rows = [[name, *(_shown(stated.get(name, "unknown")) for stated in (before, now))] for name in names]
+    yield paragraph(change.what, hang="  ")
+    yield table(("", "A", "B"), [["tokens/s", f"{change.before:.4g}", f"{change.now:.4g}"], *rows], wrap=2)
+    yield paragraph(_sentence(change, differ), hang="  ")
+
+
+def _shown(value: str | float) -> str:
+    return value if isinstance(value, str) else bandwidth(value)
+
+
+def _sentence(change: Change, differ: Sequence[str]) -> str:
+    if change.interval is None:
+        return f"no claim: {change.speedup:.3g}x, but a run has fewer than eight steps or trials"
+    ratio = f"{change.speedup:.3g}x (95 %: {change.interval.lo:.3g} .. {change.interval.hi:.3g})"
+    if differ:
+        return f"no claim: B over A is {ratio}, but these conditions differ: {', '.join(differ)}"
+    told = {"faster": "B is faster", "slower": "B is slower"}.get(change.outcome, "no difference is shown")
+    return f"{told}: B over A is {ratio}"

@@ -21,9 +21,12 @@ from autosel.cli.main import run
 from autosel.dispatch.board import this_device
 from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
+from autosel.models.workloads import Named
 from autosel.native import cuda
 from autosel.native.compile import find_compiler
-from autosel.values import NativeRecipe, Rejected, Workload
+from autosel.tuning.trial import Tried
+from autosel.values import Effect, NativeRecipe, Passed, Rejected, Verdict, Workload
+from tests.null.test_cli_headline import timing
 
 pytestmark = pytest.mark.usefixtures("preforked")
 
@@ -261,13 +264,6 @@ ptxas info    : Used 32 registers, used 0 barriers, 380 bytes cmem[0]
 
 
 def test_the_reason_for_a_loss_has_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    from autosel.models.workloads import Named
-    from autosel.tuning.trial import Tried
-    from autosel.values import Effect, Passed, Timing, Verdict
-
-    def timing(us: float) -> Timing:
-        return Timing(median_us=us, lo_us=us, hi_us=us, p95_us=us, min_us=us, samples=9)
-
     w = Workload(op="rmsnorm", dims=(("M", 1), ("d", 4096)), dtype="fp32")
     verdict = Verdict(
         outcome="lose",

@@ -32,13 +32,8 @@ def names_of(format_: str) -> dict[str, Any]:
     fp, w, coded = this_device(), LINEAR.workload("bf16", DIMS), LINEAR.workload("bf16", DIMS, weight=format_)
     kernel = registry.find("linear", "cpp:gemv_coded")
     knobs = kernel.knobs(coded, fp)
-    arm = Arm(
-        candidate=kernel.name,
-        backend="CPP",
-        recipe=kernel.recipe(coded, fp, knobs),
-        knobs=knobs.values,
-        digest="0" * 64,
-    )
+    recipe = kernel.recipe(coded, fp, knobs)
+    arm = Arm(candidate=kernel.name, backend="CPP", recipe=recipe, knobs=knobs.values, digest="0" * 64)
     baseline = arms.arm(registry.baseline("linear"), w, fp, "", Knobs())
     decision = Decision(
         id=1, state="promoted", hw_id=fp.hw_id, op="linear", bucket=w.bucket, mode=current_mode(), workload=w, arm=arm,

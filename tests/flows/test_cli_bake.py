@@ -66,6 +66,10 @@ def served_from(folder: Path, tmp_path: Path, **variables: str) -> dict[str, Any
     return found
 
 
+def frozen(folder: Path) -> dict[str, str]:
+    return {"AUTOSEL_LOCK": str(folder / "autosel.lock"), "AUTOSEL_FROZEN": "1"}
+
+
 @pytest.fixture
 def baked(home: Path, tmp_path: Path) -> Path:
     promote(open_ledger(), native_arm())
@@ -82,8 +86,7 @@ def test_a_baked_folder_serves_read_only_without_a_compiler_and_is_not_changed(
 ) -> None:
     home.rename(tmp_path / "gone")  # no file of the original home is read
     before = tree(baked)
-    lock = {"AUTOSEL_LOCK": str(baked / "autosel.lock"), "AUTOSEL_FROZEN": "1"} if locked else {}
-    found = served_from(baked, tmp_path, **lock)
+    found = served_from(baked, tmp_path, **(frozen(baked) if locked else {}))
     assert (found["candidate"], found["right"], found["compiler"]) == ("cpp:rmsnorm", True, False)
     assert found["calls"] == 31 and tree(baked) == before
     record_property("ready_s", found["ready_s"])  # time after `import torch`, for the report of --junitxml
@@ -93,14 +96,12 @@ def test_a_build_that_is_missing_from_the_folder_is_refused_under_the_lock(baked
     for artefact in (baked / "native").rglob("kernel.so"):
         artefact.unlink()
     assert served_from(baked, tmp_path)["candidate"] == "torch:rmsnorm"
-    lock = {"AUTOSEL_LOCK": str(baked / "autosel.lock"), "AUTOSEL_FROZEN": "1"}
     with pytest.raises(AssertionError, match="cannot be served here"):
-        served_from(baked, tmp_path, **lock)
+        served_from(baked, tmp_path, **frozen(baked))
 
 
 def test_what_a_folder_cannot_serve_is_left_out_with_the_reason(home: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def norm(x, weight, eps, offset, out=None):\n    return x\n")
-
     mine = python_arm("user:norm", PythonRecipe(target="mine:norm", path=str(tmp_path)))
     other = W.at(d=512)
     ledger = open_ledger()

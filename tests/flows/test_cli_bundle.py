@@ -84,9 +84,6 @@ def test_an_arm_with_another_build_here_is_not_adopted(ledger: Ledger, there: Le
     assert "another build here" in refused(knobs={**good.knobs, "threads": 77})
 
 
-# --- signatures -------------------------------------------------------------------------------------------------------
-
-
 def test_a_bundle_comes_back_with_its_host_and_signer(ledger: Ledger, tmp_path: Path, fp: Fingerprint) -> None:
     measured(ledger, fp)
     key = sign.make_key(tmp_path / "key.pem")

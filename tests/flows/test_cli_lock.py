@@ -33,6 +33,12 @@ def lock(home: Path, tmp_path: Path) -> Path:
     return path
 
 
+def remove_builds(home: Path) -> None:
+    for artefact in (home / "native").rglob("kernel.so"):
+        artefact.unlink()
+    forget()
+
+
 def setting(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     for name, value in values.items():
         monkeypatch.setenv(f"AUTOSEL_{name.upper()}", value)
@@ -57,9 +63,7 @@ def test_check_names_missing_builds_and_build_compiles_them(
 ) -> None:
     assert run(["export", "--lock", str(lock), "--check"]) == 0
     assert "all 1 decisions" in capsys.readouterr().out
-    for artefact in (home / "native").rglob("kernel.so"):
-        artefact.unlink()
-    forget()
+    remove_builds(home)
     assert run(["export", "--lock", str(lock), "--check"]) == 1
     told = capsys.readouterr().err
     assert "missing or damaged" in told and "export --lock --build" in told
@@ -68,13 +72,8 @@ def test_check_names_missing_builds_and_build_compiles_them(
     assert found["kept"] is False and len(found["unkept"]) == 1
     forget()
     assert run(["export", "--lock", str(lock), "--build", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "file": str(lock),
-        "pinned": 1,
-        "built": 1,
-        "kept": True,
-        "unkept": [],
-    }
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"file": str(lock), "pinned": 1, "built": 1, "kept": True, "unkept": []}
 
 
 def test_frozen_refuses_to_start_if_the_lock_cannot_be_kept(
@@ -84,9 +83,7 @@ def test_frozen_refuses_to_start_if_the_lock_cannot_be_kept(
     setting(monkeypatch, lock=str(lock), frozen="1")
     assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "cpp:rmsnorm"
     dispatch._stack.pop().close()
-    for artefact in (home / "native").rglob("kernel.so"):
-        artefact.unlink()
-    forget()
+    remove_builds(home)
     with pytest.raises(ForeignDecision, match="1 of 1 decisions"):
         dispatch.best("rmsnorm", like=(X, WEIGHT))
     setting(monkeypatch, frozen="0")
@@ -121,10 +118,8 @@ def test_pins_for_other_devices_are_kept(lock: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert run(["export", "--lock", str(lock), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"file": str(lock), "pinned": 1, "of_other_devices": 1}
-    assert {r.key[:64] for r in snapshot.parse(lock.read_bytes(), "it").rows} == {
-        "f" * 64,
-        document["rows"][0]["key"][:64],
-    }
+    mine = document["rows"][0]["key"][:64]
+    assert {r.key[:64] for r in snapshot.parse(lock.read_bytes(), "it").rows} == {"f" * 64, mine}
 
 
 def test_an_edited_lock_is_ignored(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,9 +134,7 @@ def test_locking_a_decision_that_cannot_serve_is_reported(
     capsys.readouterr()
     assert run(["export", "--lock", str(lock)]) == 0
     assert "would not serve" not in capsys.readouterr().err
-    for artefact in (home / "native").rglob("kernel.so"):
-        artefact.unlink()
-    forget()
+    remove_builds(home)
     assert run(["export", "--lock", str(lock)]) == 0
     assert "1 of them would not serve here as pinned" in capsys.readouterr().err
 
@@ -166,8 +159,7 @@ def test_a_command_runs_under_the_lock_or_not_at_all(lock: Path, home: Path) -> 
         return subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
     assert started().stdout.strip() == "cpp:rmsnorm"
-    for artefact in (home / "native").rglob("kernel.so"):
-        artefact.unlink()
+    remove_builds(home)
     refused = started()
     assert refused.returncode == 1 and "cannot be served here" in refused.stderr
 
@@ -241,9 +233,7 @@ def test_a_frozen_program_queries_a_gpu_at_its_first_tensor_so_that_it_can_fork_
     assert set(asked) == {"cpu"}
     assert kept.resolution(dispatch.ops.find("rmsnorm"), W, "cuda:0").decision is not None
     kept.close()
-    for artefact in (home / "native").rglob("kernel.so"):
-        artefact.unlink()
-    forget()
+    remove_builds(home)
     rows = [r for r in json.loads(lock.read_text())["rows"] if r["decision"]["hw_id"] == gpu.hw_id]
     lock.write_text(json.dumps(snapshot.document(1, rows)))
     broken = Board(lock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,18 +115,10 @@ def test_workloads_of_one_bucket_are_tuned_once_with_the_calls_of_all(tmp_path: 
 
 
 def test_the_gain_of_tuning_is_weighted_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {
-        "a": {"baseline_us": 10.0, "time_us": 5.0},
-        "b": {"baseline_us": 1.0, "time_us": 1.0},
-        "c": {"baseline_us": None, "time_us": None},
-    }
-
-    class Decided:
-        def __init__(self, bucket: str) -> None:
-            self.bucket = bucket
-
+    times = {"a": (10.0, 5.0), "b": (1.0, 1.0), "c": (None, None)}
+    rows = {bucket: {"baseline_us": base, "time_us": own} for bucket, (base, own) in times.items()}
     monkeypatch.setattr(tune_verb, "decision_json", lambda d: rows[d.bucket])
-    decided: Any = [Decided(b) for b in rows]
+    decided: Any = [SimpleNamespace(bucket=bucket) for bucket in rows]
     told = tune_verb.weighted_line(decided, {"a": 10, "b": 100, "c": 90})
     assert "110 of 200 recorded calls (55%)" in told and f"{200 / 150:.2f}x" in told
     assert tune_verb.weighted_line(decided[2:], {"c": 1}) == "weighted: nothing was timed"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,10 +12,9 @@ import pytest
 
 from autosel.certify import compare, suite
 from autosel.certify.certificate import decode, encode, seal
-from autosel.cli.main import run
 from autosel.decode.measure import EARLIER
 from autosel.values import digest
-from tests import steps
+from tests import steps, verbs
 from tests.llama import write_config
 
 RUN = ("--seq", "96", "--iters", "20", "--warmup", "2")
@@ -31,12 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verb(*arguments: str, codes: tuple[int, ...] = (0,)) -> Any:
-    """Run a command line in this process; return its JSON document."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = run([*arguments, "--json"])
-    assert code in codes, err.getvalue()
-    return json.loads(out.getvalue())
+    return verbs.verb(*arguments, "--json", codes=codes)
 
 
 def tiny(folder: Path) -> tuple[str, ...]:

@@ -124,14 +124,11 @@ def test_a_reproduction_script_needs_only_torch(home: Path, tuned: dict[str, Any
     )
     assert done.returncode == 0, done.stderr
     assert "speedup" in done.stdout
-    assert "autosel" not in (tmp_path / "race.py").read_text().split("SOURCES")[0].replace("autosel export", "").split(
-        "import torch"
-    )[0].replace("autosel-repro", "")
+    head = (tmp_path / "race.py").read_text().partition("import torch")[0]
+    assert "autosel" not in head.replace("autosel export", "").replace("autosel-repro", "")
 
 
-def test_the_second_of_two_tuners_of_a_device_names_the_first(
-    home: Path,
-) -> None:
+def test_the_second_of_two_tuners_of_a_device_names_the_first(home: Path) -> None:
     from autosel.cli.device import identity
     from autosel.ledger.store import open_ledger
 

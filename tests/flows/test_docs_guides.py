@@ -68,7 +68,7 @@ PIP = ["-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps"
 
 
 def blocks(guide: Path) -> list[tuple[str, str]]:
-    return [(kind, text) for kind, text in BLOCK.findall(guide.read_text())]
+    return BLOCK.findall(guide.read_text())
 
 
 def commands(guide: Path) -> list[str]:

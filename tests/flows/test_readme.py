@@ -49,9 +49,6 @@ def autosel(home: Path, folder: Path, line: str, **variables: str) -> subprocess
     return python(home, folder, "-m", "autosel.cli.main", *line.split(), **variables)
 
 
-# --- README -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_example_of_the_readme_runs_and_names_the_serving_kernel(home: Path, tmp_path: Path) -> None:
     (example,) = blocks(README, "python")
     assert len([line for line in example.splitlines() if line]) <= 6
@@ -70,9 +67,6 @@ def test_cheap_commands_of_the_documentation_run(home: Path, tmp_path: Path, lin
     done = autosel(home, tmp_path, line)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-# --- docs/kernels.md --------------------------------------------------------------------------------------------------
 
 
 def test_the_example_kernel_passes_parity_and_is_raced(home: Path, folder: Path) -> None:

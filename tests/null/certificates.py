@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from hashlib import sha256
 from random import Random
 from typing import Any
 
 from autosel import models, ops
-from autosel.certify.certificate import ArmProof, Certificate, RunnerUp
-from autosel.certify.evidence import Grounds
-from autosel.certify.issue import IssueRequest, issue
+from autosel.certify.certificate import ArmProof, Certificate, RunnerUp, decode, encode, seal, values
+from autosel.certify.derive import derive
+from autosel.certify.issue import Grounds, IssueRequest, issue
 from autosel.decode.run import BaselineRun, Choice, DecodeRun, OpTime, Plan, PromptDigest
 from autosel.models import cost
-from autosel.values import Fingerprint, Rate
+from autosel.values import Fingerprint, Rate, digest
 
 READ = 40e9  # bytes per second, before each pair
 CEILING = 42e9  # the best window
@@ -58,13 +59,7 @@ def decode_run(
         "started_at": "2026-11-20T12:00:00+00:00",
         "seconds": 12.0,
         "optimised_ns": steps(step_ms),
-        "baseline": BaselineRun(
-            ns=steps(step_ms * speedup),
-            optimised_first=tuple(rng.random() < 0.5 for _ in kept),
-            ttft_ns=1_000_000_000,
-        )
-        if plan.baseline
-        else None,
+        "baseline": None,
         "kept": kept,
         "ttft_ns": 900_000_000,
         "prompt_tokens": plan.seq - 1,
@@ -84,6 +79,9 @@ def decode_run(
         "logit_bound": 0.05,
         "python_overhead_share": 0.01,
     }
+    if plan.baseline:
+        slower, coins = steps(step_ms * speedup), tuple(rng.random() < 0.5 for _ in kept)
+        made["baseline"] = BaselineRun(ns=slower, optimised_first=coins, ttft_ns=1_000_000_000)
     return DecodeRun(**made | changes)
 
 
@@ -143,6 +141,15 @@ GROUNDS = {
     )
     for n in range(1, 20)
 }
+
+
+def rewritten(made: Certificate, **fields: Any) -> Certificate:
+    """Return the certificate with these fields; recompute every figure that follows from them, and the seal."""
+    changed = dataclasses.replace(made, **fields)
+    if "identity" in fields:
+        changed = dataclasses.replace(changed, hw_id=digest(changed.identity))
+        changed = dataclasses.replace(changed, env_id=digest({"hw_id": changed.hw_id, **changed.environment}))
+    return decode(encode(seal(dataclasses.replace(changed, **values(derive(changed))))))
 
 
 def certificate(run: DecodeRun | None = None, **request: Any) -> Certificate:

@@ -132,9 +132,6 @@ def test_random_weights_in_a_format_have_no_quality() -> None:
     assert unjudged(certificate(decode_run())) == ""
 
 
-# --- again -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -76,9 +76,6 @@ def swept(*cells: SweepCell, **more: Any) -> Sweep:
     return Sweep(model="m", dtype="bf16", **where, memory_bytes=1 << 30, iters=5, cells=cells, changes=(), **more)
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
 def test_a_span_doubles_from_the_first_and_ends_with_the_last() -> None:
     assert span("256:2048", "--context", 2, 1 << 24) == (256, 512, 1024, 2048)
     assert span("100:300", "--context", 2, 1 << 24) == (100, 200, 300)
@@ -118,9 +115,6 @@ def test_invalid_lengths_are_refused_with_the_line(tmp_path: Path, name: str, co
     assert said in f"{refused.value.what} {refused.value.why}"
 
 
-# --- where winners change --------------------------------------------------------------------------------------------
-
-
 def test_a_winner_that_changes_with_the_batch_is_one_op_on_either_side() -> None:
     points = [point(1, 64, **{"gemv o": "cpp:gemv"}), point(4, 64, **{"gemm o": "torch:linear"})]
     (found,) = changes_of(points)
@@ -140,7 +134,10 @@ def test_batches_in_between_are_tuned_only_if_there_is_a_bucket_in_between() -> 
 
 def test_a_change_along_the_context_is_found_at_every_batch() -> None:
     points = [point(b, c, attn="sdpa" if c < 256 else "cpp") for b in (1, 2) for c in (64, 128, 256)]
-    assert [(c.last, c.first) for c in changes_of(points)] == [(128, 256)]  # the same for both, printed once
+    changes = changes_of(points)
+    assert [(c.last, c.first) for c in changes] == [(128, 256)]  # the same for both, printed once
+    said = verb.text(replace(swept(cell(1, 64, 1.0)), changes=changes))
+    assert said.count("crossover: attn: sdpa -> cpp at context 128 .. 256") == 1
 
 
 def test_cells_without_a_decision_are_not_called_decided() -> None:
@@ -184,9 +181,6 @@ def test_a_change_along_the_batch_is_bisected_by_tuning_between(monkeypatch: pyt
     assert [(c.last, c.first) for c in changes] == [(5, 6)]
 
 
-# --- traffic ---------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 3000)), min_size=1, max_size=20))
 def test_every_token_after_the_first_is_counted_once(lengths: list[tuple[int, int]]) -> None:
     requests = [Lengths(prompt=p, output=o) for p, o in lengths]
@@ -219,37 +213,22 @@ def test_tokens_beyond_the_measured_contexts_are_left_out_with_a_note() -> None:
     assert "your traffic: 1 requests" in said and "0% of its tokens are in the measured range" in said
 
 
-# --- output ----------------------------------------------------------------------------------------------------------
-
-
 def test_cells_that_do_not_fit_are_reported() -> None:
-    without = SweepCell(
-        batch=64, context=8192, need_bytes=1 << 40, figures=None, why="takes 1 TB of memory; 1 GB are free"
-    )
+    why = "takes 1 TB of memory; 1 GB are free"
+    without = SweepCell(batch=64, context=8192, need_bytes=1 << 40, figures=None, why=why)
     said = verb.text(swept(cell(1, 128, 10.0), without))
     assert "batch 64, context 8192: not measured, takes 1 TB of memory" in said
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
-def test_a_crossover_is_reported_with_its_place() -> None:
-    changes = changes_of([point(1, 64, attn="sdpa"), point(1, 128, attn="cpp")])
-    said = verb.text(replace(swept(cell(1, 64, 1.0)), changes=changes))
-    assert "crossover: attn: sdpa -> cpp at context 64 .. 128" in said
-
-
-def test_pictures_show_both_axes_and_nothing_without_a_measurement() -> None:
+def test_pictures_are_drawn_only_along_axes_with_several_values() -> None:
     pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
     found = pictures(swept(*(cell(b, c, 1.0 * b + c / 100) for b in (1, 2) for c in (64, 128))))
     assert set(found) == {"step-against-context", "rate-against-batch"}
     assert len(found["step-against-context"].axes[0].containers) == 4  # two arms at two batches, with intervals
-    assert pictures(swept()) == {}
-
-
-def test_pictures_are_drawn_only_along_axes_with_several_values() -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra `plots`")
     assert set(pictures(swept(cell(1, 64, 1.0), cell(1, 128, 2.0)))) == {"step-against-context"}
     assert set(pictures(swept(cell(1, 64, 1.0), cell(2, 64, 2.0)))) == {"rate-against-batch"}
-    assert pictures(swept(cell(1, 64, 1.0))) == {}
+    assert pictures(swept(cell(1, 64, 1.0))) == pictures(swept()) == {}
 
 
 NAME = 0.055
@@ -307,14 +286,12 @@ def measured(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
 def test_a_cell_names_the_bucket_of_the_decision_that_serves() -> None:
     plan = Plan(model=models.load("llama-1b"), batch=16, seq=200)
     named = models.step(plan.shape, batch=16, context=200, dtype="bf16")
-    choices = [
-        replace(decode_run().choices[0], op=n.workload.op, label=n.label, workload_key=n.workload.key) for n in named
-    ]
-    run = decode_run(batch=16, seq=200, choices=(*choices, decode_run().choices[0]))
-    buckets = [s.bucket for s in run_sweep.figures_of(run).serving]
+    other = decode_run().choices[0]
+    choices = [replace(other, op=n.workload.op, label=n.label, workload_key=n.workload.key) for n in named]
+    buckets = [s.bucket for s in run_sweep.figures_of(decode_run(batch=16, seq=200, choices=(*choices, other))).serving]
     assert buckets[:-1] == [n.workload.bucket for n in named]
     assert any("M9-16" in b for b in buckets) and any("L129-256" in b for b in buckets)
-    assert buckets[-1] == decode_run().choices[0].workload_key  # a step of this model has no such field
+    assert buckets[-1] == other.workload_key  # a step of this model has no such field
 
 
 def test_an_unusable_folder_is_refused_first_and_a_failed_page_loses_no_figure(
@@ -345,7 +322,7 @@ def test_a_stopped_sweep_reports_measured_and_skipped_cells(
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+        return measured(plan)
 
     code = sweep_by(monkeypatch, measure)
     out, err = capsys.readouterr()
@@ -374,7 +351,7 @@ def test_a_cell_that_fails_or_runs_out_of_memory_fails_alone(
     def measure(plan: Plan, *_: Any, **__: Any) -> DecodeRun:
         if plan.seq == 128:
             raise error
-        return decode_run(model=plan.model, seq=plan.seq, iters=plan.iters)
+        return measured(plan)
 
     assert sweep_by(monkeypatch, measure) == code
     found = json.loads(capsys.readouterr().out)

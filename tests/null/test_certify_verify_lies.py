@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,17 @@ from hypothesis import strategies as st
 from autosel import models
 from autosel.certify import certificate as c
 from autosel.certify import rerun
-from autosel.certify.certificate import Certificate, decode, encode, seal, values
-from autosel.certify.derive import derive
+from autosel.certify.certificate import Certificate, encode
 from autosel.certify.device import ceiling
 from autosel.certify.store import BadCertificate
 from autosel.certify.verify import not_checkable, verify, wrong
 from autosel.fingerprint import known
-from autosel.values import Workload, digest
+from autosel.values import Workload
+from tests.null import certificates
 from tests.null.certificates import DRAFTED, READ, certificate, decode_run
 
 HONEST = certificate(decode_run(iters=3))
-
-
-def rewritten(made: Certificate = HONEST, **fields: Any) -> Certificate:
-    """Return the certificate with these fields; recompute every figure that follows from them, and the seal."""
-    changed = dataclasses.replace(made, **fields)
-    if "identity" in fields:
-        changed = dataclasses.replace(changed, hw_id=digest(changed.identity))
-        changed = dataclasses.replace(changed, env_id=digest({"hw_id": changed.hw_id, **changed.environment}))
-    sealed = seal(dataclasses.replace(changed, **values(derive(changed))))
-    return decode(encode(sealed))
+rewritten = partial(certificates.rewritten, HONEST)
 
 
 def times(made: Certificate, factor: float) -> dict[str, Any]:
@@ -61,9 +53,8 @@ def test_two_layers_cannot_be_sold_as_the_whole_model_a_thousand_times_as_fast(t
     """Rewrite layers, name, samples and bytes: an earlier version verified 2,550 tok/s as the whole model's."""
     part = certificate(decode_run(layers=2, step_ms=22.0, iters=20))
     whole = c.Layers(run=16, of=16)
-    lie = rewritten(
-        part, layers=whole, model="llama-1b", bytes_per_step=part.bytes_per_step // 1000, **times(part, 1000)
-    )
+    faster = {"bytes_per_step": part.bytes_per_step // 1000, **times(part, 1000)}
+    lie = certificates.rewritten(part, layers=whole, model="llama-1b", **faster)
     assert lie.tokens_per_sec > 40_000
     path = tmp_path / "lie.jsonl"
     path.write_bytes(encode(lie) + b"\n")
@@ -146,19 +137,21 @@ def test_a_number_of_tokens_that_no_step_gives_is_refused_in_an_earlier_version_
     assert found.startswith("tokens_per_step: "), found
 
 
+SAVED = HONEST.bytes_per_step // 5
+PACKED: dict[str, Any] = {
+    "options": {**HONEST.options, "saved_bytes": SAVED}, "bytes_per_step": HONEST.bytes_per_step - SAVED
+}  # fmt: skip
+
+
 def test_only_a_team_reads_packed_weights() -> None:
-    saved = HONEST.bytes_per_step // 5
-    fields = {"options": {**HONEST.options, "saved_bytes": saved}, "bytes_per_step": HONEST.bytes_per_step - saved}
-    assert wrong(rewritten(**fields)).startswith("options: saved_bytes in a step of mode 'eager.")
-    assert wrong(rewritten(**fields, mode="team.t2.highest")) == ""
+    assert wrong(rewritten(**PACKED)).startswith("options: saved_bytes in a step of mode 'eager.")
+    assert wrong(rewritten(**PACKED, mode="team.t2.highest")) == ""
 
 
 def test_packed_weights_are_read_op_by_op_where_a_kernel_has_a_layout_for_them() -> None:
-    saved = HONEST.bytes_per_step // 5
-    fields = {"options": {**HONEST.options, "saved_bytes": saved}, "bytes_per_step": HONEST.bytes_per_step - saved}
     packed = op("gate_up", candidate="cpp:gate_up_packed", served={"cpp:gate_up_packed": 48})
-    assert not wrong(rewritten(**fields, **packed)).startswith("options: saved_bytes")
-    plain = {**fields, "options": {**fields["options"], "layout": "plain"}}
+    assert not wrong(rewritten(**PACKED, **packed)).startswith("options: saved_bytes")
+    plain = {**PACKED, "options": {**PACKED["options"], "layout": "plain"}}
     assert wrong(rewritten(**plain, **packed)).startswith("options: saved_bytes")
 
 
@@ -170,9 +163,8 @@ def test_the_form_that_ran_must_be_the_requested_one() -> None:
         assert found == f"options: step {step!r} was requested, but mode is 'eager.t2.highest'"
     assert wrong(rewritten(options={**older, "step": "ops"})) == ""
     assert "one of auto, ops, graph, whole is expected" in wrong(rewritten(options={**older, "step": "packed"}))
-    saved = HONEST.bytes_per_step // 5
-    plain = {**older, "layout": "plain", "saved_bytes": saved}
-    found = wrong(rewritten(options=plain, bytes_per_step=HONEST.bytes_per_step - saved, mode="team.t2.highest"))
+    plain = {**older, "layout": "plain", "saved_bytes": SAVED}
+    found = wrong(rewritten(**{**PACKED, "options": plain}, mode="team.t2.highest"))
     assert found.endswith("layout plain packs no weights")
 
 
@@ -180,16 +172,16 @@ def test_a_batch_that_the_arithmetic_cannot_have_computed_is_refused() -> None:
     """Limit large batches by arithmetic: weights are read once for all sequences, so memory does not limit them."""
     honest = certificate(decode_run(iters=3, batch=64, seq=128, step_ms=2000.0))
     assert wrong(honest) == ""
-    assert "FLOP/s of at most" in wrong(rewritten(honest, samples=times(honest, 24)["samples"]))
+    assert "FLOP/s of at most" in wrong(certificates.rewritten(honest, samples=times(honest, 24)["samples"]))
 
 
 def test_a_step_keeps_no_more_than_it_drafted_and_one() -> None:
     made = certificate(decode_run(**DRAFTED))
-    assert made.tokens_per_step == 2.5 and wrong(rewritten(made)) == ""
+    assert made.tokens_per_step == 2.5 and wrong(certificates.rewritten(made)) == ""
     more = dataclasses.replace(made.samples, kept=(6, *made.samples.kept[1:]))
-    assert wrong(rewritten(made, samples=more)).startswith("tokens_per_step: ")
+    assert wrong(certificates.rewritten(made, samples=more)).startswith("tokens_per_step: ")
     batch = {"shape": dataclasses.replace(made.shape, batch=2)}
-    assert wrong(rewritten(made, **batch)).startswith("options: speculation with a batch")
+    assert wrong(certificates.rewritten(made, **batch)).startswith("options: speculation with a batch")
 
 
 def test_a_single_step_in_no_time_is_refused() -> None:
@@ -211,15 +203,11 @@ def test_a_date_in_the_future_is_refused_by_the_given_clock(tmp_path: Path) -> N
     path = tmp_path / "f.jsonl"
     path.write_bytes(encode(HONEST) + b"\n")
 
-    def at(now: datetime) -> Callable[[], datetime]:
-        return lambda: now
-
-    assert verify(path, clock=at(began)).certificates == 1
-    assert verify(path, clock=at(began - timedelta(minutes=9))).certificates == 1, (
-        "a clock that is behind must not refuse it"
-    )
+    assert verify(path, clock=lambda: began).certificates == 1
+    behind = verify(path, clock=lambda: began - timedelta(minutes=9))
+    assert behind.certificates == 1, "a clock that is behind must not refuse it"
     with pytest.raises(BadCertificate) as refused:
-        verify(path, clock=at(began - timedelta(hours=1)))
+        verify(path, clock=lambda: began - timedelta(hours=1))
     assert refused.value.why.startswith("timestamp: 2026-11-20T12:00:00+00:00 is in the future; now it is 2026-11-20")
     far = rewritten(timestamp=datetime.max.replace(tzinfo=UTC).isoformat())
     assert "is in the future" in wrong(far)
@@ -231,13 +219,14 @@ SILENT: dict[str, Any] = {"version": 5, "architecture": None, "identity": None}
 
 def of_mine(**changes: Any) -> Certificate:
     """Return a certificate of a model that is not a preset, in a version that does not describe its model."""
-    return rewritten(certificate(decode_run(model=MINE, iters=3, layers=4)), **SILENT, **changes)
+    return certificates.rewritten(certificate(decode_run(model=MINE, iters=3, layers=4)), **SILENT, **changes)
 
 
 def test_a_checkpoints_figures_follow_from_the_architecture_it_states() -> None:
     made = certificate(decode_run(model=MINE, iters=3, layers=4))
-    assert wrong(rewritten(made)) == ""
-    assert wrong(rewritten(made, bytes_per_step=made.bytes_per_step // 2)).startswith("bytes_per_step: ")
+    assert wrong(certificates.rewritten(made)) == ""
+    half = certificates.rewritten(made, bytes_per_step=made.bytes_per_step // 2)
+    assert wrong(half).startswith("bytes_per_step: ")
     assert wrong(rewritten(**SILENT)) == "", "a preset's architecture is known"
     assert wrong(rewritten(**SILENT, bytes_per_step=1000)).startswith("bytes_per_step: ")
 

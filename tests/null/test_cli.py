@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from autosel.cli import race as race_verb
 from autosel.cli import tune as tune_verb
 from autosel.cli.main import FORMER, VERBS, cli
 from autosel.cli.options import VerbGroup, given_options
-from autosel.cli.output import emit_json, report, table
+from autosel.cli.output import report, table
 from autosel.cli.progress import QUIET_S, Progress
 from autosel.cli.serve import _show_coverage
 from autosel.cli.tune import parse_budget, parse_threads
-from autosel.errors import AutoselError, BadConfig, TooNoisy, UsageError
+from autosel.errors import UsageError
+from autosel.ledger.describe import decision_json
 from autosel.models.workloads import Named
 from autosel.ops import OPS
 from autosel.tuning.job import Rejection
@@ -50,14 +52,17 @@ ALL_VERBS = [(v,) for v in VERBS] + [
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty home, and remove all other settings from the environment."""
-    for name in [n for n in os.environ if n.startswith("AUTOSEL_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
-    settings.read.cache_clear()
-    yield tmp_path
-    settings.read.cache_clear()
+def own_home(home: Path) -> None:
+    home.mkdir()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let `doctor --settings` raise the error after its document."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(settings, "unknown_variables", fail)
 
 
 # --- help ---------------------------------------------------------------------------------------------------------
@@ -204,14 +209,9 @@ def test_the_shell_completes_verbs_options_ops_models_and_devices(words: str, na
 
 
 def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
-        raise ZeroDivisionError("seven")
-
-    monkeypatch.setattr(settings, "unknown_variables", broken)
-    code, out, err = said(
-        "doctor", "--settings", "--json"
-    )  # the fault comes after the document, which stays the only one
-    assert (code, len(out.splitlines())) == (0, 1)
+    failing(monkeypatch, ZeroDivisionError("seven"))
+    code, out, err = said("doctor", "--settings", "--json")
+    assert (code, len(out.splitlines())) == (0, 1), "the document stays the only one"
     code, _, err = said("doctor", "--settings")
     assert code == 1
     assert "this is a bug in autosel" in err
@@ -222,21 +222,14 @@ def test_a_bug_is_reported_with_the_file_of_details(said: Any, home: Path, monke
 def test_running_out_of_memory_is_not_a_bug_for_any_type_of_error(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"
     for error in (MemoryError("99 bytes"), RuntimeError(f"{allocator}\nException raised from alloc_cpu")):
-
-        def exhausted(error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(settings, "unknown_variables", exhausted)
+        failing(monkeypatch, error)
         code, _, err = said("doctor", "--settings")
         assert code == 1 and "not enough memory" in err and "99 bytes" in err and "smaller model" in err
         assert "bug" not in err and "Exception raised" not in err
 
 
 def test_ctrl_c_anywhere_exits_with_130_and_no_error(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(settings, "unknown_variables", interrupted)
+    failing(monkeypatch, KeyboardInterrupt())
     code, _, err = said("doctor", "--settings")
     assert (code, err.strip()) == (130, "stopped")
 
@@ -377,20 +370,10 @@ def test_a_command_to_type_is_never_broken_over_lines(capsys: pytest.CaptureFixt
     assert all(len(line) <= 80 for line in err.splitlines() if "because" in line)
 
 
-def test_json_for_a_pipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    emit_json({"a": [1, 2], "b": {"c": "≥"}})
-    out = capsys.readouterr().out
-    assert json.loads(out) == {"a": [1, 2], "b": {"c": "≥"}}
-    assert out.count("\n") == 1
-
-
 def test_python_m_autosel_is_the_command_and_is_used_in_fixes(tmp_path: Path) -> None:
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        own = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-        variables = {**own, "PYTHONPATH": str(ROOT), "AUTOSEL_HOME": str(tmp_path)}
-        return subprocess.run(
-            [sys.executable, "-m", "autosel", *words], cwd=tmp_path, env=variables, capture_output=True, text=True
-        )
+        variables, whole = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, "-m", "autosel", *words]
+        return subprocess.run(whole, cwd=tmp_path, env=variables, capture_output=True, text=True)
 
     shown = call("doctor", "--settings", "--json")
     assert shown.returncode == 0, shown.stderr
@@ -434,15 +417,8 @@ ATTN = Workload(
 )
 
 
-def timing(median_us: float) -> Timing:
-    return Timing(
-        median_us=median_us,
-        lo_us=0.99 * median_us,
-        hi_us=1.011 * median_us,
-        p95_us=1.1 * median_us,
-        min_us=0.9 * median_us,
-        samples=60,
-    )
+def timing(us: float) -> Timing:
+    return Timing(median_us=us, lo_us=0.99 * us, hi_us=1.011 * us, p95_us=1.1 * us, min_us=0.9 * us, samples=60)
 
 
 def decision(outcome: Any = "promote", arm: Arm = CPP, state: Any = "promoted", **verdict: Any) -> Decision:
@@ -455,19 +431,9 @@ def decision(outcome: Any = "promote", arm: Arm = CPP, state: Any = "promoted", 
     }
     made = Verdict(outcome=outcome, winner=arm.candidate, reason="a reason", **(values | verdict))
     return Decision(
-        id=41,
-        state=state,
-        hw_id="h" * 64,
-        op="attn",
-        bucket=ATTN.bucket,
-        mode="eager.t2.highest",
-        workload=ATTN,
-        arm=arm,
-        baseline=TORCH,
-        verdict=made,
-        reason="a reason",
-        created_at="2026-11-20T11:17:24+00:00",
-    )
+        id=41, state=state, hw_id="h" * 64, op="attn", bucket=ATTN.bucket, mode="eager.t2.highest", workload=ATTN,
+        arm=arm, baseline=TORCH, verdict=made, reason="a reason", created_at="2026-11-20T11:17:24+00:00",
+    )  # fmt: skip
 
 
 def row(made: Decision, **options: Any) -> str:
@@ -492,21 +458,19 @@ def test_undecided_pinned_demoted_and_stale_decisions_are_labelled() -> None:
 def test_the_verdict_table_of_long_names_fits_80_columns() -> None:
     labels = {ATTN.key: "attn window"}
     wide = decision(next_best=("x", 1.91), effect=Effect(median=1.91, lo=1.85, hi=1.99))
-    inductor = Arm(
-        candidate="cpp:gemv", backend="INDUCTOR", recipe=PythonRecipe(target="a:c"), knobs={}, digest="e" * 64
-    )
+    inductor = dataclasses.replace(CPP, backend="INDUCTOR")
     text = click.unstyle(figures.decision_table([wide, decision(arm=inductor)], labels))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "1.91x ≥1.85" in text
 
 
 def test_the_json_of_a_decision_has_the_documented_fields() -> None:
-    made = figures.decision_json(decision())
+    made = decision_json(decision())
     assert made["state"] == "promoted"
     assert made["speedup"] == {"median": 23.4, "lo": 22.1, "hi": 24.0}
     assert made["next_best"] == {"candidate": "torch:packed", "speedup": 2.94}
     assert (made["baseline_us"], made["time_us"], made["roofline"]) == (24000, 1010, 0.72)
-    assert figures.decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
+    assert decision_json(decision(arm=TORCH, state="demoted"))["state"] == "baseline"
 
 
 # --- the progress line --------------------------------------------------------------------------------------------
@@ -542,15 +506,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock()
 
 
-def progress(screen: Screen, clock: Any, monkeypatch: pytest.MonkeyPatch, budget_s: float = 0.0) -> Progress:
-    monkeypatch.setattr(sys, "stderr", screen)
-    return Progress(budget_s, clock=clock)
+@pytest.fixture
+def progress(clock: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Progress]:
+    """Return a function that shows progress on a screen."""
+
+    def shown(screen: Screen, budget_s: float = 0.0) -> Progress:
+        monkeypatch.setattr(sys, "stderr", screen)
+        return Progress(budget_s, clock=clock)
+
+    return shown
 
 
-def test_the_progress_line_is_updated_fits_and_names_the_present_work(
-    clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = progress(Screen(), clock, monkeypatch)
+def test_the_progress_line_is_updated_fits_and_names_the_present_work(clock: Any, progress: Any) -> None:
+    shown = progress(Screen())
     shown.stage("parity", "cpp:attn_decode", 2, 9)
     clock.now = 30.0
     first = shown.line()
@@ -563,10 +531,8 @@ def test_the_progress_line_is_updated_fits_and_names_the_present_work(
     assert "13 pairs" in shown.line()
 
 
-def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(
-    clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = progress(Screen(), clock, monkeypatch, budget_s=70.0)
+def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(clock: Any, progress: Any) -> None:
+    shown = progress(Screen(), budget_s=70.0)
     shown.stage("fingerprint", "cpu", 0, 1)
     clock.now = 5.0
     assert "left" not in shown.line()
@@ -574,7 +540,7 @@ def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(
     for stage in ("screening", "confirming 1", "confirming 2", "confirming 3"):
         shown.stage(stage, "", 0, 4)
         assert seconds_left(shown) <= 10
-    free = progress(Screen(), clock, monkeypatch)
+    free = progress(Screen())
     clock.now = 120.0
     left = []
     for number in (1, 2, 3):
@@ -584,8 +550,8 @@ def test_the_eta_falls_with_work_done_is_plausible_and_within_the_budget(
     assert left[0] > left[2] > 0
 
 
-def test_the_eta_falls_while_one_contest_takes_its_time(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = progress(Screen(), clock, monkeypatch)
+def test_the_eta_falls_while_one_contest_takes_its_time(clock: Any, progress: Any) -> None:
+    shown = progress(Screen())
     clock.now = 40.0
     shown.stage("screening", "1 pairs  attn", 0, 4)
     left = [seconds_left(shown)]
@@ -602,11 +568,9 @@ def seconds_left(shown: Progress) -> int:
     return 60 * int(minutes or 0) + int(seconds)
 
 
-def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(
-    clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(progress: Any) -> None:
     screen = Screen(terminal=False)
-    with progress(screen, clock, monkeypatch) as shown:
+    with progress(screen) as shown:
         for done in range(5):
             shown.stage("build", "cpu/gemv.cpp", done, 5)
         shown.stage("parity", "cpp:gemv", 0, 5)
@@ -627,9 +591,9 @@ def test_a_pipe_gets_a_line_per_stage_and_decision_without_control_characters(
     assert (shown.decided_now, shown.settled) == (2, 1)
 
 
-def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, progress: Any) -> None:
     screen = Screen(terminal=False)
-    shown = progress(screen, clock, monkeypatch)
+    shown = progress(screen)
     shown.stage("screening", "3 pairs  attn", 1, 4)
     clock.now = QUIET_S + 1
     shown.beat()
@@ -637,10 +601,8 @@ def test_a_pipe_gets_a_line_from_time_to_time_during_a_stage(clock: Any, monkeyp
     assert screen.getvalue().count("3 pairs  attn") == 1
 
 
-def test_a_tune_continues_if_the_reader_of_its_progress_closes_the_pipe(
-    clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with progress(Screen(broken=True), clock, monkeypatch) as shown:
+def test_a_tune_continues_if_the_reader_of_its_progress_closes_the_pipe(progress: Any) -> None:
+    with progress(Screen(broken=True)) as shown:
         shown.stage("build", "cpu/gemv.cpp", 0, 5)
         shown.decided(decision(), settled_before=False)
     assert shown.decided_now == 1
@@ -740,8 +702,3 @@ def test_a_race_ends_with_the_exit_code_of_its_result(found: Tried, code: int | 
     assert told in str(error or "")
     if isinstance(found.parity, Failed) and found.parity.case == "load":
         assert "--case" not in str(error), "a failure to load is not a case that --case can repeat"
-
-
-def test_errors_carry_their_exit_codes() -> None:
-    assert (AutoselError("x").exit_code, UsageError("x").exit_code, TooNoisy("x").exit_code) == (1, 2, 5)
-    assert BadConfig("x").exit_code == 2

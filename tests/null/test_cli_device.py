@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +32,14 @@ from autosel.ledger.key import current_mode
 from autosel.ledger.locks import device_lock
 from autosel.ledger.store import open_ledger
 from autosel.native import cuda
-from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, RaceSession, Timing, Verdict
+from autosel.values import Decision, Failed, Fingerprint, Knobs, Race, RaceSession, Timing, Verdict, Workload
 
 H200 = known.load("h200")
 W = ops.find("rmsnorm").workload("fp32", {"M": 1, "d": 64})
 Said = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(autouse=True)
-def own_home(home: Path) -> Path:
-    return home
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture
@@ -64,25 +62,22 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cuda, "drifted", lambda *_, **__: SimpleNamespace(moved=False))
 
 
-def decided(fp: Fingerprint, time_us: float, **changes: Any) -> Decision:
+def decided(fp: Fingerprint, time_us: float, w: Workload = W, **changes: Any) -> Decision:
     """Record a tie on that device; the baseline's time tells the devices apart."""
-    base = arms.arm(registry.baseline(W.op), W, fp, "", Knobs())
+    base = arms.arm(registry.baseline(w.op), w, fp, "", Knobs())
     timing = Timing(median_us=time_us, lo_us=time_us, hi_us=time_us, p95_us=time_us, min_us=time_us, samples=30)
     timings = {base.candidate: timing}
     tie = Verdict(outcome="tie", winner=base.candidate, reason="a tie", effect=None, next_best=None, timings=timings)
     values: dict[str, Any] = {"verdict": tie, "race": None, "parities": [], "mode": current_mode(), "state": "kept"}
-    values |= {"arm": base, "baseline": base, "reason": "a tie", "idempotency_key": f"{fp.hw_id}"}
+    values |= {"arm": base, "baseline": base, "reason": "a tie", "idempotency_key": f"{fp.hw_id} {w.key}"}
     with open_ledger() as ledger:
-        return ledger.write(Record(fp=fp, workload=W, **values | changes))
+        return ledger.write(Record(fp=fp, workload=w, **values | changes))
 
 
 @pytest.fixture
 def on_both() -> tuple[Decision, Decision]:
     """Return decisions for the same workload on this CPU, and on the GPU."""
     return decided(devices.this_device(), 50.0), decided(H200, 5.0)
-
-
-# --- the default device ----------------------------------------------------------------------------------------------
 
 
 def test_a_usable_gpu_is_the_default_and_the_cpu_can_be_selected(
@@ -128,24 +123,7 @@ def test_a_decision_for_other_conditions_is_named(cpu_alone: None, said: Said) -
     assert told in " ".join(said("explain", "rmsnorm")[1].split())
     cpus = int(here.identity["cpus"])
     other = dataclasses.replace(here, identity={**here.identity, "cpus": cpus + 1})
-    swiglu = ops.find("swiglu").workload("fp32", {"M": 1, "I": 8})
-    base = arms.arm(registry.baseline("swiglu"), swiglu, other, "", Knobs())
-    with open_ledger() as ledger:
-        ledger.write(
-            Record(
-                fp=other,
-                workload=swiglu,
-                verdict=None,
-                race=None,
-                parities=[],
-                mode=current_mode(),
-                state="pinned",
-                arm=base,
-                baseline=base,
-                reason="by hand",
-                idempotency_key="other",
-            )
-        )
+    decided(other, 50.0, ops.find("swiglu").workload("fp32", {"M": 1, "I": 8}))
     told = f"tuned with {cpus + 1} CPUs, running with {cpus}"
     assert told in " ".join(said("best", "swiglu")[1].split())
     assert told in json.loads(said("best", "swiglu", "--json")[1])["reason"]
@@ -185,9 +163,6 @@ def test_a_gpu_that_cannot_be_measured_is_skipped_with_the_reason(
     assert "built without CUDA" in device.unused_gpu() and device.default_device() == "cpu"
 
 
-# --- a certificate's command ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "meant"), [([], "cuda"), (["--device", "cpu"], "cpu"), (["--device", "cuda"], "cuda")]
 )
@@ -207,9 +182,6 @@ def test_a_certificate_of_a_machine_without_a_gpu_is_the_cpus_wherever_it_is_rea
         repro = Asked(run_command.make_context("run", ["--model", "llama-1b"])).repro
     assert "--device" not in repro
     assert command_of(SimpleNamespace(repro_cmd=repro, mode="eager.t2.highest"))["device"] == "cpu"  # type: ignore[arg-type]
-
-
-# --- other data of one device ----------------------------------------------------------------------------------------
 
 
 def test_history_names_the_device_if_there_are_several(
@@ -296,9 +268,3 @@ def test_a_ledger_is_not_replaced_while_the_gpu_is_tuned(
         tuning.enter_context(device_lock(home, H200.hw_id, "GPU-1f0c"))
         assert said("db", "restore", backup)[0] == 1
     assert said("db", "restore", backup)[0] == 0
-
-
-@pytest.fixture(autouse=True)
-def _settings_read_anew() -> Iterator[None]:
-    yield
-    settings.read.cache_clear()

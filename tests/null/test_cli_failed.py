@@ -44,6 +44,5 @@ def test_an_empty_list_is_one_sentence() -> None:
 
 
 def test_kernels_of_a_cpu_are_grouped_on_a_gpu() -> None:
-    assert "  1 need a CPU (cpp:gemv)" in failed_text(
-        [absent("linear", "cpp:gemv", "a CPU kernel; the device is a GPU")]
-    )
+    found = [absent("linear", "cpp:gemv", "a CPU kernel; the device is a GPU")]
+    assert "  1 need a CPU (cpp:gemv)" in failed_text(found)

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from autosel import models
 from autosel.certify import run as run_once
 from autosel.certify import run_suite, run_sweep
 from autosel.cli.main import run
+from autosel.decode.measure import refuse
+from autosel.decode.run import Plan
+from autosel.decode.weights import OTHERS_BYTES, PROBE_BYTES, arena_bytes, cache_bytes, memory_need, reference_bytes
 from autosel.errors import UsageError
+from autosel.models.passes import CHUNK, PASS
 from tests.llama import write_config
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "torch_dtype": "float32"}
-SMALL = ("run", "--model", "llama-1b", "--layers", "1", "--seq", "16", "--iters", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -28,32 +32,6 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
     for module in (run_once, run_suite, run_sweep):
         monkeypatch.setattr(module, "load_weights", loaded)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (("--speculate", "ngram:2", "--batch", "2"), "speculation excludes a batch"),
-        (("--speculate", "ngram:2", "--temperature", "1"), "speculation excludes a batch"),
-        (("--prompt", "nowhere.txt"), "cannot read nowhere.txt"),
-        (("--seq", "1000000"), "contexts of at most 131072"),
-        (("--iters", "0"), "--iters"),
-        (("--persistent", "--step", "ops"), "--persistent is --step whole"),
-        (("--persistent", "--paged", "16"), "reads a contiguous cache"),
-        (("--step", "whole", "--batch", "9"), "multiplies at most 8 rows"),
-        (("--persistent", "--no-prealloc"), "preallocated buffers"),
-        (("--persistent", "--speculate", "ngram:2"), "several tokens per sequence"),
-        (("--step", "graph", "--persistent"), "remove one of them"),
-        (("--step", "graph"), "graphs are captured on a GPU"),
-        (("--step", "persistent"), "known: auto, ops, graph, whole"),
-        (("--weights-layout", "packed"), "known: auto, plain"),
-    ],
-)
-def test_an_impossible_run_is_refused_first(
-    asked: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run([*SMALL, *asked]) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -68,10 +46,6 @@ def test_an_impossible_run_is_refused_first(
     ],
 )
 def test_a_step_that_a_gpu_cannot_launch_or_replay_is_refused_first(changes: dict[str, Any], said: str) -> None:
-    from autosel import models
-    from autosel.decode.measure import refuse
-    from autosel.decode.run import Plan
-
     with pytest.raises(UsageError) as caught:
         refuse(Plan(model=models.load("gemma3-1b"), device="cuda", **changes))
     assert said in caught.value.why
@@ -87,10 +61,6 @@ def test_a_suite_that_does_not_fit_is_refused_first(
 
 
 def test_on_a_gpu_the_reference_holds_keys_and_values_once_for_every_query_head() -> None:
-    from autosel import models
-    from autosel.decode.run import Plan
-    from autosel.decode.weights import OTHERS_BYTES, PROBE_BYTES, arena_bytes, cache_bytes, memory_need
-
     plan = Plan(model=models.load("llama-8b"), prompt="synthetic", batch=64, seq=4096, device="cuda")
     s, tokens = plan.shape, plan.batch * plan.longest
     laid_out = 4 * tokens * s.D * (2 * s.Hkv + 3 * s.Hq)  # wide; then by query head: keys, values, scaled keys
@@ -110,11 +80,6 @@ def test_a_rope_that_cannot_be_decoded_is_refused_first(
 
 
 def test_a_prompts_activations_count_as_memory_of_a_run_unless_it_is_synthetic() -> None:
-    from autosel import models
-    from autosel.decode.run import Plan
-    from autosel.decode.weights import memory_need, reference_bytes
-    from autosel.models.passes import CHUNK, PASS
-
     plan = Plan(model=models.load("llama-1b"), batch=53, seq=8192)
     s = plan.shape
     more = memory_need(plan) - memory_need(replace(plan, prompt="synthetic"))

@@ -9,17 +9,14 @@ import pytest
 from autosel.cli.sentences import race_sentence
 from autosel.models.workloads import Named
 from autosel.tuning.trial import Tried
-from autosel.values import Effect, Failed, Passed, Timing, Verdict, Workload
+from autosel.values import Effect, Failed, Passed, Verdict, Workload
+from tests.null.test_cli_headline import timing
 
 OWN, TORCH = "user:norm", "torch:rmsnorm"
 RMSNORM = Named(
     workload=Workload(op="rmsnorm", dims=(("M", 1), ("d", 64)), dtype="bf16"), label="rmsnorm", calls_per_step=1
 )
 WIN = "register it with autosel.candidate, and `tune` can choose it"
-
-
-def timing(us: float) -> Timing:
-    return Timing(median_us=us, lo_us=us, hi_us=us, p95_us=us, min_us=us, samples=9)
 
 
 def raced(outcome: Any, us: float, name: str = OWN) -> Tried:
