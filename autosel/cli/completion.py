@@ -9,8 +9,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from autosel.files import read
-from autosel.fingerprint import known
-from autosel.models.presets import PRESETS
 
 MOST_BYTES = 1 << 20
 
@@ -24,11 +22,15 @@ def ops(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Com
 
 def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a preset, else the path of a checkpoint."""
+    from autosel.models.presets import PRESETS
+
     return _starting(PRESETS, incomplete) or [CompletionItem(incomplete, type="file")]
 
 
 def devices(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a device of this machine or a known device."""
+    from autosel.fingerprint import known
+
     return _starting(("cpu", "cuda", *known.names()), incomplete)
 
 
