@@ -151,11 +151,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Return the number of weights, counting a tied embedding once, norms included."""
-        return self._embedding * (1 if self.tied else 2) + self.layers * self._layer + self.d
-
-    @property
-    def _embedding(self) -> int:
-        return self.V * self.d
+        return self.V * self.d * (1 if self.tied else 2) + self.layers * self._layer + self.d
 
     @property
     def _layer(self) -> int:
