@@ -36,7 +36,6 @@ def saved_bytes(step: object) -> int:
 
 
 def _saved_by(call: Call) -> int:
-    """Return what one call saves by its kernel's layout."""
     reader = getattr(call.function, "reader", None)
     return 0 if reader is None else reader.saved_bytes({a.name: call[a.name] for a in reader.op.args})
 
@@ -195,8 +194,7 @@ def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTim
         calls, saved = [t.calls[0] for t in step.tasks[1:]], [saved_bytes_of(t) for t in step.tasks[1:]]
     took: dict[str, list[int]] = {}
     for _ in range(OP_ROUNDS):
-        listed = isinstance(step, Step)
-        spans = devices.of(step.logits).call_spans(calls, clock) if listed else pairwise(step.task_ns())
+        spans = devices.of(step.logits).call_spans(calls, clock) if isinstance(step, Step) else pairwise(step.task_ns())
         for call, (begin, end) in zip(calls, spans, strict=True):
             took.setdefault(_key(call), []).append(end - begin)
     less: dict[str, list[int]] = {}

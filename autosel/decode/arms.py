@@ -40,7 +40,6 @@ class StepArm(Remembers, Protocol):
 
 
 def step(arm: StepArm) -> list[list[int]]:
-    """Run one step and return its tokens."""
     arm.enqueue()
     return arm.tokens()
 

@@ -89,7 +89,6 @@ def make_cache(
 
 
 def cache_bytes(plan: Plan) -> int:
-    """Return the bytes of a plan's cache."""
     page = plan.page if plan.cache == "paged" else 0
     each = math.prod(cost.cache_size(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
     return 2 * plan.layers_run * padded(each)

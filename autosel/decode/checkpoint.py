@@ -158,7 +158,6 @@ def _refuse_other_matrix(tensors: Tensors, name: str, entry: Entry) -> None:
 
 
 def scheme(found: WeightFormat) -> dict[str, Any]:
-    """Return the quantization_config of a format."""
     weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,

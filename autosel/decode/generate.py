@@ -18,8 +18,6 @@ from autosel.decode.persistent import serve, write
 from autosel.decode.run import FUSED, GREEDY, Chain, StepForm
 from autosel.decode.sample import Sampler
 from autosel.decode.step import Direct, Place
-from autosel.decode.weights import refuse_other_tokens
-from autosel.errors import UsageError
 from autosel.models.passes import CHUNK, rows_at_once
 from autosel.values import Fingerprint
 
@@ -47,17 +45,16 @@ def generate(
 ) -> Generated:
     """Return `count` new tokens for each prompt; fewer if one of `stop` occurs, which is then the last one.
 
-    `heard` receives each step's tokens. `form` and `fp` are as in `persistent.write`. Raises UsageError.
+    `heard` receives each step's tokens. `form` and `fp` are as in `persistent.write`. The caller has checked that the
+    prompts hold tokens of the model, and fit its context together with the answers.
     """
-    asked = [list(p) for p in prompts]
-    _refuse(decoder, asked, count)
-    longest, weights = max(map(len, asked)) + count, decoder.weights
-    cache = make_cache(decoder.shape, weights.dtype, rows=len(asked), room=longest, page=page, device=weights.device)
+    longest, weights = max(map(len, prompts)) + count, decoder.weights
+    cache = make_cache(decoder.shape, weights.dtype, rows=len(prompts), room=longest, page=page, device=weights.device)
     with torch.inference_mode():
-        logits = prefill(decoder, cache, asked)
-        sampler = Sampler(GREEDY, asked, longest, logits)
-        chosen = sampler.choose(logits, torch.empty(len(asked), dtype=torch.int64, device=weights.device))
-        told, done = Generated(tokens=[[] for _ in asked]), [False] * len(asked)
+        logits = prefill(decoder, cache, prompts)
+        sampler = Sampler(GREEDY, prompts, longest, logits)
+        chosen = sampler.choose(logits, torch.empty(len(prompts), dtype=torch.int64, device=weights.device))
+        told, done = Generated(tokens=[[] for _ in prompts]), [False] * len(prompts)
 
         def keep(tokens: list[int], logits: Tensor) -> None:
             if keep_logits:
@@ -69,7 +66,7 @@ def generate(
             heard(tokens)
 
         keep(chosen.tolist(), logits)
-        place = Place.at(chosen, [len(p) for p in asked])
+        place = Place.at(chosen, [len(p) for p in prompts])
         step = serve(write(decoder, cache, place, chain, sampler, form=form, fp=fp), fp)
         lengths = place.lengths.tolist()
         for passed in range(count - 1):
@@ -85,22 +82,6 @@ def generate(
             keep(tokens, step.logits)
             place.advance()
         return told
-
-
-def _refuse(decoder: Decoder, prompts: list[list[int]], count: int) -> None:
-    if not prompts or not all(prompts):
-        raise UsageError("a prompt is empty", why="the first generated token needs at least one token before it")
-    if count < 1:
-        raise UsageError(f"cannot generate {count} tokens", todo="generate at least one")
-    for prompt in prompts:
-        refuse_other_tokens(prompt, decoder.shape)
-    longest = max(map(len, prompts)) + count
-    if longest > decoder.shape.max_context:
-        raise UsageError(
-            f"prompt and answer have {longest} tokens",
-            why=f"{decoder.shape.name} supports contexts of at most {decoder.shape.max_context}",
-            todo="use a shorter prompt, or generate fewer",
-        )
 
 
 # --- prefill ---------------------------------------------------------------------------------------------------------

@@ -280,7 +280,8 @@ def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) ->
         elif isinstance(op, Rotate):
             _rotate(made, program, op)
         elif isinstance(op, Attend):
-            _attend(made, op, _chunk(op, build, fp, reach), reach)
+            attn = _attention(op.call, min(reach, op.window) if op.window else reach)
+            _attend(made, op, persistent.chunk(attn, int(build.knobs["slots"]), facts(fp)), reach)
         else:
             weight = program.weights[op.weight]
             made.norm(op.x, weight, op.out, eps=program.eps, offset=program.offset, residual=op.residual)
@@ -330,12 +331,6 @@ def _attend(made: kernel.StepProgram, op: Attend, chunk: int, reach: int) -> Non
         softcap=op.softcap,
         chunk=chunk,
     )
-
-
-def _chunk(op: Attend, build: StepBuild, fp: Fingerprint, reach: int) -> int:
-    """Return the keys per CTA."""
-    attn = _attention(op.call, min(reach, op.window) if op.window else reach)
-    return persistent.chunk(attn, int(build.knobs["slots"]), facts(fp))
 
 
 def _flat(heads: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ def clipped(plan: Plan, text: Text) -> str:
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Return fp32 logits [B, S, V] after each token. float64 would not match a user's results better."""
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
-    return logits_after(decoder.weights, tokens, nothing, 0, torch.float32).unflatten(0, tokens.shape)
+    found = logits_after(decoder.weights, tokens, nothing, 0, torch.float32)
+    return found.view(*tokens.shape, -1)
 
 
 class _Scores:

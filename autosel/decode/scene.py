@@ -53,12 +53,6 @@ class Scene:
     logit_bound: float = 0.0
     exact: Tensor | None = None  # the reference's logits for the current tokens, if computed
 
-    def check_logits(self, ours: Tensor, theirs: Tensor, exact: Tensor) -> float:
-        """Compare both arms' logits [N, V] with a pass in higher precision; return the allowed error."""
-        error, bound = judged(ours, theirs, exact, self.plan.dtype)
-        self.hold(error, bound)
-        return bound
-
     def hold(self, error: float, bound: float) -> None:
         """Remember the check that came closest to its bound."""
         if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:

@@ -91,7 +91,6 @@ class Weights:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Return each layer's tensors."""
         names = [f.name for f in fields(Layer)]
         parts = ({n: self.named.get(f"{i}.{n}") for n in names} for i in range(self.shape.layers))
         return tuple(Layer(**part) for part in parts)  # type: ignore[arg-type]

@@ -178,7 +178,6 @@ class ModelShape:
         return self.format_of(name).nbytes(dtype or self.dtype, self.V, self.d)
 
     def _layers_bytes(self, dtype: DTypeName | None) -> int:
-        """Return the bytes of all layers."""
         known, sizes = dtype or self.dtype, self._matrices
         matrices = sum(
             layers * find_weight_format(name).nbytes(known, *size)
