@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autosel import files
 from autosel.errors import BadConfig
@@ -53,7 +53,7 @@ class Fields:
     def inside(self, where: str, data: Mapping[str, Any]) -> Fields:
         return replace(self, data=data, where=f"{where}.")
 
-    def refuse(self, name: str, why: str, *, seen: bool = True) -> Any:
+    def refuse(self, name: str, why: str, *, seen: bool = True) -> NoReturn:
         told = "" if name in self.data else " is missing"
         if seen and name in self.data:
             told = f" = {shown(self.data[name])}"

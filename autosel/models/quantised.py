@@ -161,7 +161,6 @@ def _group(found: Fields, name: str) -> int:
 
 def _refuse(found: Fields, name: str, supported: str) -> NoReturn:
     found.refuse(name, f"supported: {supported}. {OTHERS}")
-    raise AssertionError
 
 
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def _compressed(found: Fields) -> Scheme:
     groups = found.data.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         found.refuse("config_groups", "one group is expected")
-    inside = found.inside(f"{found.where}config_groups.{next(iter(groups))}", group)  # type: ignore[arg-type]
+    inside = found.inside(f"{found.where}config_groups.{next(iter(groups))}", group)
     return _of_floats(inside) if floats else _of_group(inside)
 
 
@@ -219,7 +218,7 @@ def _weights_of(group: Fields, expected: Mapping[str, Any]) -> Fields:
     weights = group.data.get("weights")
     if not isinstance(weights, dict):
         group.refuse("weights", "an object is expected")
-    how = group.inside(f"{group.where}weights", weights)  # type: ignore[arg-type]
+    how = group.inside(f"{group.where}weights", weights)
     for name, value in expected.items():
         if how.data.get(name, value) != value:
             how.refuse(name, f"{shown(value)} is supported")

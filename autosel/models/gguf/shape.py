@@ -170,7 +170,6 @@ def _layer_types(fields: Fields, family: Family, layers: int) -> tuple[LayerType
         return every_sixth_full(layers, fields.size(name, 1024, default=6))
     if pattern.count != layers or pattern.numbers is None:
         fields.refuse(name, f"an entry for each of {layers} layers is expected")
-    assert pattern.numbers is not None
     return tuple("sliding" if slides else "full" for slides in pattern.numbers)
 
 
@@ -180,7 +179,6 @@ def _ropes(file: GgufFile, fields: Fields, head: int, *, local: bool) -> tuple[R
     kind = ROPES.get(told) if isinstance(told, str) else None
     if kind is None:
         fields.refuse("rope.scaling.type", f"known: {', '.join(ROPES)}")
-    assert kind is not None
     plain = Rope(theta=fields.number("rope.freq_base", 1.0, 1e12, default=None if local else 1e4), rotary_dim=head)
     if DIVISORS in file.tensors:
         return _divided(file, plain, kind), None
