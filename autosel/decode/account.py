@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from autosel import devices, dispatch, ops
 from autosel.candidates import registry
@@ -34,7 +36,6 @@ def saved_bytes(step: object) -> int:
 
 
 def _saved_by(call: Call) -> int:
-    """Return what one call saves by its kernel's layout."""
     reader = getattr(call.function, "reader", None)
     return 0 if reader is None else reader.saved_bytes({a.name: call[a.name] for a in reader.op.args})
 
@@ -47,9 +48,10 @@ def saved_bytes_of(task: object) -> int:
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def names(plan: Plan) -> Mapping[str, str]:
-    """Return labels by workload key, at the context of the first timed step."""
-    return labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+def label(w: Workload, plan: Plan) -> str:
+    """Return a workload's name in tables, at the context of the first timed step."""
+    known = labels(plan.shape, batch=plan.batch, context=plan.seq, dtype=plan.dtype)
+    return known.get(w.key, ops.find(w.op).label(w))
 
 
 def choices_of(step: AnyStep, plan: Plan) -> tuple[Choice, ...]:
@@ -58,47 +60,49 @@ def choices_of(step: AnyStep, plan: Plan) -> tuple[Choice, ...]:
     They come from the callables of a list, from the tasks of a whole step, or, for PyTorch's step, are the baselines.
     """
     if isinstance(step, TorchStep):
-        replaced = _by_workload(step.replaced).values()
-        return (*_choices_of_torch(replaced, plan), *_choices_of_list(step.last, plan))
+        replaced = (
+            _choice(w, len(calls), plan, registry.baseline(w.op).name, None, AS_IT_WAS)
+            for w, calls in _with_workload(step.replaced)
+        )
+        return (*replaced, *_choices_of_list(step.last, plan))
     step = step.ops if isinstance(step, GraphStep) else step
     return _choices_of_list(step.calls, plan) if isinstance(step, Step) else _choices_of_whole(step, plan)
 
 
 def _choices_of_list(calls: Sequence[Call], plan: Plan) -> tuple[Choice, ...]:
-    return tuple(_choice_of(c, plan) for c in _by_workload(calls).values() if c[0].workload is not None)
-
-
-def _choices_of_torch(groups: Iterable[Sequence[Call]], plan: Plan) -> Iterator[Choice]:
-    for calls in groups:
-        w = calls[0].workload
-        if w is not None:
-            yield _choice(w, len(calls), plan, registry.baseline(w.op).name, None, AS_IT_WAS)
-
-
-def _choice_of(calls: Sequence[Call], plan: Plan) -> Choice:
-    """Return the choice for a workload's calls in a step, which share one callable."""
-    w, bound = calls[0].workload, calls[0].function
-    assert w is not None
-    return _choice(w, len(calls), plan, bound.candidate, bound.decision, bound.reason)  # type: ignore[attr-defined]
+    """Return the choices for a list's calls; those of one workload share one callable."""
+    made = []
+    for w, same in _with_workload(calls):
+        bound: Any = same[0].function
+        made.append(_choice(w, len(same), plan, bound.candidate, bound.decision, bound.reason))
+    return tuple(made)
 
 
 def _choices_of_whole(step: WholeStep, plan: Plan) -> tuple[Choice, ...]:
     """Return the kernels of the tasks. One has a decision only if the decision chose that kernel."""
     made = []
-    for calls in _by_workload([call for task in step.tasks for call in task.calls]).values():
-        w, function = calls[0].workload, calls[0].function
-        if w is not None:
-            kernel, decision = step.kernels[w.op], getattr(function, "decision", None)
-            made.append(_choice(w, len(calls), plan, kernel, decision, f"a task of {step.candidate}"))
-    rest = _by_workload(step.rest).values()
-    return (*made, *(_choice_of(calls, plan) for calls in rest if calls[0].workload is not None))
+    for w, calls in _with_workload([call for task in step.tasks for call in task.calls]):
+        kernel, decision = step.kernels[w.op], getattr(calls[0].function, "decision", None)
+        made.append(_choice(w, len(calls), plan, kernel, decision, f"a task of {step.candidate}"))
+    return (*made, *_choices_of_list(step.rest, plan))
+
+
+def _with_workload(calls: Sequence[Call]) -> Iterator[tuple[Workload, Sequence[Call]]]:
+    """Yield each workload with its calls; glue has none."""
+    for same in _by_workload(calls).values():
+        if same[0].workload is not None:
+            yield same[0].workload, same
 
 
 def _by_workload(calls: Sequence[Call]) -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
     for call in calls:
-        found.setdefault(call.workload.key if call.workload else call.site, []).append(call)
+        found.setdefault(_key(call), []).append(call)
     return found
+
+
+def _key(call: Call) -> str:
+    return call.workload.key if call.workload else call.site
 
 
 class UsesSince:
@@ -160,7 +164,7 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
     served = decision is not None and decision.state in SERVING and candidate == decision.arm.candidate
     return Choice(
         op=w.op,
-        label=names(plan).get(w.key, ops.find(w.op).label(w)),
+        label=label(w, plan),
         workload_key=w.key,
         count_per_step=count,
         backend=registry.find(w.op, candidate).backend,
@@ -175,57 +179,42 @@ def _choice(w: Workload, count: int, plan: Plan, candidate: str, decision: Decis
 
 
 def time_ops(step: AnyStep, plan: Plan, clock: Callable[[], int]) -> tuple[OpTime, ...]:
-    """Return the median time of each op in whole steps, with a clock around each op; none for PyTorch's step."""
+    """Return the median time of each op in whole steps; none for PyTorch's step.
+
+    In a list a clock is around each op. Tasks are timed by the device's clock, from the end of the previous task to the
+    end of this one, without the first, whose time includes the call itself. Their time includes the task's other work
+    besides its named op (norms, rotation, append).
+    """
     if isinstance(step, TorchStep):
         return ()
     step = step.ops if isinstance(step, GraphStep) else step
-    if not isinstance(step, Step):
-        return _time_tasks(step, plan)
-    samples: list[list[int]] = [[] for _ in step.calls]
-    for _ in range(OP_ROUNDS):
-        spans = devices.of(step.logits).call_spans(step.calls, clock)
-        for took, (begin, end) in zip(samples, spans, strict=True):
-            took.append(end - begin)
-    by_key: dict[str, list[int]] = {}
-    for took, call in zip(samples, step.calls, strict=True):
-        by_key.setdefault(call.workload.key if call.workload else call.site, []).extend(took)
-    groups = _by_workload(step.calls)
-    times = {key: _op_time(calls, by_key[key], plan) for key, calls in groups.items()}
-    saved = {key: sum(map(_saved_by, calls)) // len(calls) for key, calls in groups.items()}
-    return tuple(replace(t, bytes_moved=t.bytes_moved - saved[key]) for key, t in times.items())
-
-
-def _time_tasks(step: WholeStep, plan: Plan) -> tuple[OpTime, ...]:
-    """Time tasks by the device's clock, from the end of the previous task to the end of this one.
-
-    The time includes the task's other work besides its named op (norms, rotation, append).
-    """
-    main = [task.calls[0] for task in step.tasks]
-    saved: dict[str, list[int]] = {}
-    for task in step.tasks[1:]:
-        call = task.calls[0]
-        saved.setdefault(call.workload.key if call.workload else call.site, []).append(saved_bytes_of(task))
+    if isinstance(step, Step):
+        calls, saved = step.calls, [_saved_by(call) for call in step.calls]
+    else:
+        calls, saved = [t.calls[0] for t in step.tasks[1:]], [saved_bytes_of(t) for t in step.tasks[1:]]
     took: dict[str, list[int]] = {}
     for _ in range(OP_ROUNDS):
-        ends = step.task_ns()
-        for call, begin, end in zip(main[1:], ends, ends[1:], strict=False):  # the first includes the call itself
-            took.setdefault(call.workload.key if call.workload else call.site, []).append(end - begin)
-    groups = _by_workload(main[1:])
-    times = {key: _op_time(calls, took[key], plan) for key, calls in groups.items()}
-    return tuple(replace(t, bytes_moved=t.bytes_moved - sum(saved[key]) // len(saved[key])) for key, t in times.items())
+        spans = devices.of(step.logits).call_spans(calls, clock) if isinstance(step, Step) else pairwise(step.task_ns())
+        for call, (begin, end) in zip(calls, spans, strict=True):
+            took.setdefault(_key(call), []).append(end - begin)
+    less: dict[str, list[int]] = {}
+    for call, count in zip(calls, saved, strict=True):
+        less.setdefault(_key(call), []).append(count)
+    return tuple(
+        _op_time(same, took[key], sum(less[key]) // len(same), plan) for key, same in _by_workload(calls).items()
+    )
 
 
-def _op_time(calls: Sequence[Call], took_ns: Sequence[int], plan: Plan) -> OpTime:
+def _op_time(calls: Sequence[Call], took_ns: Sequence[int], saved: int, plan: Plan) -> OpTime:
     w, op = calls[0].workload, calls[0].op
-    contract = ops.find(op) if w is not None else None
     return OpTime(
         op=op,
-        label=names(plan).get(w.key, contract.label(w)) if w is not None and contract is not None else calls[0].site,
+        label=label(w, plan) if w is not None else calls[0].site,
         workload_key=w.key if w is not None else "",
         count_per_step=len(calls),
         median_us=statistics.median(took_ns) / 1000,
-        bytes_moved=_bytes_moved(calls[0], plan),
-        flops=contract.flops(w) if w is not None and contract is not None else 0,
+        bytes_moved=_bytes_moved(calls[0], plan) - saved,
+        flops=ops.find(op).flops(w) if w is not None else 0,
     )
 
 
@@ -247,17 +236,6 @@ def _glue_bytes(call: Call, plan: Plan) -> int:
 # --- cost of Python --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Nothing:
-    """A list like a step's, with every op bound in the same way to a function that does nothing."""
-
-    flat: list[tuple[Callable[..., object], list[object]]]
-
-    def run(self) -> None:
-        for function, arguments in self.flat:
-            function(*arguments)
-
-
 def overhead_ns(step: AnyStep, clock: Callable[[], int]) -> float | None:
     """Return the median time of a step's Python part, with no work done; None for PyTorch's step.
 
@@ -267,7 +245,12 @@ def overhead_ns(step: AnyStep, clock: Callable[[], int]) -> float | None:
     if isinstance(step, TorchStep):
         return None
     if isinstance(step, Step):
-        idle = _Nothing(flat=[(_idle(call), call.arguments) for call in step.calls]).run
+        flat = [(_idle(call), call.arguments) for call in step.calls]
+
+        def idle() -> None:
+            for function, arguments in flat:
+                function(*arguments)
+
     elif isinstance(step, GraphStep):
         idle = step.replay
     else:

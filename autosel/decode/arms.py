@@ -7,18 +7,21 @@ CPU the work is done when `enqueue` returns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from autosel.decode.generate import accepted, at_once, draft
+from autosel.decode.generate import at_once
 from autosel.decode.model import Batch
 from autosel.decode.persistent import serve, write
 from autosel.decode.run import Chain, Chosen
 from autosel.decode.sample import Sampler, largest
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct
+
+NGRAM = 3  # longest n-gram searched for in the text so far
 
 
 class Remembers(Protocol):
@@ -37,7 +40,6 @@ class StepArm(Remembers, Protocol):
 
 
 def step(arm: StepArm) -> list[list[int]]:
-    """Run one step and return its tokens."""
     arm.enqueue()
     return arm.tokens()
 
@@ -95,6 +97,24 @@ class AtOnce(Choosing):
     def enqueue(self) -> None:
         self.logits = at_once(self.scene.decoder, self.scene.cache, self.scene.place, self.run, self.chain)
         self.choose(self.logits)
+
+
+def draft(text: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` tokens that followed the last occurrence of the longest n-gram at the text's end."""
+    for n in range(min(NGRAM, len(text) - 1), 0, -1):
+        ending = list(text[-n:])
+        for start in range(len(text) - n - 1, -1, -1):
+            if list(text[start : start + n]) == ending:
+                return list(text[start + n : start + n + count])
+    return []
+
+
+def accepted(drafted: list[int], chosen: list[int]) -> list[int]:
+    """Return the chosen tokens up to and including the first that differs from the draft."""
+    agreed = 0
+    while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:
+        agreed += 1
+    return chosen[: agreed + 1]
 
 
 class Speculating:

@@ -54,8 +54,6 @@ class Cache:
         if self.block_table is None:
             return
         while self.held[row] * self.page < tokens:
-            if not self.free:
-                raise UsageError("the KV cache has no free page", why=f"{sum(self.held)} are in use")
             self.block_table[row, self.held[row]] = self.free.pop()
             self.held[row] += 1
 
@@ -66,14 +64,6 @@ class Cache:
             return replace(self, rows=rows, block_table=table[first:last], free=[], held=self.held[first:last])
         k, v = ([t[first:last] for t in tensors] for tensors in (self.k, self.v))
         return replace(self, rows=rows, k=k, v=v)
-
-    def release(self, row: int) -> None:
-        """Free the row's pages."""
-        if self.block_table is None:
-            return
-        self.free += self.block_table[row, : self.held[row]].tolist()
-        self.block_table[row] = NOWHERE
-        self.held[row] = 0
 
 
 def make_cache(
@@ -99,7 +89,6 @@ def make_cache(
 
 
 def cache_bytes(plan: Plan) -> int:
-    """Return the bytes of a plan's cache."""
     page = plan.page if plan.cache == "paged" else 0
     each = math.prod(cost.cache_size(plan.shape, plan.batch, plan.longest, page)) * DTYPE_BYTES[plan.dtype]
     return 2 * plan.layers_run * padded(each)

@@ -31,10 +31,10 @@ from autosel.decode.weights import refuse_other_tensors
 from autosel.decode.words import WORD_BITS, words_of
 from autosel.errors import BadConfig, UsageError
 from autosel.formats import WeightFormat, find_weight_format
-from autosel.models.quantised import FILE_LIMIT_BYTES, scheme_of
+from autosel.models.fields import read_document
+from autosel.models.quantised import scheme_of
 from autosel.ops.contract import DTYPE
 from autosel.ops.weight import Weight, quantise
-from autosel.values import parse_json
 
 FORMATS = (
     "int8-row", "int8-g128", "int4-g32", "int4-g64", "int4-g128", "uint4-g32", "uint4-g64", "uint4-g128",
@@ -91,8 +91,11 @@ def write_checkpoint(folder: Path, format: str, out: Path, listener: Listener | 
         for file, parts in shards.items():
             writer.write(file, parts)
         if len(shards) > 1 or SINGLE not in shards:
-            _write_index(making, shards, need)
-        _write_config(folder, making, found)
+            named = {part.name: file for file, parts in shards.items() for part in parts}
+            index = {"metadata": {"total_size": need}, "weight_map": dict(sorted(named.items()))}
+            _write_json(making / INDEX, index)
+        config = read_document(folder / "config.json")
+        _write_json(making / "config.json", {**config, "quantization_config": scheme(found)})
         _copy_others(folder, making)
     return WrittenCheckpoint(
         folder=str(out),
@@ -155,7 +158,6 @@ def _refuse_other_matrix(tensors: Tensors, name: str, entry: Entry) -> None:
 
 
 def scheme(found: WeightFormat) -> dict[str, Any]:
-    """Return the quantization_config of a format."""
     weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
@@ -303,16 +305,6 @@ def _header(parts: Sequence[_Stored]) -> tuple[bytes, dict[str, int]]:
 def _settle(target: BinaryIO) -> None:
     target.flush()
     os.fsync(target.fileno())
-
-
-def _write_index(making: Path, shards: Mapping[str, Sequence[_Stored]], total: int) -> None:
-    named = {part.name: file for file, parts in shards.items() for part in parts}
-    _write_json(making / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(named.items()))})
-
-
-def _write_config(folder: Path, making: Path, found: WeightFormat) -> None:
-    config = parse_json(files.read_named(folder / "config.json", FILE_LIMIT_BYTES), what="config.json")
-    _write_json(making / "config.json", {**config, "quantization_config": scheme(found)})
 
 
 def _write_json(path: Path, data: Any) -> None:

@@ -63,6 +63,20 @@ class InScheme:
         """Return the function that reads a matrix as it is stored, if that is the weight format."""
         return self._read_codes if PLAIN != shape.weight == self.scheme.format else None
 
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Read a tensor, dequantised and rounded once. Raises BadConfig."""
+        if not self.entries[name].packed:
+            self.tensors.read_into(name, out)
+            return
+        self._refuse_shape(name, out.shape)
+        self._dequantise(name, out)
+        if not out.isfinite().all():
+            self._refuse(name, f"has scales that make weights that are not finite in {dtype_name(out.dtype)}")
+
+    def _dequantise(self, name: str, out: Tensor) -> None:
+        """Read the weights of a matrix in codes. Raises BadConfig."""
+        raise NotImplementedError
+
     def _read_codes(self, name: str, out: Weight) -> None:
         """Read a matrix as it is stored. Raises BadConfig."""
         raise NotImplementedError
@@ -72,22 +86,46 @@ class InScheme:
             self._refuse(name, "is missing")
         return self.tensors.entries[name]
 
-    def _numbers(self, name: str) -> Tensor:
-        """Read a tensor of scales, in its own dtype and shape."""
+    def _numbers(self, name: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Read a tensor of scales, in its own dtype, of this shape if one is given."""
         entry = self._entry(name)
         if entry.dtype not in SCALE_DTYPES:
             self._refuse(name, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
-        scales = torch.empty(entry.shape, dtype=SCALE_DTYPES[entry.dtype])
+        scales = torch.empty(shape or entry.shape, dtype=SCALE_DTYPES[entry.dtype])
         self._raw(name, scales, entry.dtype)
         if not scales.isfinite().all():
             self._refuse(name, "is not finite")
         return scales
+
+    def _words(self, name: str, *shape: int) -> Tensor:
+        found = torch.empty(shape, dtype=torch.int32)
+        self._raw(name, found, "I32")
+        return found
+
+    def _order(self, name: str, k: int) -> Tensor:
+        """Read the group of each column, int64 [K]."""
+        found, count = self._words(name, k), self._groups_in(k)
+        wrong = found[(found < 0) | (found >= count)]
+        if wrong.numel():
+            self._refuse(name, f"names the group {int(wrong[0])} of {count}")
+        return found.long()
+
+    def _neighbours(self, k: int) -> Tensor:
+        """Return the group of each column where groups are of neighbours, int64 [K]."""
+        return torch.arange(k) // (self.scheme.group or k)
+
+    def _groups_in(self, k: int) -> int:
+        return -(-k // (self.scheme.group or k))
 
     def _raw(self, name: str, out: Tensor, dtype: str) -> None:
         entry = self._entry(name)
         if entry.dtype != dtype or entry.shape != tuple(out.shape):
             self._refuse(name, f"is {entry.dtype} {list(entry.shape)}, {dtype} {list(out.shape)} is expected")
         self.tensors.read_raw(name, out)
+
+    def _refuse_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if self.entries[name].shape != expected:
+            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {list(expected)}")
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         todo = "fetch the checkpoint again if its config.json may belong to other weights"
@@ -98,45 +136,37 @@ class InScheme:
 class Compressed(InScheme):
     """Tensors of a compressed-tensors checkpoint."""
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor, dequantised and rounded once. Raises BadConfig."""
-        if not self.entries[name].packed:
-            self.tensors.read_into(name, out)
-            return
+    def _dequantise(self, name: str, out: Tensor) -> None:
         base, (n, k) = name.removesuffix(".weight"), out.shape
-        words, scales, groups = self._words(name, n, k), self._numbers(base + SCALE), self._groups(base, k)
-        if scales.shape != (n, -(-k // (self.scheme.group or k))):
+        words, scales = self._packed(base, n, k), self._numbers(base + SCALE)
+        groups = self._order(base + ORDER, k) if self.scheme.ordered else self._neighbours(k)
+        if scales.shape != (n, self._groups_in(k)):
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, groups of {self.scheme.group or k} expected")
         zeros, each = self._zeros(base, *scales.shape), max(1, BLOCK // k)
         for first in range(0, n, each):
             rows = slice(first, first + each)
             found = unpacked(words[rows], self.scheme.bits)[:, :k]
             out[rows] = exact(found, zeros[rows], scales[rows], groups).to(out.dtype)
-        if not out.isfinite().all():
-            self._refuse(base + SCALE, f"makes weights that are not finite in {_name(out.dtype)}")
 
     def _read_codes(self, name: str, out: Weight) -> None:
+        self._refuse_shape(name, out.shape)
         base, (n, k) = name.removesuffix(".weight"), out.shape
-        codes = self._words(name, n, k).view(torch.uint8)
+        codes = self._packed(base, n, k).view(torch.uint8)
         if self.scheme.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)[:, :k]
         out.codes[:, : codes.shape[1]] = codes
-        scales, groups = self._numbers(base + SCALE), -(-k // (self.scheme.group or k))
+        scales, groups = self._numbers(base + SCALE), self._groups_in(k)
         if scales.numel() != n * groups:
             self._refuse(base + SCALE, f"has {list(scales.shape)} scales, {[n, groups]} are expected")
         zeros = self._zeros(base, n, groups) if self.scheme.zeros else None
         if not put_scales(out, scales.view(n, groups), zeros):
             better = "bf16" if scales.dtype == torch.bfloat16 else "fp16"
             self._refuse(
-                base + SCALE, f"is not exact in {_name(out.scales.dtype)}. Use --dtype {better}, or --format plain"
+                base + SCALE, f"is not exact in {dtype_name(out.scales.dtype)}. Use --dtype {better}, or --format plain"
             )
 
-    def _words(self, name: str, n: int, k: int) -> Tensor:
-        if self.entries[name].shape != (n, k):
-            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {[n, k]}")
-        words = torch.empty(n, -(-k * self.scheme.bits // WORD_BITS), dtype=torch.int32)
-        self._raw(name.removesuffix(".weight") + PACKED, words, "I32")
-        return words
+    def _packed(self, base: str, n: int, k: int) -> Tensor:
+        return self._words(base + PACKED, n, -(-k * self.scheme.bits // WORD_BITS))
 
     def _zeros(self, base: str, n: int, groups: int) -> Tensor:
         """Return the zero points [N, groups] of unsigned codes."""
@@ -150,21 +180,8 @@ class Compressed(InScheme):
             if (wrong := plain[(found < 0) | (found >= 2 * half)]).numel():
                 self._refuse(base + ZERO, f"has the zero point {int(wrong[0])} of codes of {self.scheme.bits} bits")
             return found
-        words = torch.empty(-(-n * self.scheme.bits // WORD_BITS), groups, dtype=torch.int32)
-        self._raw(base + ZERO, words, "I32")
+        words = self._words(base + ZERO, -(-n * self.scheme.bits // WORD_BITS), groups)
         return unpacked(words.T, self.scheme.bits)[:, :n].T
-
-    def _groups(self, base: str, k: int) -> Tensor:
-        """Return the group of each column, int64 [K]."""
-        size = self.scheme.group or k
-        if not self.scheme.ordered:
-            return torch.arange(k) // size
-        found = torch.empty(k, dtype=torch.int32)
-        self._raw(base + ORDER, found, "I32")
-        wrong = found[(found < 0) | (found >= -(-k // size))]
-        if wrong.numel():
-            self._refuse(base + ORDER, f"names the group {int(wrong[0])} of {-(-k // size)}")
-        return found.long()
 
 
 def open_compressed(tensors: Tensors, scheme: Scheme) -> Compressed:
@@ -200,5 +217,5 @@ def words_shape(tensors: Tensors, name: str) -> tuple[int, int]:
     )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

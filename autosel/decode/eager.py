@@ -25,12 +25,11 @@ from autosel.ops.weight import Matrix, split
 
 Made = TypeVar("Made", bound=tuple[Tensor, ...])
 
-
-def _gelu_tanh(gate: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh")
-
-
-ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATION: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Eager:

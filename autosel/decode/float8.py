@@ -28,22 +28,14 @@ UNUSED = ".input_scale"
 class Float8(InScheme):
     """Tensors of a checkpoint whose layers are in e4m3."""
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor, dequantised and rounded once. Raises BadConfig."""
-        if not self.entries[name].packed:
-            self.tensors.read_into(name, out)
-            return
-        n, k = out.shape
-        codes = empty(find_weight_format(self.scheme.codes), n, k, dtype=out.dtype)
+    def _dequantise(self, name: str, out: Tensor) -> None:
+        codes = empty(find_weight_format(self.scheme.codes), *out.shape, dtype=out.dtype)
         self._read_codes(name, codes)
         out.copy_(codes.dequantised(out.dtype))
-        if not out.isfinite().all():
-            self._refuse(self._scale_of(name), f"makes weights that are not finite in {out.dtype}")
 
     def _read_codes(self, name: str, out: Weight) -> None:
+        self._refuse_shape(name, out.shape)
         n, k = out.shape
-        if self.entries[name].shape != (n, k):
-            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {[n, k]}")
         codes = torch.empty(n, k, dtype=torch.float8_e4m3fn)
         self._raw(name, codes, E4M3)
         if codes.float().isnan().any():
@@ -53,16 +45,13 @@ class Float8(InScheme):
 
     def _scales(self, name: str, n: int, k: int) -> Tensor:
         """Return the scales of each row, [N, 1] or [N, groups]."""
-        at = self._scale_of(name)
-        found, groups = self._numbers(at), -(-k // self.scheme.group) if self.scheme.group else 1
+        base = name.removesuffix(".weight")
+        at = base + (INVERSE if base + INVERSE in self.tensors.entries else SCALE)
+        found, groups = self._numbers(at), self._groups_in(k)
         blocks = -(-n // self.scheme.rows) if self.scheme.rows else 1
         if found.numel() != blocks * groups or (self.scheme.group and tuple(found.shape) != (blocks, groups)):
             self._refuse(at, f"has {list(found.shape)} scales, {[blocks, groups]} are expected")
         return found.view(blocks, groups).repeat_interleave(self.scheme.rows or n, 0)[:n]
-
-    def _scale_of(self, name: str) -> str:
-        base = name.removesuffix(".weight")
-        return base + (INVERSE if base + INVERSE in self.tensors.entries else SCALE)
 
 
 def open_float8(tensors: Tensors, scheme: Scheme) -> Float8:

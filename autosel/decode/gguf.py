@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -97,7 +97,13 @@ class GgufTensors:
         tensor = self.entries[name]
         self._refuse_shape(tensor, tuple(out.shape))
         offset = self.shape.norm_offset if name.endswith("norm.weight") else 0.0
-        self._fill(tensor, out.view(-1), offset)
+        flat, at = out.view(-1), 0
+        for raw in self._blocks(tensor, 1):
+            values = dequantise(tensor.block.name, raw).flatten()
+            part = flat[at : at + values.numel()].copy_(values - offset if offset else values)
+            if not part.isfinite().all():
+                self._refuse_number(tensor, values, part, at)
+            at += values.numel()
         if heads := self._turned_heads(name):
             out.copy_(halves_from_neighbours(out, heads))
 
@@ -113,19 +119,6 @@ class GgufTensors:
                 todo="fetch the file again, or name the model that belongs to it",
             )
 
-    def _fill(self, tensor: GgufTensor, out: Tensor, offset: float) -> None:
-        at = 0
-        for values in self._values(tensor):
-            part = out[at : at + values.numel()].copy_(values - offset if offset else values)
-            if not part.isfinite().all():
-                self._refuse_number(tensor, values, part, at)
-            at += values.numel()
-
-    def _values(self, tensor: GgufTensor) -> Iterator[Tensor]:
-        """Yield the weights in fp32, CHUNK at a time."""
-        for raw in self._blocks(tensor, 1):
-            yield dequantise(tensor.block.name, raw).flatten()
-
     def _blocks(self, tensor: GgufTensor, per_row: int) -> Iterator[Tensor]:
         """Yield bytes [n, bytes of a block], about CHUNK weights at a time, a multiple of `per_row` blocks."""
         block = tensor.block
@@ -135,16 +128,14 @@ class GgufTensors:
                 file.seek(tensor.start)
                 while left:
                     count = min(left, most)
-                    yield self._read(file, count * block.bytes).view(count, block.bytes)
+                    data = bytearray(file.read(count * block.bytes))
+                    if len(data) != count * block.bytes:
+                        why = "it was truncated after it was opened"
+                        raise BadConfig(f"{self.file.path} ended while it was read", why=why)
+                    yield torch.frombuffer(data, dtype=torch.uint8).view(count, block.bytes)
                     left -= count
         except OSError as error:
             raise BadConfig(f"{self.file.path} cannot be read", why=error.strerror or str(error)) from error
-
-    def _read(self, file: BinaryIO, count: int) -> Tensor:
-        data = bytearray(file.read(count))
-        if len(data) != count:
-            raise BadConfig(f"{self.file.path} ended while it was read", why="it was truncated after it was opened")
-        return torch.frombuffer(data, dtype=torch.uint8)
 
     def _refuse_number(self, tensor: GgufTensor, values: Tensor, part: Tensor, at: int) -> None:
         first = int(part.isfinite().logical_not().nonzero()[0, 0])

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosel.decode.compressed import SCALE_DTYPES, InScheme, StoredMatrix, put_scales, words_shape
+from autosel.decode.compressed import InScheme, StoredMatrix, dtype_name, put_scales, words_shape
 from autosel.decode.safetensors import Tensors
 from autosel.decode.words import WORD_BITS, exact, unpacked
 from autosel.models.quantised import Scheme
@@ -39,18 +38,11 @@ class PackedRows(InScheme):
     """Tensors of a GPTQ or AWQ checkpoint. A layer that was left out is read as it is, where weights are
     dequantised."""
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Read a tensor, dequantised and rounded once. Raises BadConfig."""
-        if not self.entries[name].packed:
-            self.tensors.read_into(name, out)
-            return
-        self._refuse_shape(name, tuple(out.shape))
+    def _dequantise(self, name: str, out: Tensor) -> None:
         base = name.removesuffix(".weight")
         zeros, scales, groups = self._zeros(base), self._scales(base), self._groups(base)
         for rows, codes in self._rows(base):
             out[rows] = exact(codes, zeros[:, rows].T, scales[:, rows].T, groups).to(out.dtype)
-            if not out[rows].isfinite().all():
-                self._refuse(base + SCALES, f"makes weights of {name} that are not finite in {_name(out.dtype)}")
 
     def _read_codes(self, name: str, out: Weight) -> None:
         """Read codes and scales, and zero points, which must be half of the range if the format has none.
@@ -59,17 +51,17 @@ class PackedRows(InScheme):
         """
         if not self.entries[name].packed:
             self._refuse(name, "is no code, unlike other layers. --format plain dequantises those")
-        self._refuse_shape(name, tuple(out.shape))
+        self._refuse_shape(name, out.shape)
         base, half, k = name.removesuffix(".weight"), 1 << self.scheme.bits - 1, out.shape[1]
         zeros = self._zeros(base)
         if not self.scheme.zeros and not bool((zeros == half).all()):
             other = int(zeros[zeros != half][0])
             self._refuse(base + ZEROS, f"has the zero point {other}; {half} is expected. --format plain dequantises")
-        if not torch.equal(self._groups(base), torch.arange(k) // (self.scheme.group or k)):
+        if not torch.equal(self._groups(base), self._neighbours(k)):
             self._refuse(base + ORDER, "puts columns into other groups. --format plain dequantises")
         if not put_scales(out, self._scales(base).T, zeros.T if self.scheme.zeros else None):
             self._refuse(
-                base + SCALES, f"is not exact in {_name(out.scales.dtype)}. Use --dtype fp16, or --format plain"
+                base + SCALES, f"is not exact in {dtype_name(out.scales.dtype)}. Use --dtype fp16, or --format plain"
             )
         for rows, codes in self._rows(base):
             if self.scheme.bits == 8:
@@ -83,7 +75,7 @@ class PackedRows(InScheme):
     def _rows(self, base: str) -> Iterator[tuple[slice, Tensor]]:
         """Yield some outputs and their codes [n, K], as int32."""
         n, k = self.entries[f"{base}.weight"].shape
-        words = self._words(base + CODES, (k, n // self._per) if self._awq else (k // self._per, n))
+        words = self._words(base + CODES, *((k, n // self._per) if self._awq else (k // self._per, n)))
         each = max(1, BLOCK // k // self._per) * self._per
         for first in range(0, n, each):
             rows = slice(first, min(n, first + each))
@@ -95,8 +87,8 @@ class PackedRows(InScheme):
 
     def _zeros(self, base: str) -> Tensor:
         """Return the zero points [groups, N]. Raises BadConfig for one that versions of GPTQ read differently."""
-        n = self.entries[f"{base}.weight"].shape[0]
-        found = self._along_outputs(self._words(base + ZEROS, (self._groups_of(base), n // self._per)))
+        n, k = self.entries[f"{base}.weight"].shape
+        found = self._along_outputs(self._words(base + ZEROS, self._groups_in(k), n // self._per))
         if not self.scheme.less_one:
             return found
         most = (1 << self.scheme.bits) - 1
@@ -106,32 +98,15 @@ class PackedRows(InScheme):
 
     def _scales(self, base: str) -> Tensor:
         """Return the scales [groups, N]."""
-        name, n = base + SCALES, self.entries[f"{base}.weight"].shape[0]
-        entry = self._entry(name)
-        if entry.dtype not in SCALE_DTYPES:
-            self._refuse(name, f"is {entry.dtype}; supported: {', '.join(SCALE_DTYPES)}")
-        found = torch.empty(self._groups_of(base), n, dtype=SCALE_DTYPES[entry.dtype])
-        self._raw(name, found, entry.dtype)
-        if not found.isfinite().all():
-            self._refuse(name, "is not finite")
-        return found
+        n, k = self.entries[f"{base}.weight"].shape
+        return self._numbers(base + SCALES, (self._groups_in(k), n))
 
     def _groups(self, base: str) -> Tensor:
         """Return the group of each column, int64 [K]."""
-        k, count = self.entries[f"{base}.weight"].shape[1], self._groups_of(base)
-        neighbours = torch.arange(k) // (self.scheme.group or k)
-        if self._awq or base + ORDER not in self.tensors.entries:
-            return neighbours
-        found = torch.empty(k, dtype=torch.int32)
-        self._raw(base + ORDER, found, "I32")
-        if int(found.min()) < 0 or int(found.max()) >= count:
-            wrong = found[(found < 0) | (found >= count)]
-            self._refuse(base + ORDER, f"names the group {int(wrong[0])} of {count}")
-        return found.long()
-
-    def _groups_of(self, base: str) -> int:
         k = self.entries[f"{base}.weight"].shape[1]
-        return -(-k // (self.scheme.group or k))
+        if self._awq or base + ORDER not in self.tensors.entries:
+            return self._neighbours(k)
+        return self._order(base + ORDER, k)
 
     def _along_outputs(self, words: Tensor) -> Tensor:
         """Return codes [R, N] of words [R, N / codes of a word]."""
@@ -145,15 +120,6 @@ class PackedRows(InScheme):
     @property
     def _per(self) -> int:
         return WORD_BITS // self.scheme.bits
-
-    def _words(self, name: str, shape: tuple[int, int]) -> Tensor:
-        found = torch.empty(shape, dtype=torch.int32)
-        self._raw(name, found, "I32")
-        return found
-
-    def _refuse_shape(self, name: str, expected: tuple[int, ...]) -> None:
-        if self.entries[name].shape != expected:
-            self._refuse(name, f"is {list(self.entries[name].shape)}, config.json says {list(expected)}")
 
 
 def open_packed_rows(tensors: Tensors, scheme: Scheme) -> PackedRows:
@@ -177,7 +143,3 @@ def _is_zero(tensors: Tensors, name: str) -> bool:
     found = torch.empty(entry.size, dtype=torch.uint8)
     tensors.read_raw(name, found)
     return not bool(found.any())
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

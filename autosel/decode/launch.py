@@ -7,7 +7,7 @@ tokens runs in tests on emulated threads; not yet run on silicon.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from autosel import devices, ops
 from autosel.candidates.arms import digest_of
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import BoundStep, Entries, StepBuild
-from autosel.decode.program import Attend, Embed, Norm, Program, ProgramOp, Project, Rotate, lower
+from autosel.decode.program import PRODUCTS, SINGLE, Attend, Embed, Program, ProgramOp, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.step import Call, Raced, Rewritten, Step
 from autosel.decode.weights import Weights
@@ -31,19 +31,7 @@ from autosel.values import Accepted, Arm, Fingerprint, Rejected, Support, Worklo
 
 CANDIDATE = kernel.CANDIDATE
 WAITING_CC = (9, 0)  # from here on a kernel can wait for the previous one: CUDA C++ Programming Guide, PDL
-PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
-# Op of the list -> the single-op kernel with the task's arithmetic.
-KERNELS = {
-    "norm_qkv": "cuda:norm_qkv",
-    "linear": "cuda:gemv",
-    "gate_up": "cuda:gate_up",
-    "lm_head": "cuda:lm_head",
-    "attn": "cuda:attn_decode",
-    "rmsnorm": "cuda:rmsnorm",
-    "add_rmsnorm": "cuda:add_rmsnorm",
-    "rope": "cuda:rope",
-    "kv_append": "cuda:kv_append",
-}
+KERNELS = {op: f"cuda:{name}" for op, name in SINGLE.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +81,7 @@ class LaunchStep(Rewritten):
 
     def settle(self) -> None:
         """Wait until the step has ended. Raises DeviceFault if its watchdog stopped it."""
-        _wait_for(self.said, self.logits)
+        devices.of(self.logits).settle()
         why = int(self.said)
         if why:
             raise self._stopped(why - 1)
@@ -114,18 +102,7 @@ class LaunchStep(Rewritten):
     def idle(self) -> Callable[[], None]:
         """Return the same call with almost no work: one CTA that embeds the tokens."""
         state = torch.zeros(kernel.STATE_WORDS + 1, dtype=torch.int32, device=self.logits.device)
-        b = self.bound
-        one = BoundStep(
-            entry=b.entry,
-            program=b.program[:1],
-            state=state,
-            like=b.like,
-            grid=1,
-            slots=b.slots,
-            limit_us=b.limit_us,
-            kept=b.kept,
-        )
-        return one.run
+        return replace(self.bound, program=self.bound.program[:1], state=state, grid=1).run
 
     @property
     def arm(self) -> Arm:
@@ -156,11 +133,6 @@ class LaunchStep(Rewritten):
     def _fault(self, what: str, why: str) -> DeviceFault:
         todo = "use --step ops: the step then runs op by op"
         return DeviceFault(what, why=why, todo=todo, arm=self.arm, op="step")
-
-
-def _wait_for(said: Tensor, like: Tensor) -> None:
-    devices.of(like).settle()
-    assert devices.of(said).on_host
 
 
 class OneLaunch:
@@ -308,9 +280,11 @@ def _encoded(program: Program, build: StepBuild, fp: Fingerprint, reach: int) ->
         elif isinstance(op, Rotate):
             _rotate(made, program, op)
         elif isinstance(op, Attend):
-            _attend(made, op, _chunk(op, build, fp, reach), reach)
+            attn = _attention(op.call, min(reach, op.window) if op.window else reach)
+            _attend(made, op, persistent.chunk(attn, int(build.knobs["slots"]), facts(fp)), reach)
         else:
-            _norm(made, program, op)
+            weight = program.weights[op.weight]
+            made.norm(op.x, weight, op.out, eps=program.eps, offset=program.offset, residual=op.residual)
     return made
 
 
@@ -357,17 +331,6 @@ def _attend(made: kernel.StepProgram, op: Attend, chunk: int, reach: int) -> Non
         softcap=op.softcap,
         chunk=chunk,
     )
-
-
-def _chunk(op: Attend, build: StepBuild, fp: Fingerprint, reach: int) -> int:
-    """Return the keys per CTA."""
-    attn = _attention(op.call, min(reach, op.window) if op.window else reach)
-    return persistent.chunk(attn, int(build.knobs["slots"]), facts(fp))
-
-
-def _norm(made: kernel.StepProgram, program: Program, op: Norm) -> None:
-    weight = program.weights[op.weight]
-    made.norm(op.x, weight, op.out, eps=program.eps, offset=program.offset, residual=op.residual)
 
 
 def _flat(heads: Tensor) -> Tensor:

@@ -17,13 +17,7 @@ import torch
 from autosel import devices, dispatch, fingerprint
 from autosel.candidates.layouts import STORE
 from autosel.decode import graph
-from autosel.decode.account import (
-    choices_of,
-    overhead_ns,
-    proven,
-    saved_bytes,
-    time_ops,
-)
+from autosel.decode.account import choices_of, overhead_ns, proven, saved_bytes, time_ops
 from autosel.decode.arms import Baseline, WrittenArm, our_arm, step
 from autosel.decode.choose import again, choose
 from autosel.decode.hold import holding
@@ -100,6 +94,7 @@ def measure(
         idle_ns = overhead_ns(written, clock) if written else None
         found = quality(scene, text, chosen) if text else None
         against = format_quality(scene, original, chosen) if original else None
+    told = (getattr(written, "weights_told", ""), turns.told(), weights.note, power.why or power.told)
     context = plan.seq + (len(steps) - 1) // 2 if plan.advance else plan.seq
     return DecodeRun(
         plan=plan,
@@ -137,11 +132,7 @@ def measure(
         quality=found,
         format_quality=against,
         energy_joules=power.joules,
-        notes=(
-            *_notes(plan, chosen, text),
-            *_weights(written),
-            *_said((turns.told(), weights.note, power.why or power.told, EARLIER if earlier else "")),
-        ),
+        notes=_notes(plan, chosen, text, *told, EARLIER if earlier else ""),
     )
 
 
@@ -180,7 +171,8 @@ ALONE = (
 EARLIER = "the form of the step was chosen by an earlier run of the same suite"
 
 
-def _notes(plan: Plan, chosen: Chosen, text: Text | None = None) -> tuple[str, ...]:
+def _notes(plan: Plan, chosen: Chosen, text: Text | None = None, *found: str) -> tuple[str, ...]:
+    """Return the notes of a run; `found` are those of its parts, "" for none."""
     notes = [f"chain: attention {chosen.chain.attn}, feed-forward {chosen.chain.mlp}"]
     if chosen.form in WHOLE:
         notes = [kind_of(plan.device).taken]
@@ -188,24 +180,9 @@ def _notes(plan: Plan, chosen: Chosen, text: Text | None = None) -> tuple[str, .
         notes = ["step: PyTorch's own, as before autosel"]
     if chosen.form == "graph":
         notes.append("step: a graph of its ops, replayed")
-    if chosen.note:
-        notes.append(chosen.note)
-    if text is not None and clipped(plan, text):
-        notes.append(clipped(plan, text))
-    if plan.untimed:
-        notes.append(plan.untimed)
+    notes += [chosen.note, clipped(plan, text) if text is not None else "", plan.untimed]
     if not plan.baseline:
         notes.append(ALONE)
     if plan.prompt == "synthetic":
         notes.append("the cache was filled with random keys and values; no prompt was run")
-    return tuple(notes)
-
-
-def _said(notes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(filter(None, notes))
-
-
-def _weights(step: object) -> tuple[str, ...]:
-    """Return a note about the weights' layout if it is not plain."""
-    told: str = getattr(step, "weights_told", "")
-    return (told,) if told else ()
+    return tuple(filter(None, (*notes, *found)))

@@ -102,6 +102,5 @@ def text_windows(tokens: tuple[int, ...], rows: int, context: int) -> list[list[
 
 
 def scored(tokens: tuple[int, ...], rows: int, context: int) -> int:
-    """Return the number of tokens that are scored."""
     found = text_windows(tokens, rows, context)
     return len(found) * (len(found[0]) - 1)

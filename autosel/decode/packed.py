@@ -54,17 +54,10 @@ class PackedWeights:
         return sum(self.matrices[name].saved_bytes for name in names if name in self.matrices)
 
     @property
-    def plain_bytes(self) -> int:
-        return self.prepared.plain_bytes
-
-    @property
-    def bytes(self) -> int:
-        return self.prepared.bytes
-
-    @property
     def told(self) -> str:
-        sizes = f"{self.bytes / 1e9:.2f} GB for {self.plain_bytes / 1e9:.2f}"
-        return f"weights in 12 bits, without loss: {sizes} GB, packed in {self.prepared.seconds:.1f} s"
+        p = self.prepared
+        sizes = f"{p.bytes / 1e9:.2f} GB for {p.plain_bytes / 1e9:.2f}"
+        return f"weights in 12 bits, without loss: {sizes} GB, packed in {p.seconds:.1f} s"
 
 
 _KEPT = WeakTensorKeyDictionary()  # embedding of the weights -> PackedWeights

@@ -64,14 +64,9 @@ def kind_of(device: str) -> Kind:
     return KINDS[devices.named(device).native]
 
 
-def supports(plan: Plan) -> Support:
-    """Return whether the plan's device can run whole steps. Call it before weights are loaded."""
-    return kind_of(plan.device).supports(plan)
-
-
 def refuse_unsupported(plan: Plan) -> None:
     """Raise UsageError with the reason if the plan's device cannot run whole steps."""
-    support = supports(plan)
+    support = kind_of(plan.device).supports(plan)
     if isinstance(support, Rejected):
         todo = "use --step ops: the step then runs op by op"
         raise UsageError("--step whole is impossible", why=support.reason, todo=todo)

@@ -21,6 +21,20 @@ from autosel.decode.run import FUSED
 from autosel.decode.step import Call, Step
 from autosel.decode.weights import Weights
 
+PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
+# Op of the list -> the single-op kernel with the task's arithmetic and knobs.
+SINGLE = {
+    "norm_qkv": "norm_qkv",
+    "linear": "gemv",
+    "gate_up": "gate_up",
+    "lm_head": "lm_head",
+    "attn": "attn_decode",
+    "rmsnorm": "rmsnorm",
+    "add_rmsnorm": "add_rmsnorm",
+    "rope": "rope",
+    "kv_append": "kv_append",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Embed:
@@ -154,8 +168,7 @@ def _embed(step: Step, call: Call) -> Embed:
 
 
 def _norm_qkv(step: Step, call: Call) -> Project:
-    named = call.weights
-    return _project(call, norm=named["norm_weight"], w=named["w"])
+    return _project(call, norm=call.weights["norm_weight"], w=call.weights["w"])
 
 
 def _gate_up(step: Step, call: Call) -> Project:

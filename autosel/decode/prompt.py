@@ -44,8 +44,11 @@ def prompts(plan: Plan) -> Prompts:
     if plan.prompt in ("random", "synthetic"):
         rows, file_sha256 = _drawn(plan), ""
     else:
-        content = _content(Path(plan.prompt))
-        rows, file_sha256 = _chosen(_read(Path(plan.prompt), content, plan), plan), sha256(content).hexdigest()
+        path = Path(plan.prompt)
+        content = read_named(path, FILE_LIMIT_BYTES)
+        text, file_sha256 = _text(path, content), sha256(content).hexdigest()
+        read = _token_rows(path, text) if path.suffix == ".json" else [_tokenize(text, Path(plan.weights))]
+        rows = _chosen(read, plan)
     if plan.prompt == "synthetic":
         return Prompts(rows=rows, digest=None)
     return Prompts(rows=rows, digest=PromptDigest(tokens_sha256=tokens_sha256(rows), file_sha256=file_sha256))
@@ -81,7 +84,7 @@ def text_to_score(path: Path, plan: Plan) -> Text:
 
     Raises BadConfig for a file that cannot be read, UsageError for one too short or with tokens of another model.
     """
-    text = _text(path, _content(path))
+    text = _text(path, read_named(path, FILE_LIMIT_BYTES))
     if path.suffix == ".json":
         tokenizer, tokens = "ids", [t for row in _token_rows(path, text) for t in row]
     elif _has_tokenizer(Path(plan.weights)):
@@ -95,17 +98,6 @@ def text_to_score(path: Path, plan: Plan) -> Text:
         )
     digest = sha256(text.encode()).hexdigest()
     return Text(name=path.name, sha256=digest, tokenizer=tokenizer, tokens=tuple(tokens))
-
-
-def _read(path: Path, content: bytes, plan: Plan) -> list[list[int]]:
-    text = _text(path, content)
-    if path.suffix == ".json":
-        return _token_rows(path, text)
-    return [_tokenize(text, Path(plan.weights))]
-
-
-def _content(path: Path) -> bytes:
-    return read_named(path, FILE_LIMIT_BYTES)
 
 
 def _text(path: Path, content: bytes) -> str:

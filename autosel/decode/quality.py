@@ -26,7 +26,7 @@ from autosel.decode.generate import at_once
 from autosel.decode.model import Decoder
 from autosel.decode.original import CHUNK, Original
 from autosel.decode.persistent import write
-from autosel.decode.reference import Reference
+from autosel.decode.reference import logits_after
 from autosel.decode.run import Chosen, FormatQuality, Plan, Quality, Text
 from autosel.decode.scene import Scene
 from autosel.decode.step import Direct, Place
@@ -101,12 +101,9 @@ def clipped(plan: Plan, text: Text) -> str:
 
 def _reference(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Return fp32 logits [B, S, V] after each token. float64 would not match a user's results better."""
-    reference = Reference(decoder.weights, torch.float32)
     nothing = make_cache(decoder.shape, decoder.weights.dtype, rows=len(tokens), room=1, device=tokens.device)
-    hidden = reference.hidden(tokens, nothing, 0)
-    head = decoder.weights.head
-    parts = [reference.times(hidden[:, i : i + CHUNK], head) for i in range(0, hidden.shape[1], CHUNK)]
-    return torch.cat(parts, 1)
+    found = logits_after(decoder.weights, tokens, nothing, 0, torch.float32)
+    return found.view(*tokens.shape, -1)
 
 
 class _Scores:

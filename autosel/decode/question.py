@@ -85,7 +85,9 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
     chains = chains_of(scene.decoder, scene.cache, scene.place) if plan.step == "auto" and plan.listed else {}
     pytorch = plan.cache == "contiguous" and _ours(chains.values())
     graphs = plan.step != "ops" and isinstance(graph.supports(plan), Accepted)
-    offer = _offered(scene, chains.get("fused") if ledger is not None else None)
+    offer, fused = Offer(), chains.get("fused") if ledger is not None else None
+    if plan.step in ("auto", "whole"):
+        offer = scene.kind.offer(plan, scene.decoder.weights, scene.fp, fused)
     able: tuple[StepForm, ...] = (*(("torch",) if pytorch else ()), *(("graph",) if graphs else ()), *offer.forms)
     plain = plan.layout == "plain" and "packed" in able
     out = {*offer.refused, *(("packed",) if plain else ()), *(() if plan.baseline else ("torch",))}
@@ -110,12 +112,6 @@ def ask(scene: Scene, ledger: Ledger | None, *, forced: bool = False) -> Questio
         known=known,
         form=form_of(known.arm.candidate) if known is not None else None,
     )
-
-
-def _offered(scene: Scene, fused: Step | None) -> Offer:
-    if scene.plan.step not in ("auto", "whole"):
-        return Offer()
-    return scene.kind.offer(scene.plan, scene.decoder.weights, scene.fp, fused)
 
 
 def _known(ledger: Ledger, hw_id: str, bucket: str, mode: str, arms: Mapping[StepForm, Arm]) -> Decision | None:

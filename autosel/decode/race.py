@@ -118,7 +118,8 @@ class Steps:
     def written(self, candidate: str) -> AnyStep:
         scene, form = self.scene, form_of(candidate)
         step = write(scene.decoder, scene.cache, scene.place, self.chain, form=form, fp=scene.fp)
-        self.moved[candidate] = bytes_of(scene) - saved_bytes(step)
+        plain = bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
+        self.moved[candidate] = plain - saved_bytes(step)
         self.told = getattr(step, "weights_told", "") or self.told
         return step
 
@@ -222,11 +223,6 @@ class StepSeat:
         self.written.clear()
         if self.watch is not None:
             self.watch.waits.close()
-
-
-def bytes_of(scene: Scene) -> int:
-    """Return the bytes that a step of the scene reads with unpacked weights."""
-    return bytes_per_step(scene.plan.shape, scene.plan.dtype, scene.plan.batch, scene.place.longest)
 
 
 def _affordable(found: TrialPlan, base_ns: float) -> TrialPlan:

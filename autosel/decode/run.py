@@ -309,7 +309,6 @@ class Way:
 
     @staticmethod
     def of_step(form: StepForm, step_us: float, *, taken: bool) -> Way:
-        """Return the way for one form of the whole step."""
         return Way(half="step", form="team" if form == "whole" else form, step_us=step_us, taken=taken)
 
 
@@ -426,7 +425,6 @@ class DecodeRun:
 
     @property
     def tokens_per_step(self) -> float:
-        """Return the mean number of tokens per step of a sequence."""
         return sum(self.kept) / len(self.kept)
 
 

@@ -53,12 +53,6 @@ class Scene:
     logit_bound: float = 0.0
     exact: Tensor | None = None  # the reference's logits for the current tokens, if computed
 
-    def check_logits(self, ours: Tensor, theirs: Tensor, exact: Tensor) -> float:
-        """Compare both arms' logits [N, V] with a pass in higher precision; return the allowed error."""
-        error, bound = judged(ours, theirs, exact, self.plan.dtype)
-        self.hold(error, bound)
-        return bound
-
     def hold(self, error: float, bound: float) -> None:
         """Remember the check that came closest to its bound."""
         if not self.logit_bound or error / bound > self.logit_error / self.logit_bound:
@@ -186,24 +180,17 @@ def _copy_tokens(scene: Scene, count: int) -> None:
 def _prefill(scene: Scene) -> None:
     """Run the prompt once with each arm of the plan, cold, as a user would. Both then use the optimised arm's cache."""
     listener, clock = scene.listener, scene.clock
-    filled = torch.tensor(scene.text, device=scene.place.tokens.device)
-
-    def theirs() -> None:
+    if scene.plan.baseline:
+        listener.stage("prefill", "baseline", 0, 2)
+        filled = torch.tensor(scene.text, device=scene.place.tokens.device)
         begin = clock()
         scene.eager.prefill(filled, scene.eager_cache).argmax(-1).tolist()
         scene.baseline_ttft_ns = clock() - begin
-
-    def ours() -> None:
-        begin = clock()
-        torch.argmax(prefill(scene.decoder, scene.cache, scene.text), -1, out=scene.place.tokens)
-        scene.place.tokens.tolist()
-        scene.ttft_ns = clock() - begin
-
-    if scene.plan.baseline:
-        listener.stage("prefill", "baseline", 0, 2)
-        theirs()
     listener.stage("prefill", "optimised", 1, 2)
-    ours()
+    begin = clock()
+    torch.argmax(prefill(scene.decoder, scene.cache, scene.text), -1, out=scene.place.tokens)
+    scene.place.tokens.tolist()
+    scene.ttft_ns = clock() - begin
     if scene.cache.paged:
         _copy_pages(scene)
     listener.stage("prefill", scene.plan.prompt, 2, 2)

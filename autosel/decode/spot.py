@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosel import ops
+from autosel.decode.program import PRODUCTS
 from autosel.decode.step import Call, Step, StepPart
 from autosel.decode.watch import Check
 from autosel.errors import BuildError
@@ -25,8 +25,6 @@ from autosel.guard.spot import Spot
 from autosel.knobs.cpu.facts import facts
 from autosel.native.compile import compile_source
 from autosel.values import Fingerprint
-
-PRODUCTS = ("norm_qkv", "linear", "gate_up", "lm_head")
 
 
 def checks_of(step: Step, tasks: Sequence[StepPart], token: Tensor | None, fp: Fingerprint) -> tuple[Check | None, ...]:
@@ -84,18 +82,14 @@ def _product(step: Step, task: StepPart, natives: Mapping[str, Spot]) -> Check:
     """Return the check of a projection; if a norm precedes it, whose result is not stored, of both together."""
     main = task.calls[0]
     norm = next((call for call in task.calls[1:] if call.op == "rmsnorm"), None)
+    assert main.workload is not None
     contract = ops.find(main.op)
     args = [main[a.name] for a in contract.args]
-    made = [main[spec.name] for spec in contract.outputs(_workload(main))]
+    made = [main[spec.name] for spec in contract.outputs(main.workload)]
     if norm is None:
         return partial(natives[main.op], args, made)
     eps, offset = step.decoder.norm
     return partial(natives["norm_qkv"], [norm["x"], norm["weight"], main["w"], float(eps), float(offset)], made)
-
-
-def _workload(call: Call) -> Any:
-    assert call.workload is not None
-    return call.workload
 
 
 def _sandwich(call: Call, native: Spot) -> Check:

@@ -25,7 +25,7 @@ from autosel.candidates import registry
 from autosel.candidates.cpp.linear import code_flags
 from autosel.decode import packed as packing
 from autosel.decode.packed import MOST_THREADS, PackedWeights
-from autosel.decode.program import Attend, Embed, Norm, Program, Project, Rotate, lower
+from autosel.decode.program import SINGLE, Attend, Embed, Norm, Program, Project, Rotate, lower
 from autosel.decode.run import Offer, Plan, StepForm
 from autosel.decode.spot import checks_of
 from autosel.decode.step import Call, Raced, Rewritten, Step
@@ -58,18 +58,7 @@ SOURCE, ENTRY = "cpu/step.cpp", "step"
 CANDIDATE, PACKED = "cpp:step", "cpp:step_packed"  # the latter reads packed weights (packed.py)
 MOST_ROWS = 8  # dot.h has kernels for at most this many rows of x
 WEIGHTS = (PLAIN, *CODED)  # weight formats that its projections read
-# Op of the list -> the single-op kernel with the task's arithmetic and knobs.
-KERNELS = {
-    "norm_qkv": "cpp:norm_qkv",
-    "linear": "cpp:gemv",
-    "gate_up": "cpp:gate_up",
-    "lm_head": "cpp:lm_head",
-    "attn": "cpp:attn_decode",
-    "rmsnorm": "cpp:rmsnorm",
-    "add_rmsnorm": "cpp:add_rmsnorm",
-    "rope": "cpp:rope",
-    "kv_append": "cpp:kv_append",
-}
+KERNELS = {op: f"cpp:{name}" for op, name in SINGLE.items()}
 
 
 def kernel_of(call: Call) -> str:
@@ -83,21 +72,6 @@ def is_of(call: Call, candidate: str) -> bool:
     return candidate.removesuffix("_packed") == kernel_of(call)
 
 
-def supports(plan: Plan) -> Support:
-    """Return whether a team can run the plan's step. Call it before weights are loaded."""
-    if "C++" not in devices.named(plan.device).languages:
-        return Rejected(reason="a thread team runs on a CPU")
-    if plan.not_whole:
-        return Rejected(reason=plan.not_whole)
-    if other := set(plan.shape.formats) - set(WEIGHTS):
-        return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; some are {min(other)}")
-    if plan.batch > MOST_ROWS:
-        return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
-    if find_compiler() is None:
-        return Rejected(reason=NO_COMPILER)
-    return Accepted()
-
-
 class ThreadTeam:
     """How a CPU runs whole steps: a `Kind`."""
 
@@ -106,11 +80,21 @@ class ThreadTeam:
     taken = "step: one native call, by one thread team"
 
     def supports(self, plan: Plan) -> Support:
-        return supports(plan)
+        if "C++" not in devices.named(plan.device).languages:
+            return Rejected(reason="a thread team runs on a CPU")
+        if plan.not_whole:
+            return Rejected(reason=plan.not_whole)
+        if other := set(plan.shape.formats) - set(WEIGHTS):
+            return Rejected(reason=f"the team reads weights in {', '.join(WEIGHTS)}; some are {min(other)}")
+        if plan.batch > MOST_ROWS:
+            return Rejected(reason=f"batch {plan.batch}: the team multiplies at most {MOST_ROWS} rows")
+        if find_compiler() is None:
+            return Rejected(reason=NO_COMPILER)
+        return Accepted()
 
     def offer(self, plan: Plan, weights: Weights, fp: Fingerprint, fused: Step | None) -> Offer:
         """Return the whole forms. Packed weights need a kernel of the team, and memory."""
-        answer = supports(plan)
+        answer = self.supports(plan)
         if isinstance(answer, Rejected):
             return Offer(refused={"whole": answer.reason})
         packed = packing.offer(plan, weights, fp)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autosel import devices, ops
-from autosel.decode.account import names
+from autosel import devices
+from autosel.decode.account import label
 from autosel.decode.graph import GraphStep
 from autosel.decode.persistent import AnyStep
 from autosel.decode.run import Plan, Span
@@ -52,9 +52,8 @@ def _length(lanes: Lanes) -> int:
 def _named(calls: Sequence[Call], step: Step | WholeStep, plan: Plan) -> dict[str, str]:
     """Return the name of a call, or of a task by the slowest of its calls, and its kernel."""
     first = calls[0]
-    w = first.workload
-    label = first.site if w is None else names(plan).get(w.key, ops.find(w.op).label(w))
+    named = first.site if first.workload is None else label(first.workload, plan)
     kernels = {} if isinstance(step, Step) else step.kernels
     candidate = str(kernels.get(first.op) or getattr(first.function, "candidate", ""))
     also = ", ".join(call.site for call in calls[1:])
-    return {"label": label, "site": first.site, "also": also, "candidate": candidate}
+    return {"label": named, "site": first.site, "also": also, "candidate": candidate}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autosel import ops
 from autosel.decode.arms import Choosing, Ours, Speculating, StepArm
-from autosel.decode.scene import Scene
+from autosel.decode.scene import Scene, judged
 from autosel.ops.contract import Match
 
 
@@ -60,7 +60,8 @@ def _judged(scene: Scene, ours: Ours, seen: _ChosenTokens, *, always: bool) -> T
     if not differ and not always:
         return TokenVerdict(checked=len(seen.ours), equal=len(seen.ours), open=0)
     exact = seen.exact()
-    bound = scene.check_logits(seen.our_logits, seen.plain_logits, exact)
+    error, bound = judged(seen.our_logits, seen.plain_logits, exact, scene.plan.dtype)
+    scene.hold(error, bound)
     if scene.plan.sampling.changes_greedy:
         open_ = sum(_drawn(ours, i, seen.ours[i]) for i in differ)
     else:

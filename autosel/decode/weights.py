@@ -6,10 +6,11 @@ They are read from a checkpoint folder of safetensors or a GGUF file, or drawn a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -90,7 +91,6 @@ class Weights:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Return each layer's tensors."""
         names = [f.name for f in fields(Layer)]
         parts = ({n: self.named.get(f"{i}.{n}") for n in names} for i in range(self.shape.layers))
         return tuple(Layer(**part) for part in parts)  # type: ignore[arg-type]
@@ -153,21 +153,16 @@ def load_weights(plan: Plan, listener: Listener | None = None) -> Weights:
     arena = PageArena(arena_bytes(shape, plan.dtype), device)
     with torch.inference_mode():
         if tensors is None:
-            return _built(plan, arena, _Drawn(plan), listener)
-        made = _built(plan, arena, tensors, listener)
+            return _built(shape, plan.dtype, arena, _Drawn(plan), plan.weights, listener)
+        made = _built(shape, plan.dtype, arena, tensors, plan.weights, listener)
     return replace(made, note=tensors.tensors.note(shape, plan.dtype))
-
-
-def _built(plan: Plan, arena: PageArena, source: _Checkpoint | _Drawn, listener: Listener | None) -> Weights:
-    codes = source.codes(plan.shape)
-    return _Builder(plan.shape, plan.dtype, arena, source.read, codes, listener or Silent()).build(plan.weights)
 
 
 def weights_of(source: TensorSource, shape: ModelShape, dtype: DTypeName) -> Weights:
     """Copy the weights of another source, in the shape's formats, into one arena. Raises BadConfig, UsageError."""
     tensors = _Checkpoint(source, shape, shape.layers)
     arena = PageArena(arena_bytes(shape, dtype), torch.device(devices.HOST))
-    return _Builder(shape, dtype, arena, tensors.read, tensors.codes(shape), Silent()).build(str(source.place))
+    return _built(shape, dtype, arena, tensors, str(source.place))
 
 
 def refuse_other_tensors(source: TensorSource, shape: ModelShape) -> None:
@@ -187,7 +182,7 @@ def _opened(path: Path) -> TensorSource:
     if is_gguf(path):
         return open_gguf(path)
     found = open_folder(path)
-    scheme = scheme_of(path) if (path / "config.json").is_file() else None
+    scheme = scheme_of(path)
     _refuse_contradiction(found, scheme)
     if scheme is None:
         return found
@@ -315,53 +310,43 @@ def _layer_tensors(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "mlp_post_norm", (s.d,)
 
 
-Fill = Callable[[str, Tensor], None]
+def _built(
+    shape: ModelShape,
+    dtype: DTypeName,
+    arena: PageArena,
+    source: _Checkpoint | _Drawn,
+    name: str,
+    listener: Listener | None = None,
+) -> Weights:
+    """Fill the arena. Matrices that are rounded from the largest temporary ones come first, because the arena's other
+    pages take no memory yet. Codes are read as they are stored, or rounded from a temporary matrix of the dtype.
+    """
+    listener, codes = listener or Silent(), source.codes(shape)
 
-
-class _Builder:
-    def __init__(
-        self,
-        shape: ModelShape,
-        dtype: DTypeName,
-        arena: PageArena,
-        fill: Fill,
-        codes: ReadCodes | None,
-        listener: Listener,
-    ) -> None:
-        self.shape, self.dtype, self.arena, self.listener = shape, dtype, arena, listener
-        self.fill, self.codes = fill, codes
-
-    def build(self, source: str) -> Weights:
-        """Fill the arena. Matrices that are rounded from the largest temporary ones come first, because the arena's
-        other pages take no memory yet.
-        """
-        found = {name: self._placed(name, size) for name, size in _tensors(self.shape)}
-        for i, name in enumerate(sorted(found, key=lambda name: self._temporary(found[name]), reverse=True)):
-            self.listener.stage("weights", name, i, len(found))
-            self._fill(name, found[name])
-        self.listener.stage("weights", source, len(found), len(found))
-        return Weights(shape=self.shape, dtype=self.dtype, named=found, source=source)
-
-    def _placed(self, name: str, size: tuple[int, ...]) -> Matrix:
-        format_ = self.shape.format_of(name)
+    def placed(part: str, size: tuple[int, ...]) -> Matrix:
+        format_ = shape.format_of(part)
         if format_.plain or len(size) < 2:
-            return self.arena.tensor(size, self.dtype)
-        return empty(format_, *size, dtype=DTYPE[self.dtype], place=self.arena.bytes)
+            return arena.tensor(size, dtype)
+        return empty(format_, *size, dtype=DTYPE[dtype], place=arena.bytes)
 
-    def _temporary(self, w: Matrix) -> int:
-        """Return how many weights are rounded at once to fill a matrix."""
-        return 0 if isinstance(w, Tensor) or self.codes is not None else w.shape.numel()
+    def temporary(part: str) -> int:
+        w = found[part]
+        return 0 if isinstance(w, Tensor) or codes is not None else w.shape.numel()
 
-    def _fill(self, name: str, w: Matrix) -> None:
-        """Fill a matrix. Codes are read as they are stored, or rounded from a temporary matrix of the dtype."""
+    found = {part: placed(part, size) for part, size in _tensors(shape)}
+    for i, part in enumerate(sorted(found, key=temporary, reverse=True)):
+        listener.stage("weights", part, i, len(found))
+        w = found[part]
         if isinstance(w, Tensor):
-            self.fill(name, w)
-        elif self.codes is not None:
-            self.codes(name, w)
+            source.read(part, w)
+        elif codes is not None:
+            codes(part, w)
         else:
-            drawn = torch.empty(w.shape, dtype=DTYPE[self.dtype], device=self.arena.memory.device)
-            self.fill(name, drawn)
+            drawn = torch.empty(w.shape, dtype=DTYPE[dtype], device=arena.memory.device)
+            source.read(part, drawn)
             _round(drawn, w)
+    listener.stage("weights", name, len(found), len(found))
+    return Weights(shape=shape, dtype=dtype, named=found, source=name)
 
 
 class _Drawn:
@@ -382,7 +367,7 @@ class _Drawn:
             drawn = torch.randn(out.shape, generator=self.generator, device=self.device)
             out.copy_(drawn * 0.1 + (1.0 - self.offset))
             return
-        start, flat = (_start(name, len(self.block)) + first * out.shape[1]) % len(self.block), out.view(-1)
+        start, flat = (crc32(name.encode()) + first * out.shape[1]) % len(self.block), out.view(-1)
         while flat.numel():
             part = self.block[start : start + flat.numel()]
             torch.mul(part, out.shape[-1] ** -0.5, out=flat[: part.numel()])
@@ -408,13 +393,6 @@ def _round(w: Tensor, out: Weight) -> None:
     assert isinstance(made, Weight)
     for part, into in out.parts().items():
         into.copy_(made.parts()[part])
-
-
-def _start(name: str, length: int) -> int:
-    """Return a start within the block that depends on the tensor's name."""
-    from zlib import crc32
-
-    return crc32(name.encode()) % length
 
 
 # --- Hugging Face's names --------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def weights_note(name_or_path: str, shape: ModelShape, dtype: str) -> str:
     path = Path(name_or_path).expanduser()
     if is_gguf(path):
         return gguf_note(read_gguf(path), shape, dtype)
-    scheme = scheme_of(path) if name_or_path.lower() not in PRESETS and (path / "config.json").is_file() else None
+    scheme = scheme_of(path) if name_or_path.lower() not in PRESETS else None
     return scheme.note(path.name, shape.weight, dtype) if scheme else ""
 
 

@@ -12,16 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from autosel import files
 from autosel.errors import BadConfig
 from autosel.formats import PLAIN
-from autosel.models.fields import Fields, shown
+from autosel.models.fields import Fields, read_document, shown
 from autosel.models.presets import every_sixth_full
-from autosel.models.quantised import weight_format
+from autosel.models.quantised import read_scheme
 from autosel.models.shape import Activation, Family, LayerType, ModelShape, Rope, RopeKind
-from autosel.values import DTypeName, parse_json
+from autosel.values import DTypeName
 
-FILE_LIMIT_BYTES = 4 << 20  # the largest published config.json are about 0.1 MB
 PARAMETER_LIMIT = 10**13
 
 FAMILIES: Mapping[str, Family] = {
@@ -41,21 +39,12 @@ FAMILY_OF_TYPE: Mapping[str, Family] = {
 }
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 # Defaults of the family's configuration class in transformers (5.23).
+PLAIN_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}
 DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False},
-    "mistral": {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
+    "llama": PLAIN_DEFAULTS,
+    "mistral": PLAIN_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        **PLAIN_DEFAULTS,
         "num_key_value_heads": 32,
         "head_dim": 128,
         "sliding_window": 4096,
@@ -89,7 +78,7 @@ LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_atten
 
 def read_config(path: Path) -> ModelShape:
     """Return the model that `path`, a config.json, describes. Raises BadConfig."""
-    return shape_of(_document(path), path)
+    return shape_of(read_document(path), path)
 
 
 def shape_of(data: dict[str, Any], path: Path) -> ModelShape:
@@ -100,27 +89,11 @@ def shape_of(data: dict[str, Any], path: Path) -> ModelShape:
         raise BadConfig(f"{path}: text_config is {shown(nested)}", why="it must be an object")
     fields = Fields(path=path, data={**data, **nested} if nested else data, defaults=DEFAULTS[family])
     _refuse_unsupported(fields, data)
-    weight = weight_format(fields, fields.data.get("quantization_config") or data.get("quantization_config"))
+    scheme = read_scheme(fields, fields.data.get("quantization_config") or data.get("quantization_config"))
     shape = _shape(fields, family, path)
-    return shape if weight == PLAIN else replace(shape, weight=weight, table=PLAIN, stored=weight)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_json(files.read(path, FILE_LIMIT_BYTES), what=str(path))
-    except OSError as error:
-        raise BadConfig(
-            f"{path} cannot be read",
-            why=error.strerror or str(error),
-            todo="name the checkpoint's folder or its config.json",
-        ) from error
-    except ValueError as error:
-        raise BadConfig(
-            f"{path} is not JSON", why=str(error), todo="fetch the file again, or name another checkpoint"
-        ) from error
-    if not isinstance(data, dict):
-        raise BadConfig(f"{path} holds {shown(data)}", why="a config.json is an object")
-    return data
+    if scheme is None or scheme.format == PLAIN:
+        return shape
+    return replace(shape, weight=scheme.format, table=PLAIN, stored=scheme.format)
 
 
 def _family(path: Path, data: Mapping[str, Any]) -> Family:
@@ -176,7 +149,7 @@ def _shape(fields: Fields, family: Family, path: Path) -> ModelShape:
         head = d // heads
     if head % 2:
         fields.refuse("head_dim", f"rope turns pairs of components, and the head has {head}")
-    types, window = _layers(fields, family, layers)
+    types = _layer_types(fields, family, layers)
     gemma = family == "gemma3"
     rope, local = _ropes(fields, family, head)
     shape = ModelShape(
@@ -194,7 +167,7 @@ def _shape(fields: Fields, family: Family, path: Path) -> ModelShape:
         rope=rope,
         rope_local=local,
         layer_types=types,
-        window=window,
+        window=fields.size("sliding_window", 1 << 30) if "sliding" in types else 0,
         rms_eps=fields.number("rms_norm_eps", 0.0, 0.1),
         tied=fields.flag("tie_word_embeddings"),
         max_context=fields.size("max_position_embeddings", 1 << 30, default=131072 if gemma else 2048),
@@ -216,14 +189,6 @@ def refuse_too_large(shape: ModelShape, path: Path) -> None:
             why=f"layers {shape.layers}, hidden {shape.d}, intermediate {shape.I}, vocabulary {shape.V}",
             todo="check these sizes",
         )
-
-
-def _layers(fields: Fields, family: Family, layers: int) -> tuple[tuple[LayerType, ...], int]:
-    """Return which layers slide, and over how many positions (0 if none does)."""
-    types = _layer_types(fields, family, layers)
-    if "sliding" not in types:
-        return types, 0
-    return types, fields.size("sliding_window", 1 << 30)
 
 
 def _layer_types(fields: Fields, family: Family, layers: int) -> tuple[LayerType, ...]:

@@ -39,5 +39,4 @@ def cache_size(shape: ModelShape, rows: int, room: int, page: int) -> tuple[int,
 
 
 def cache_bytes(shape: ModelShape, dtype: DTypeName, *, rows: int, room: int, page: int) -> int:
-    """Return the bytes of all layers' keys and values."""
     return 2 * shape.layers * math.prod(cache_size(shape, rows, room, page)) * DTYPE_BYTES[dtype]

@@ -6,15 +6,38 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from autosel import files
 from autosel.errors import BadConfig
+from autosel.values import parse_json
+
+FILE_LIMIT_BYTES = 4 << 20  # the largest published config.json are about 0.1 MB
 
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json. Raises BadConfig."""
+    try:
+        data = parse_json(files.read(path, FILE_LIMIT_BYTES), what=str(path))
+    except OSError as error:
+        raise BadConfig(
+            f"{path} cannot be read",
+            why=error.strerror or str(error),
+            todo="name the checkpoint's folder or its config.json",
+        ) from error
+    except ValueError as error:
+        raise BadConfig(
+            f"{path} is not JSON", why=str(error), todo="fetch the file again, or name another checkpoint"
+        ) from error
+    if not isinstance(data, dict):
+        raise BadConfig(f"{path} holds {shown(data)}", why="a config.json is an object")
+    return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +53,7 @@ class Fields:
     def inside(self, where: str, data: Mapping[str, Any]) -> Fields:
         return replace(self, data=data, where=f"{where}.")
 
-    def refuse(self, name: str, why: str, *, seen: bool = True) -> Any:
+    def refuse(self, name: str, why: str, *, seen: bool = True) -> NoReturn:
         told = "" if name in self.data else " is missing"
         if seen and name in self.data:
             told = f" = {shown(self.data[name])}"

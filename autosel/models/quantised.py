@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from autosel import files
 from autosel.errors import BadConfig
 from autosel.formats import PLAIN, WEIGHT_FORMATS
-from autosel.models.fields import Fields, shown
-from autosel.values import parse_json
+from autosel.models.fields import Fields, read_document, shown
 
-FILE_LIMIT_BYTES = 4 << 20
 HEADS = ("lm_head", "re:.*lm_head", "re:.*lm_head.*")
 OTHERS = "name the unquantised checkpoint, or one in compressed-tensors' W4A16, W8A16 or fp8, GPTQ or AWQ"
 FLOATS = ("float-quantized", "naive-quantized")  # e4m3 in compressed-tensors: with quantised activations, and without
@@ -65,20 +62,12 @@ class Scheme:
         return f"weights: {stored} ({self.method}) in {name}, {read}"
 
 
-def weight_format(fields: Fields, found: Any) -> str:
-    """Return the format of the matrices of every layer; embedding and output head are plain. Raises BadConfig."""
-    scheme = read_scheme(fields, found)
-    return scheme.format if scheme else PLAIN
-
-
 def scheme_of(folder: Path) -> Scheme | None:
-    """Return how a checkpoint folder's layers are stored; None if not as codes. Raises BadConfig."""
+    """Return how a checkpoint folder's layers are stored; None if they are no codes. Raises BadConfig."""
     path = folder / "config.json"
-    try:
-        data = parse_json(files.read_named(path, FILE_LIMIT_BYTES), what=str(path))
-    except ValueError as error:
-        raise BadConfig(f"{path} is not JSON", why=str(error), todo="fetch the file again") from error
-    data = data if isinstance(data, dict) else {}
+    if not path.is_file():
+        return None
+    data = read_document(path)
     inside = data.get("text_config")
     found = (inside.get("quantization_config") if isinstance(inside, dict) else None) or data.get("quantization_config")
     return read_scheme(Fields(path=path, data=data, defaults={}), found)
@@ -172,7 +161,6 @@ def _group(found: Fields, name: str) -> int:
 
 def _refuse(found: Fields, name: str, supported: str) -> NoReturn:
     found.refuse(name, f"supported: {supported}. {OTHERS}")
-    raise AssertionError
 
 
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -190,7 +178,7 @@ def _compressed(found: Fields) -> Scheme:
     groups = found.data.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(group := next(iter(groups.values())), dict):
         found.refuse("config_groups", "one group is expected")
-    inside = found.inside(f"{found.where}config_groups.{next(iter(groups))}", group)  # type: ignore[arg-type]
+    inside = found.inside(f"{found.where}config_groups.{next(iter(groups))}", group)
     return _of_floats(inside) if floats else _of_group(inside)
 
 
@@ -230,7 +218,7 @@ def _weights_of(group: Fields, expected: Mapping[str, Any]) -> Fields:
     weights = group.data.get("weights")
     if not isinstance(weights, dict):
         group.refuse("weights", "an object is expected")
-    how = group.inside(f"{group.where}weights", weights)  # type: ignore[arg-type]
+    how = group.inside(f"{group.where}weights", weights)
     for name, value in expected.items():
         if how.data.get(name, value) != value:
             how.refuse(name, f"{shown(value)} is supported")

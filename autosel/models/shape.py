@@ -151,11 +151,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Return the number of weights, counting a tied embedding once, norms included."""
-        return self._embedding * (1 if self.tied else 2) + self.layers * self._layer + self.d
-
-    @property
-    def _embedding(self) -> int:
-        return self.V * self.d
+        return self.V * self.d * (1 if self.tied else 2) + self.layers * self._layer + self.d
 
     @property
     def _layer(self) -> int:
@@ -182,7 +178,6 @@ class ModelShape:
         return self.format_of(name).nbytes(dtype or self.dtype, self.V, self.d)
 
     def _layers_bytes(self, dtype: DTypeName | None) -> int:
-        """Return the bytes of all layers."""
         known, sizes = dtype or self.dtype, self._matrices
         matrices = sum(
             layers * find_weight_format(name).nbytes(known, *size)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import groupby, pairwise
 
-import pytest
-
 from autosel import models
 from autosel.decode.measure import measure
 from autosel.decode.run import AskedStep, Plan, Span
 from autosel.decode.weights import load_weights
 from tests.cpu.test_decode import Oracle, oracle
-from tests.cpu.test_decode_team import team_of
+from tests.cpu.test_decode_team import one_family, team_of
 
 __all__ = ["oracle", "team_of"]  # fixtures
 
@@ -26,7 +24,7 @@ def lanes_of(oracle: Oracle, step: AskedStep) -> dict[str, list[Span]]:
     return lanes
 
 
-@pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)
+@one_family
 def test_a_list_of_ops_has_one_lane_with_every_call_in_order(oracle: Oracle) -> None:
     (spans,) = lanes_of(oracle, "ops").values()
     layers = models.load(oracle.folder).layers
@@ -34,7 +32,7 @@ def test_a_list_of_ops_has_one_lane_with_every_call_in_order(oracle: Oracle) -> 
     assert spans[-1].end_ns > 0 and spans[0].site == "embed"
 
 
-@pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)
+@one_family
 def test_a_thread_team_has_a_lane_for_each_thread(oracle: Oracle, team_of: int) -> None:
     lanes = lanes_of(oracle, "whole")
     assert list(lanes) == [f"thread {rank}" for rank in range(team_of)]

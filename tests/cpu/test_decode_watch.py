@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, fingerprint
+from autosel import dispatch
 from autosel.decode.cache import make_cache
 from autosel.decode.generate import generate, prefill
 from autosel.decode.model import Decoder
@@ -25,19 +25,14 @@ from autosel.ledger.faults import Fault
 from autosel.ledger.store import open_ledger
 from autosel.values import Decision, DTypeName, Fingerprint, Workload
 from tests import drawn
-from tests.cpu.test_decode import PROMPTS, Oracle, compiled, one_thread, oracle
+from tests.cpu.test_decode import PROMPTS, Oracle, one_thread, oracle
+from tests.cpu.test_decode_team import fp, one_family
 from tests.cpu.test_decode_weights_formats import weights
 from tests.homes import furnish
 
-__all__ = ["compiled", "one_thread", "oracle"]  # fixtures
+__all__ = ["fp", "one_thread", "oracle"]  # fixtures
 
 ROOM = PROMPTS[0] + 40
-one_family = pytest.mark.parametrize("oracle", ["gemma3"], indirect=True)  # has every kind of task
-
-
-@pytest.fixture(scope="module")
-def fp() -> Fingerprint:
-    return fingerprint.take("cpu")
 
 
 def watched(oracle: Oracle, fp: Fingerprint, *, dtype: DTypeName = "bf16", rows: int = 1, **given: Any) -> TeamStep:

@@ -38,10 +38,11 @@ from tests.homes import furnish
 __all__ = ["compiled", "one_thread"]  # fixtures
 
 STEP_NS = 20e6
+Timed = Callable[..., list[str]]
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
     """Make the team faster than op by op by this factor, the team on packed weights by its square, and PyTorch half as
     fast; return the arms that were sampled."""
 
@@ -75,6 +76,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def ledger(home: Path) -> Iterator[Ledger]:
+    with open_ledger() as made:
+        yield made
+
+
+@pytest.fixture
 def plan(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Return a plan of one small layer, because the rules do not depend on the model."""
     monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
@@ -98,7 +105,7 @@ def measured(plan: Plan, ledger: Ledger) -> DecodeRun:
 
 
 def test_a_race_that_the_team_wins_is_a_decision_that_the_next_run_uses_without_a_race(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]], capsys: pytest.CaptureFixture[str]
+    plan: Plan, home: Path, timed: Timed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = timed(1.1)
     with open_ledger() as ledger:
@@ -127,30 +134,24 @@ def test_a_race_that_the_team_wins_is_a_decision_that_the_next_run_uses_without_
     assert json.loads(capsys.readouterr().out)[0]["stale"] == ""
 
 
-def test_a_race_that_the_team_does_not_win_is_stored_and_not_repeated(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]]
-) -> None:
+def test_a_race_that_the_team_does_not_win_is_stored_and_not_repeated(plan: Plan, ledger: Ledger, timed: Timed) -> None:
     asked = timed(0.98)
-    with open_ledger() as ledger:
-        first = measured(plan, ledger)
-        (decision,) = ledger.history("step")
-        asked.clear()
-        second = measured(plan, ledger)
+    first = measured(plan, ledger)
+    (decision,) = ledger.history("step")
+    asked.clear()
+    second = measured(plan, ledger)
     assert (decision.state, decision.arm.candidate) == ("kept", OPS)
     assert asked == [] and {first.mode_key[:6], second.mode_key[:6]} == {"eager."}
     assert any("op by op" in note and f"decision {decision.id}" in note for note in second.notes)
 
 
-def test_pytorch_runs_the_step_if_none_of_our_forms_is_faster(
-    plan: Plan, home: Path, timed: Callable[..., list[str]]
-) -> None:
+def test_pytorch_runs_the_step_if_none_of_our_forms_is_faster(plan: Plan, ledger: Ledger, timed: Timed) -> None:
     asked = timed(0.98, pytorch=1.1)
-    with open_ledger() as ledger:
-        first = measured(plan, ledger)
-        (decision,) = ledger.history("step")
-        asked.clear()
-        second = measured(plan, ledger)
-        sampled = measured(replace(plan, sampling=Sampling(temperature=0.8)), ledger)
+    first = measured(plan, ledger)
+    (decision,) = ledger.history("step")
+    asked.clear()
+    second = measured(plan, ledger)
+    sampled = measured(replace(plan, sampling=Sampling(temperature=0.8)), ledger)
     assert (decision.state, decision.arm.candidate, decision.arm.backend) == ("promoted", TORCH, "TORCH")
     assert asked == [] and second.mode_key.startswith("torch.")
     replaced = [c for c in second.choices if c.op != "sample"]
@@ -167,107 +168,100 @@ def test_pytorch_runs_the_step_if_none_of_our_forms_is_faster(
 
 
 def test_a_demotion_holds_and_a_changed_kernel_is_raced_again(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+    plan: Plan, ledger: Ledger, timed: Timed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = timed(1.1)
-    with open_ledger() as ledger:
-        measured(plan, ledger)
-        (decision,) = ledger.history("step")
-        ledger.write(Demote(decision_id=decision.id, reason="for the test"))
-        asked.clear()
-        assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
-        edited = team.arm_of
-        monkeypatch.setattr(team, "arm_of", lambda *a, **k: replace(edited(*a, **k), digest="e" * 64))
-        assert measured(plan, ledger).mode_key.startswith("team.") and asked
-        assert [d.state for d in ledger.history("step")] == ["promoted", "demoted", "promoted"]
+    measured(plan, ledger)
+    (decision,) = ledger.history("step")
+    ledger.write(Demote(decision_id=decision.id, reason="for the test"))
+    asked.clear()
+    assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
+    edited = team.arm_of
+    monkeypatch.setattr(team, "arm_of", lambda *a, **k: replace(edited(*a, **k), digest="e" * 64))
+    assert measured(plan, ledger).mode_key.startswith("team.") and asked
+    assert [d.state for d in ledger.history("step")] == ["promoted", "demoted", "promoted"]
 
 
-def test_a_forced_race_decides_again(plan: Plan, home: Path, timed: Callable[[float], list[str]]) -> None:
-    with open_ledger() as ledger:
-        timed(0.98)
-        measured(plan, ledger)
-        asked = timed(1.1)
-        assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
-        assert measure(plan, load_weights(plan), ledger=ledger, forced=True).mode_key.startswith("team.") and asked
-        asked.clear()
-        assert measured(plan, ledger).mode_key.startswith("team.") and asked == []
+def test_a_forced_race_decides_again(plan: Plan, ledger: Ledger, timed: Timed) -> None:
+    timed(0.98)
+    measured(plan, ledger)
+    asked = timed(1.1)
+    assert measured(plan, ledger).mode_key.startswith("eager.") and asked == []
+    assert measure(plan, load_weights(plan), ledger=ledger, forced=True).mode_key.startswith("team.") and asked
+    asked.clear()
+    assert measured(plan, ledger).mode_key.startswith("team.") and asked == []
 
 
 def test_packed_weights_are_a_separate_arm_in_the_ledger(
-    packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+    packable: Plan, ledger: Ledger, timed: Timed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, plan = timed(1.1), packable
-    with open_ledger() as ledger:
-        first = measured(plan, ledger)
-        (decision,) = ledger.history("step")
-        raced = ledger.evidence(decision.id).race
-        assert {OPS, TORCH, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
-        assert decision.arm.knobs["weights"] == packed.layout_format()
-        assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
-        assert [w.form for w in first.ways] == ["ops", "torch", "team", "packed"]
-        assert [w.form for w in first.ways if w.taken] == ["packed"]
-        assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
-        assert wrong(issue(first, {}, IssueRequest(repro_cmd="autosel run"))) == ""
-        asked.clear()
-        second = measured(plan, ledger)
-        assert asked == [] and second.bytes_per_step == first.bytes_per_step
-        assert any("packed in" in note for note in second.notes)
-        plain = measured(replace(plan, layout="plain"), ledger)
-        assert "packed" not in {w.form for w in plain.ways} and len(ledger.history("step")) == 1
-        monkeypatch.setattr(packed, "free_memory", lambda: 0)
-        crowded = measured(plan, ledger)
-        assert crowded.bytes_per_step > first.bytes_per_step and crowded.mode_key.startswith("team.") and asked == []
-        assert any("no packed weights: they need" in note for note in crowded.notes)
-        assert len(ledger.history("step")) == 1
+    first = measured(plan, ledger)
+    (decision,) = ledger.history("step")
+    raced = ledger.evidence(decision.id).race
+    assert {OPS, TORCH, CANDIDATE, PACKED} == set(asked) and decision.arm.candidate == PACKED
+    assert decision.arm.knobs["weights"] == packed.layout_format()
+    assert raced is not None and any("weights in 12 bits, without loss" in note for note in raced.notes)
+    assert [w.form for w in first.ways] == ["ops", "torch", "team", "packed"]
+    assert [w.form for w in first.ways if w.taken] == ["packed"]
+    assert first.bytes_per_step < bytes_per_step(plan.shape, "bf16", 1, plan.seq)
+    assert wrong(issue(first, {}, IssueRequest(repro_cmd="autosel run"))) == ""
+    asked.clear()
+    second = measured(plan, ledger)
+    assert asked == [] and second.bytes_per_step == first.bytes_per_step
+    assert any("packed in" in note for note in second.notes)
+    plain = measured(replace(plan, layout="plain"), ledger)
+    assert "packed" not in {w.form for w in plain.ways} and len(ledger.history("step")) == 1
+    monkeypatch.setattr(packed, "free_memory", lambda: 0)
+    crowded = measured(plan, ledger)
+    assert crowded.bytes_per_step > first.bytes_per_step and crowded.mode_key.startswith("team.") and asked == []
+    assert any("no packed weights: they need" in note for note in crowded.notes)
+    assert len(ledger.history("step")) == 1
 
 
 def test_packed_weights_are_raced_once_memory_suffices(
-    packable: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+    packable: Plan, ledger: Ledger, timed: Timed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, plan = timed(1.1), packable
-    with open_ledger() as ledger:
-        with monkeypatch.context() as crowd:
-            crowd.setattr(packed, "free_memory", lambda: 0)
-            measured(plan, ledger)
-            asked.clear()
-            assert measured(plan, ledger).mode_key.startswith("team.") and asked == []
+    with monkeypatch.context() as crowd:
+        crowd.setattr(packed, "free_memory", lambda: 0)
         measured(plan, ledger)
-        assert PACKED in asked
-        assert [d.arm.candidate for d in ledger.history("step")] == [PACKED, CANDIDATE]
+        asked.clear()
+        assert measured(plan, ledger).mode_key.startswith("team.") and asked == []
+    measured(plan, ledger)
+    assert PACKED in asked
+    assert [d.arm.candidate for d in ledger.history("step")] == [PACKED, CANDIDATE]
 
 
 def test_a_decision_for_unpacked_weights_packs_none(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+    plan: Plan, ledger: Ledger, timed: Timed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(0.98)  # op by op
     plan = replace(plan, dtype="bf16")
-    with open_ledger() as ledger:
-        measured(plan, ledger)
-        monkeypatch.setattr(packed, "_pack", lambda *_: pytest.fail("packed for nobody"))
-        weights = load_weights(plan)
-        assert measure(plan, weights, ledger=ledger).mode_key.startswith("eager.")
+    measured(plan, ledger)
+    monkeypatch.setattr(packed, "_pack", lambda *_: pytest.fail("packed for nobody"))
+    weights = load_weights(plan)
+    assert measure(plan, weights, ledger=ledger).mode_key.startswith("eager.")
     assert weights.embedding not in packed._KEPT
 
 
 def test_a_plan_that_sets_the_form_of_the_step_does_not_read_the_ledger(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]]
+    plan: Plan, ledger: Ledger, timed: Timed
 ) -> None:
     asked = timed(0.5)
-    with open_ledger() as ledger:
-        assert measured(replace(plan, step="whole"), ledger).mode_key.startswith("team.")
-        assert measured(replace(plan, step="ops"), ledger).mode_key.startswith("eager.")
-        assert ledger.history("step") == [] and asked == []
+    assert measured(replace(plan, step="whole"), ledger).mode_key.startswith("team.")
+    assert measured(replace(plan, step="ops"), ledger).mode_key.startswith("eager.")
+    assert ledger.history("step") == [] and asked == []
 
 
 def test_a_team_faster_than_memory_voids_the_session(
-    plan: Plan, home: Path, timed: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+    plan: Plan, ledger: Ledger, timed: Timed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(1.1)
     monkeypatch.setattr("autosel.decode.race.last_level_bytes", lambda fp: 0)  # for a model of any size
     monkeypatch.setattr(race.StepSeat, "probe", lambda _: 1.0)
-    with open_ledger() as ledger:
-        assert measured(plan, ledger).mode_key.startswith("eager.")
-        (decision,) = ledger.history("step")
-        raced = ledger.evidence(decision.id).race
+    assert measured(plan, ledger).mode_key.startswith("eager.")
+    (decision,) = ledger.history("step")
+    raced = ledger.evidence(decision.id).race
     assert decision.verdict is not None and decision.verdict.outcome == "undecided"
     assert raced is not None and all("a probe read memory at" in s.voided for s in raced.sessions)

@@ -93,9 +93,13 @@ def test_a_token_that_the_logits_do_not_allow_leaves_the_run_unverified(
     assert not certified(run).verification_ok and wrong_tokens(certified(run)) == 1
 
 
-def test_a_token_whose_order_the_bound_leaves_open_may_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("baseline", [True, False])
+def test_a_token_whose_order_the_bound_leaves_open_may_differ(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, baseline: bool
+) -> None:
     says(monkeypatch, WrittenArm, 3, twin)
-    run = ran(folder, twins)
+    run = ran(folder, twins, baseline=baseline)
+    assert issue(run, {}, IssueRequest(repro_cmd="autosel run")).verification_ok
     assert run.tokens_equal == 5 and run.tokens_open == 1
     assert run.max_logit_error <= run.logit_bound and certified(run).verification_ok
 
@@ -149,11 +153,15 @@ def foreseen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("layout", [{}, {"cache": "paged", "page": 16}], ids=["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"cache": "paged", "page": 16}, {"baseline": False}],
+    ids=["contiguous", "paged", "without a baseline"],
+)
 def test_all_tokens_that_speculation_keeps_are_compared_with_plain_greedy_decoding(
-    folder: Path, layout: dict[str, Any], foreseen: list[int]
+    folder: Path, changes: dict[str, Any], foreseen: list[int]
 ) -> None:
-    run = ran(folder, iters=12, speculate=3, **layout)
+    run = ran(folder, iters=12, speculate=3, **changes)
     assert run.tokens_per_step == 4 and run.tokens_checked == run.tokens_equal == len(foreseen)
 
 
@@ -194,13 +202,6 @@ def test_without_a_baseline_every_token_is_compared_with_passes_of_pytorch(
     assert made.baseline is None and made.speedup is None and made.baseline_ttft_ms is None
 
 
-def test_without_a_baseline_kept_drafts_are_compared_with_plain_greedy_decoding(
-    folder: Path, foreseen: list[int]
-) -> None:
-    run = ran(folder, iters=12, speculate=3, **ALONE)
-    assert run.tokens_per_step == 4 and run.tokens_checked == run.tokens_equal == len(foreseen)
-
-
 @pytest.mark.parametrize("advance", [True, False])
 @pytest.mark.parametrize("step", [0, 3, 17])
 def test_without_a_baseline_a_wrong_token_leaves_the_run_unverified(
@@ -210,15 +211,6 @@ def test_without_a_baseline_a_wrong_token_leaves_the_run_unverified(
     run = ran(folder, batch=2, iters=20, advance=advance, **ALONE)
     assert (run.tokens_checked, run.tokens_equal, run.tokens_open) == (40, 39, 0)
     assert not issue(run, {}, IssueRequest(repro_cmd="autosel run")).verification_ok
-
-
-def test_without_a_baseline_a_token_that_the_bound_leaves_open_may_differ(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says(monkeypatch, WrittenArm, 3, twin)
-    run = ran(folder, twins, **ALONE)
-    assert run.tokens_equal == 5 and run.tokens_open == 1
-    assert issue(run, {}, IssueRequest(repro_cmd="autosel run")).verification_ok
 
 
 def test_a_run_without_a_baseline_excludes_pages(folder: Path) -> None:

@@ -102,13 +102,12 @@ def refused_in_words(parse: Callable[[], Any]) -> Any:
     return None
 
 
-def refused(parse: Callable[[], Any], error: type[Exception]) -> Exception | None:
-    """Return the refusal, if it was one."""
+def answered(parse: Callable[[], Any], error: type[Exception]) -> tuple[Any, Exception | None]:
+    """Return the answer and the refusal; one of them is None."""
     try:
-        parse()
-    except error as found:
-        return found
-    return None
+        return parse(), None
+    except error as refusal:
+        return None, refusal
 
 
 # --- what to draw -----------------------------------------------------------------------------------------------------
@@ -260,8 +259,8 @@ def fingerprint() -> Fingerprint:
 
 
 def json_text(data: bytes, _: Path) -> None:
-    found: list[Any] = []
-    if refused(lambda: found.append(parse_json(data, what="it")), ValueError) is None:
+    found, refusal = answered(lambda: parse_json(data, what="it"), ValueError)
+    if refusal is None:
         json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
 
 
@@ -374,10 +373,9 @@ def reply(data: Any, _: Path) -> None:
     except (ValueError, RecursionError, BlockingIOError):
         return
     with peer:
-        answer: list[Any] = []
-        refusal = refused(lambda: answer.append(peer.request({"do": "x"}, 10.0)), WorkerError)
+        answer, refusal = answered(lambda: peer.request({"do": "x"}, 10.0), WorkerError)
         if refusal is None:
-            assert isinstance(answer[0], dict)
+            assert isinstance(answer, dict)
         elif not isinstance(refusal, RaisedError):
             assert refusal.cause in ("protocol", "exit 0")  # type: ignore[attr-defined]
 
@@ -392,7 +390,7 @@ def told(data: Any, _: Path) -> None:
     for kind in KINDS:
         if len(body) < protocol.MAX_BYTES:
             with Peer(struct.pack("<I", len(body)) + body) as peer:
-                refusal = refused(partial(peer.told, kind, {"do": "x"}, 10.0), WorkerError)
+                _, refusal = answered(partial(peer.told, kind, {"do": "x"}, 10.0), WorkerError)
                 assert refusal is None or refusal.cause == "protocol"  # type: ignore[attr-defined]
 
 
@@ -472,13 +470,9 @@ def device_file(data: bytes, folder: Path) -> None:
 def value(data: Any, _: Path) -> None:
     """Run the decoder of values."""
     for kind in (Decision, Fingerprint, Verdict, Arm):
-        found: list[Any] = []
-        if refused(partial(decode_into, found, kind, data), ValueError) is None:
-            assert from_json(kind, to_json(found[0])) == found[0] or b"NaN" in as_json(data)
-
-
-def decode_into(found: list[Any], kind: Any, data: Any) -> None:
-    found.append(from_json(kind, data))
+        found, refusal = answered(partial(from_json, kind, data), ValueError)
+        if refusal is None:
+            assert from_json(kind, to_json(found)) == found or b"NaN" in as_json(data)
 
 
 def budget(text: str, _: Path) -> None:

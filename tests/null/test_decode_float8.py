@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from torch import Tensor
 
 from autosel import models
 from autosel.errors import BadConfig
-from autosel.ops.weight import Weight
 from tests import steps
-from tests.null.test_decode_compressed import damage, loaded, rewrite
+from tests.null.checkpoints import UP, assert_read_as_codes, assert_rounded_once, damage, edit_config, loaded
 
 KINDS = ("tensor", "channel", "block")
-UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def compressed(strategy: str, format: str = "float-quantized", **changes: Any) -> dict[str, Any]:
@@ -57,8 +54,7 @@ def write(folder: Path, strategy: str, config: dict[str, Any], scale: str) -> tu
             each = each.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
         exact[name] = tensors[name].double() * each
     save_file(tensors, folder / "model.safetensors")
-    given = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(given))
+    edit_config(folder, quantization_config=config)
     return folder, exact
 
 
@@ -71,30 +67,22 @@ def test_layers_are_read_as_codes(tmp_path: Path, method: Any, scale: str, strat
     name = "fp8_e4m3-g128" if strategy == "block" else "fp8_e4m3-row"
     shape = models.load(folder)
     assert (shape.weight, shape.table) == (name, "plain")
-    found = loaded(folder)
-    for i, layer in enumerate(found.layers):
-        for theirs, matrix in {"mlp.up_proj": layer.up, "mlp.down_proj": layer.down}.items():
-            assert isinstance(matrix, Weight)
-            assert torch.equal(matrix.exact(), exact[f"model.layers.{i}.{theirs}.weight"])
-        stacked = torch.cat([exact[f"model.layers.{i}.self_attn.{p}_proj.weight"] for p in "qkv"])
-        assert isinstance(layer.qkv, Weight) and torch.equal(layer.qkv.exact(), stacked)
+    found = loaded(folder, "bf16")
+    assert_read_as_codes(found, exact)
     assert found.note.startswith(f"weights: {name} (") and found.note.endswith("activations keep the dtype")
-    assert sum(w.nbytes for w in found.named.values()) == found.bytes
 
 
 @pytest.mark.parametrize("strategy", KINDS)
 def test_plain_dequantises_and_rounds_once(tmp_path: Path, strategy: str) -> None:
     folder, exact = write(tmp_path / "m", strategy, compressed(strategy), ".weight_scale")
-    found = loaded(folder, weight="plain", dtype="fp32")
-    assert torch.equal(found.layers[0].up, exact["model.layers.0.mlp.up_proj.weight"].float())
+    assert_rounded_once(loaded(folder, "fp32", "plain"), exact)
 
 
 def test_a_model_with_plain_layers_is_dequantised(tmp_path: Path) -> None:
-    config = fp8("tensor", modules_to_not_convert=["lm_head", "model.layers.0.input_layernorm"])
-    folder, _ = write(tmp_path / "m", "tensor", config, ".weight_scale_inv")
-    assert models.load(folder).weight == "fp8_e4m3-row"
-    rewrite(folder, modules_to_not_convert=["model.layers.0.mlp.up_proj"])
-    assert models.load(folder).weight == "plain"
+    folder = steps.write_model(tmp_path / "m", "llama")
+    for left_out, weight in (("model.layers.0.input_layernorm", "fp8_e4m3-row"), (UP, "plain")):
+        edit_config(folder, quantization_config=fp8("tensor", modules_to_not_convert=["lm_head", left_out]))
+        assert models.load(folder).weight == weight
 
 
 @pytest.mark.parametrize(
@@ -112,9 +100,8 @@ def test_a_model_with_plain_layers_is_dequantised(tmp_path: Path) -> None:
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_another_scheme_is_refused_by_field(tmp_path: Path, config: dict[str, Any], told: str) -> None:
-    folder, _ = write(tmp_path / "m", "tensor", fp8("tensor"), ".weight_scale_inv")
-    given = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(given))
+    folder = steps.write_model(tmp_path / "m", "llama")
+    edit_config(folder, quantization_config=config)
     with pytest.raises(BadConfig, match=told):
         models.load(folder)
 
@@ -125,26 +112,25 @@ def with_nan(codes: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("part", "change", "told"),
     [
-        (f"{UP}_scale", lambda t: None, f"{UP}_scale is missing"),
-        (f"{UP}_scale", lambda t: t[:-1].contiguous(), f"{UP}_scale has"),
-        (f"{UP}_scale", lambda t: t.fill_(float("nan")), f"{UP}_scale is not finite"),
-        (f"{UP}_scale", lambda t: t.to(torch.int32), f"{UP}_scale is I32"),
-        (UP, lambda t: t[:-1].contiguous(), "config.json says"),
-        (UP, with_nan, f"{UP} contains NaN"),
+        ("_scale", lambda t: None, "_scale is missing"),
+        ("_scale", lambda t: t[:-1].contiguous(), "_scale has"),
+        ("_scale", lambda t: t.fill_(float("nan")), "_scale is not finite"),
+        ("_scale", lambda t: t.to(torch.int32), "_scale is I32"),
+        ("", lambda t: t[:-1].contiguous(), " is .*, config.json says"),
+        ("", with_nan, " contains NaN"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_by_tensor(tmp_path: Path, name: str, change: Any, told: str) -> None:
+def test_parts_that_do_not_fit_are_refused_by_tensor(tmp_path: Path, part: str, change: Any, told: str) -> None:
     folder, _ = write(tmp_path / "m", "channel", compressed("channel"), ".weight_scale")
-    damage(folder, name, change)
-    with pytest.raises(BadConfig, match=told):
-        loaded(folder)
+    damage(folder, f"{UP}.weight{part}", change)
+    with pytest.raises(BadConfig, match=f"{UP}.weight{told}"):
+        loaded(folder, "bf16")
 
 
 def test_a_checkpoint_that_contradicts_its_config_is_refused(tmp_path: Path) -> None:
     folder = steps.write_model(tmp_path / "m", "llama")
-    given = json.loads((folder / "config.json").read_text()) | {"quantization_config": fp8("tensor")}
-    (folder / "config.json").write_text(json.dumps(given))
+    edit_config(folder, quantization_config=fp8("tensor"))
     with pytest.raises(BadConfig, match="no tensor in F8_E4M3"):
-        loaded(folder)
+        loaded(folder, "bf16")

@@ -98,6 +98,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return steps.write_model(tmp_path / request.param, request.param)
 
 
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return steps.write_model(tmp_path / "llama", "llama")
+
+
 def stored(folder: Path) -> dict[str, Stored]:
     """Return the checkpoint's tensors as a converter stores them, in F32, by llama.cpp's names."""
     shape = models.load(folder)
@@ -136,9 +141,8 @@ def test_shape_and_weights_are_those_of_the_checkpoint(folder: Path) -> None:
         assert torch.allclose(ours[name], tensor, rtol=0, atol=near), name
 
 
-def test_weights_in_blocks_are_rounded_once_and_the_run_says_so(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors, name = stored(folder), "blk.0.ffn_up.weight"
+def test_weights_in_blocks_are_rounded_once_and_the_run_says_so(llama: Path) -> None:
+    tensors, name = stored(llama), "blk.0.ffn_up.weight"
     shape = tensors[name].shape
     assert shape[1] % 32 == 0
     raw = torch.randint(
@@ -147,12 +151,12 @@ def test_weights_in_blocks_are_rounded_once_and_the_run_says_so(tmp_path: Path) 
     raw[:, 1] &= 0xBF
     raw[:, 3] &= 0xBF
     tensors[name] = Stored(name, shape, "Q4_1", raw.numpy().tobytes())
-    path = file_of(folder, tensors)
+    path = file_of(llama, tensors)
     weights = loaded(path, dtype="bf16")
     assert torch.equal(weights.layers[0].up, dequantise("Q4_1", raw).view(shape).bfloat16())
     assert weights.note == "weights: F32, Q4_1 in llama.gguf, dequantised to bf16 when loaded"
     assert weights.note == models.weights_note(str(path), weights.shape, "bf16")
-    assert models.weights_note(str(folder), weights.shape, "bf16") == ""
+    assert models.weights_note(str(llama), weights.shape, "bf16") == ""
     assert models.weights_of(str(path)) == str(path)
 
 
@@ -169,6 +173,15 @@ def in_blocks(name: str, folder: Path) -> dict[str, Stored]:
     return found
 
 
+def assert_read_as_codes(ours: Weights, wide: Weights) -> None:
+    """Compare with the same matrices, dequantised to fp32."""
+    for name, exact in wide.named.items():
+        found = ours[name]
+        assert isinstance(found, Weight) == (exact.dim() == 2), name
+        if isinstance(found, Weight):
+            assert torch.equal(found.exact().float(), exact), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("block", "format_"), [("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q4_1", "q4_1")])
 def test_a_file_in_one_format_is_read_as_codes(tmp_path: Path, family: str, block: str, format_: str) -> None:
@@ -178,11 +191,7 @@ def test_a_file_in_one_format_is_read_as_codes(tmp_path: Path, family: str, bloc
     assert shape.weight == format_
     ours = loaded(path, dtype="bf16")
     wide = load_weights(Plan(model=replace(shape, weight="plain"), weights=str(path), dtype="fp32"))
-    for name, exact in wide.named.items():
-        found = ours[name]
-        assert isinstance(found, Weight) == (exact.dim() == 2), name
-        if isinstance(found, Weight):
-            assert torch.equal(found.exact().float(), exact), name
+    assert_read_as_codes(ours, wide)
     assert ours.note == f"weights: {block}, F32 in {family}.gguf, read as they are"
     assert wide.note.endswith("dequantised to fp32 when loaded")
 
@@ -239,11 +248,7 @@ def test_every_matrix_of_a_mix_is_read_in_a_format_that_holds_it_exactly(tmp_pat
     assert {name: shape.format_of(name).name for name in formats} == formats
     ours = loaded(path, dtype="bf16")
     wide = load_weights(Plan(model=models.stored_as(shape, "plain"), weights=str(path), dtype="fp32"))
-    for name, exact in wide.named.items():
-        found = ours[name]
-        assert isinstance(found, Weight) == (exact.dim() == 2), name
-        if isinstance(found, Weight):
-            assert torch.equal(found.exact().float(), exact), name
+    assert_read_as_codes(ours, wide)
     assert ours.note.endswith("read as they are") and wide.note.endswith("dequantised to fp32 when loaded")
     assert sum(w.nbytes for w in ours.named.values()) == ours.bytes == shape.weight_bytes("bf16")
 
@@ -262,25 +267,19 @@ def test_a_mix_is_in_the_models_json_and_changes_no_other(tmp_path: Path) -> Non
     assert "others" not in to_json(models.load("llama-1b"))
 
 
-def test_a_scale_that_is_not_finite_is_refused_by_tensor(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors, name = in_blocks("Q8_0", folder), "blk.0.ffn_up.weight"
+def test_a_scale_that_is_not_finite_is_refused_by_tensor(llama: Path) -> None:
+    tensors, name = in_blocks("Q8_0", llama), "blk.0.ffn_up.weight"
     raw = bytearray(tensors[name].data)
     raw[34 * 5 + 1] = 0x7C  # fp16 infinity
     raw[34 * 5] = 0
     tensors[name] = replace(tensors[name], data=bytes(raw))
     with pytest.raises(BadConfig, match=f"{name} has a scale that is not finite"):
-        loaded(file_of(folder, tensors), dtype="bf16")
+        loaded(file_of(llama, tensors), dtype="bf16")
 
 
-def test_large_tensors_are_read_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_read_a_part_at_a_time(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK", 100)
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    assert torch.equal(loaded(file_of(folder)).embedding, loaded(folder).embedding)
-
-
-def test_fewer_layers_are_read_where_fewer_run(tmp_path: Path) -> None:
-    assert len(loaded(file_of(steps.write_model(tmp_path / "llama", "llama")), layers=1).layers) == 1
+    assert torch.equal(loaded(file_of(llama)).embedding, loaded(llama).embedding)
 
 
 # --- ropes -----------------------------------------------------------------------------------------------------------
@@ -298,13 +297,12 @@ def divided(folder: Path, factor: float, *, bent: float = 1.0) -> Path:
     return file_of(folder, stored(folder) | {"x": f32("rope_freqs.weight", divisors)})
 
 
-def test_the_divisors_of_llama_3_are_understood_and_others_refused(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    rope = models.load(divided(folder, 32.0)).rope
+def test_the_divisors_of_llama_3_are_understood_and_others_refused(llama: Path) -> None:
+    rope = models.load(divided(llama, 32.0)).rope
     assert (rope.kind, rope.factor, rope.original_context) == ("llama3", 32.0, 8192)
-    assert loaded(divided(folder, 8.0)).shape.rope.factor == 8.0
+    assert loaded(divided(llama, 8.0)).shape.rope.factor == 8.0
     with pytest.raises(BadConfig, match=r"rope_freqs\.weight holds \d+ divisors of a rope, up to 8"):
-        models.load(divided(folder, 8.0, bent=0.9))
+        models.load(divided(llama, 8.0, bent=0.9))
 
 
 def test_scaled_ropes_and_sliding_layers_are_those_of_the_metadata(tmp_path: Path) -> None:
@@ -342,9 +340,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_model_is_refused_with_the_entry_and_its_value(tmp_path: Path, name: str) -> None:
+def test_another_model_is_refused_with_the_entry_and_its_value(llama: Path, name: str) -> None:
     changes, match = REFUSED[name]
-    path = file_of(steps.write_model(tmp_path / "llama", "llama"), **changes)
+    path = file_of(llama, **changes)
     with pytest.raises(BadConfig, match=match) as found:
         models.load(path)
     assert "llama.gguf" in str(found.value)
@@ -356,52 +354,46 @@ def unloadable(path: Path, match: str) -> None:
     assert "llama.gguf" in str(found.value)
 
 
-def test_a_format_or_a_tensor_that_is_not_supported_is_named_before_memory_is_taken(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors = stored(folder)
+def test_a_format_or_a_tensor_that_is_not_supported_is_named_before_memory_is_taken(llama: Path) -> None:
+    tensors = stored(llama)
     q5 = Stored("output.weight", (2, 256), "Q5_K", bytes(size((2, 256), "Q5_K")))
-    unloadable(
-        file_of(folder, tensors | {"output.weight": q5}), r"output\.weight is in the format Q5_K\nsupported: F32"
-    )
+    unloadable(file_of(llama, tensors | {"output.weight": q5}), r"output\.weight is in the format Q5_K\nsupported: F32")
     one = torch.zeros(1)
     for name in ("output.bias", "position_embd.weight", "token_embd_norm.weight", "blk.x.attn_q.weight"):
-        unloadable(file_of(folder, tensors | {name: f32(name, one)}), f"unexpected tensor {name}")
+        unloadable(file_of(llama, tensors | {name: f32(name, one)}), f"unexpected tensor {name}")
     for name in ("blk.0.attn_q.bias", "blk.0.attn_sinks.weight", "blk.0.input_layernorm.weight", "blk.7.ffn_up.weight"):
-        unloadable(file_of(folder, tensors | {name: f32(name, one)}), "unexpected tensor model.layers")
+        unloadable(file_of(llama, tensors | {name: f32(name, one)}), "unexpected tensor model.layers")
     lacking = {n: t for n, t in tensors.items() if n != "blk.1.ffn_down.weight"}
-    unloadable(file_of(folder, lacking), r"lacks model\.layers\.1\.mlp\.down_proj\.weight\n.* its metadata requires")
+    unloadable(file_of(llama, lacking), r"lacks model\.layers\.1\.mlp\.down_proj\.weight\n.* its metadata requires")
 
 
-def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors = stored(folder) | {"output_norm.weight": f32("output_norm.weight", torch.zeros(3))}
+def test_a_tensor_of_another_shape_is_refused(llama: Path) -> None:
+    tensors = stored(llama) | {"output_norm.weight": f32("output_norm.weight", torch.zeros(3))}
     with pytest.raises(BadConfig, match=r"output_norm\.weight is \[3\], \[\d+\] is expected"):
-        loaded(file_of(folder, tensors))
+        loaded(file_of(llama, tensors))
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, number: float) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors, name = stored(folder), "blk.0.ffn_up.weight"
+def test_a_scale_that_is_no_number_is_refused(llama: Path, number: float) -> None:
+    tensors, name = stored(llama), "blk.0.ffn_up.weight"
     raw = torch.ones(math.prod(tensors[name].shape) // 32, FORMATS["Q8_0"][2], dtype=torch.uint8)
     raw[3, :2] = torch.tensor([number], dtype=torch.float16).view(torch.uint8)
-    path = file_of(folder, tensors | {name: Stored(name, tensors[name].shape, "Q8_0", raw.numpy().tobytes())})
+    path = file_of(llama, tensors | {name: Stored(name, tensors[name].shape, "Q8_0", raw.numpy().tobytes())})
     with pytest.raises(BadConfig, match=rf"blk\.0\.ffn_up\.weight has the weight {number} at 96\n.*block 3 of Q8_0"):
         loaded(path)
 
 
-def test_a_weight_beyond_the_dtype_is_refused(tmp_path: Path) -> None:
-    folder = steps.write_model(tmp_path / "llama", "llama")
-    tensors = stored(folder)
+def test_a_weight_beyond_the_dtype_is_refused(llama: Path) -> None:
+    tensors = stored(llama)
     norm = f32("output_norm.weight", torch.full(tensors["output_norm.weight"].shape, 1e6))
-    path = file_of(folder, tensors | {norm.name: norm})
+    path = file_of(llama, tensors | {norm.name: norm})
     assert float(loaded(path).norm[0]) == 1e6
     with pytest.raises(BadConfig, match=r"output_norm\.weight has the weight 1e\+06 at 0\nit is not finite in float16"):
         loaded(path, dtype="fp16")
 
 
-def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
-    path = file_of(steps.write_model(tmp_path / "llama", "llama"))
+def test_a_file_cut_after_it_was_opened_is_refused(llama: Path) -> None:
+    path = file_of(llama)
     opened = reading.open_gguf(path)
     path.write_bytes(path.read_bytes()[: max(t.start for t in read_gguf(path).tensors.values())])
     last = max(opened.entries, key=lambda name: opened.entries[name].start)

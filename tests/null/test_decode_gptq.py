@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autosel import models
-from autosel.decode.run import Plan
-from autosel.decode.weights import Weights, load_weights
 from autosel.errors import BadConfig
 from autosel.ops.codes import CODES
 from autosel.ops.weight import Weight
+from autosel.values import DTypeName
 from tests import steps
+from tests.null.checkpoints import UP, assert_read_as_codes, assert_rounded_once, damage, edit_config, loaded
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: nibble i of a word is output 8 j + ORDER[i]
-UP = "model.layers.1.mlp.up_proj"
 SIGNED = 1 << 32
 
 
@@ -37,15 +34,16 @@ def words(codes: Tensor, bits: int, place: Callable[[int], int] = int) -> Tensor
     return torch.where(made >= SIGNED // 2, made - SIGNED, made).int()
 
 
-def write(
-    folder: Path, config: dict[str, Any], *, half: bool = False, order: bool = False
-) -> tuple[Path, dict[str, Tensor]]:
-    """Write a small model with random codes, scales and zero points (`half`: of the range); `order` permutes columns
-    among the groups. Return its folder and every exact matrix in float64.
+def write(folder: Path, config: dict[str, Any]) -> tuple[Path, dict[str, Tensor]]:
+    """Write a small model with random codes and scales; return its folder and every exact matrix in float64.
+
+    Zero points are random, or half of the range in a symmetric scheme. In activation order, columns are permuted among
+    the groups.
     """
     steps.write_model(folder, "llama")
     tensors, exact = load_file(folder / "model.safetensors"), {}
     bits, size, awq = config["bits"], config["group_size"], config["quant_method"] == "awq"
+    half = config["sym"] if "sym" in config else not config["zero_point"]
     generator, most = torch.Generator().manual_seed(bits), (1 << bits) - 1
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         (n, k), base = tensors.pop(name).shape, name.removesuffix("weight")
@@ -55,7 +53,7 @@ def write(
         zeros = torch.full_like(zeros, 1 << bits - 1) if half else zeros
         scales = torch.rand(k // group, n, generator=generator).add(0.1).mul(0.01).half()
         groups = torch.arange(k) // group
-        groups = groups[torch.randperm(k, generator=generator)] if order else groups
+        groups = groups[torch.randperm(k, generator=generator)] if config.get("desc_act") else groups
         less = 1 if config.get("checkpoint_format", "gptq") == "gptq" and not awq else 0
         if awq:
             tensors[base + "qweight"] = words(codes.T, bits, ORDER.index)
@@ -68,125 +66,72 @@ def write(
         tensors[base + "scales"] = scales
         exact[name] = scales.double().T[:, groups] * (codes - zeros.T[:, groups])
     save_file(tensors, folder / "model.safetensors")
-    told = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float16", "quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(told))
+    edit_config(folder, torch_dtype="float16", quantization_config=config)
     return folder, exact
-
-
-def loaded(folder: Path, dtype: str = "fp16", weight: str = "") -> Weights:
-    shape = models.load(folder)
-    shape = replace(shape, weight=weight) if weight else shape
-    return load_weights(Plan(model=shape, weights=str(folder), dtype=dtype))  # type: ignore[arg-type]
-
-
-def of_layer(exact: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-    """Return the matrices of a layer by autosel's names."""
-    at = f"model.layers.{i}."
-    stacked = torch.cat([exact[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])
-    mlp = {p: exact[f"{at}mlp.{p}_proj.weight"] for p in ("gate", "up", "down")}
-    return {"qkv": stacked, "o": exact[f"{at}self_attn.o_proj.weight"], **mlp}
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "int4-g32"),
-        ({"checkpoint_format": "gptq_v2"}, "int4-g32"),
-        ({"bits": 8, "group_size": -1}, "int8-row"),
-        ({"group_size": -1}, "int4-row"),
-        ({"quant_method": "awq", "zero_point": False, "version": "GEMM"}, "int4-g32"),
-    ],
-)
-def test_symmetric_codes_of_neighbours_are_read_as_they_are(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
-    folder, exact = write(tmp_path / "m", GPTQ | changes, half=True)
-    shape = models.load(folder)
-    assert (shape.weight, shape.table, shape.stored, shape.dtype) == (name, "plain", name, "fp16")
-    found = loaded(folder)
-    for i, layer in enumerate(found.layers):
-        for part, matrix in of_layer(exact, i).items():
-            ours = getattr(layer, part)
-            assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
-    assert found.note == f"weights: {name} ({(GPTQ | changes)['quant_method']}) in m, read as they are"
-
-
-@pytest.mark.parametrize("config", [AWQ, GPTQ | {"sym": False}, GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}])
-def test_codes_with_zero_points_are_read_as_they_are(tmp_path: Path, config: dict[str, Any]) -> None:
-    folder, exact = write(tmp_path / "m", config)
-    shape = models.load(folder)
-    assert (shape.weight, shape.table, shape.stored, shape.dtype) == ("uint4-g32", "plain", "uint4-g32", "fp16")
-    for dtype in ("fp16", "fp32"):
-        found = loaded(folder, dtype)
-        for i, layer in enumerate(found.layers):
-            for part, matrix in of_layer(exact, i).items():
-                ours = getattr(layer, part)
-                assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
-        assert found.note == f"weights: uint4-g32 ({config['quant_method']}) in m, read as they are"
-    with pytest.raises(BadConfig, match=r"is not exact in bfloat16. Use --dtype fp16, or --format plain"):
-        loaded(folder, "bf16")
-    plain = loaded(folder, "bf16", "plain")
-    assert torch.equal(plain.layers[1].down, of_layer(exact, 1)["down"].bfloat16())
-    assert plain.note == f"weights: uint4-g32 ({config['quant_method']}) in m, dequantised to bf16 when loaded"
 
 
 @pytest.mark.parametrize(
     ("config", "name"),
     [
+        (GPTQ, "int4-g32"),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "int4-g32"),
+        (GPTQ | {"bits": 8, "group_size": -1}, "int8-row"),
+        (GPTQ | {"group_size": -1}, "int4-row"),
+        (AWQ | {"zero_point": False, "version": "GEMM"}, "int4-g32"),
+        (AWQ, "uint4-g32"),
+        (GPTQ | {"sym": False}, "uint4-g32"),
+        (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, "uint4-g32"),
         (AWQ | {"group_size": -1}, "uint4-row"),
         (GPTQ | {"sym": False, "group_size": -1}, "uint4-row"),
         (GPTQ | {"sym": False, "group_size": -1, "bits": 8}, "uint8-row"),
     ],
 )
-def test_codes_with_a_zero_point_per_row_are_read_as_they_are(
-    tmp_path: Path, config: dict[str, Any], name: str
-) -> None:
+def test_codes_in_groups_of_neighbours_are_read_as_they_are(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     folder, exact = write(tmp_path / "m", config)
-    assert models.load(folder).weight == name
-    for i, layer in enumerate(loaded(folder).layers):
-        for part, matrix in of_layer(exact, i).items():
-            ours = getattr(layer, part)
-            assert isinstance(ours, Weight) and torch.equal(ours.exact(), matrix)
+    shape, told = models.load(folder), f"weights: {name} ({config['quant_method']}) in m"
+    assert (shape.weight, shape.table, shape.stored, shape.dtype) == (name, "plain", name, "fp16")
+    dtypes: tuple[DTypeName, ...] = ("fp16", "fp32")
+    for dtype in dtypes:
+        found = loaded(folder, dtype)
+        assert_read_as_codes(found, exact)
+        assert found.note == f"{told}, read as they are"
+    if not name.endswith("row"):  # with scales in fp32
+        with pytest.raises(BadConfig, match=r"is not exact in bfloat16. Use --dtype fp16, or --format plain"):
+            loaded(folder, "bf16")
+    plain = loaded(folder, "bf16", "plain")
+    assert_rounded_once(plain, exact)
+    assert plain.note == f"{told}, dequantised to bf16 when loaded"
 
 
 @pytest.mark.parametrize("value", [0, 15])
 def test_zero_points_at_the_ends_of_the_range_are_read(tmp_path: Path, value: int) -> None:
     folder, _ = write(tmp_path / "m", AWQ)
-    change(folder, f"{UP}.qzeros", lambda t: t.fill_(-1 if value else 0))
-    found = loaded(folder).layers[1].up
+    damage(folder, f"{UP}.qzeros", lambda t: t.fill_(-1 if value else 0))
+    found = loaded(folder, "fp16").layers[1].up
     assert isinstance(found, Weight) and (found.scales[:, 1::2] == value).all()
     assert torch.equal(found.exact().sign(), (CODES["uint4"].numbers(found.codes)[:, :64] - value).sign())
 
 
 @pytest.mark.parametrize(
-    ("config", "order", "told"),
+    ("config", "told"),
     [
-        ({**AWQ, "group_size": 16}, False, "int4-g16 with zero points (awq)"),
-        ({**AWQ, "modules_to_not_convert": ["visual"]}, False, "int4-g32 with zero points in some layers (awq)"),
-        (GPTQ | {"sym": False, "desc_act": True}, True, "int4-g32 with zero points in activation order (gptq)"),
-        (GPTQ | {"sym": False, "bits": 8, "group_size": 16}, False, "int8-g16 with zero points (gptq)"),
+        (AWQ | {"group_size": 16}, "int4-g16 with zero points (awq)"),
+        (AWQ | {"modules_to_not_convert": ["visual"]}, "int4-g32 with zero points in some layers (awq)"),
+        (GPTQ | {"desc_act": True}, "int4-g32 in activation order (gptq)"),
+        (GPTQ | {"sym": False, "desc_act": True}, "int4-g32 with zero points in activation order (gptq)"),
+        (GPTQ | {"sym": False, "bits": 8, "group_size": 16}, "int8-g16 with zero points (gptq)"),
     ],
 )
 def test_other_codes_are_dequantised_exactly_and_rounded_once(
-    tmp_path: Path, config: dict[str, Any], order: bool, told: str
+    tmp_path: Path, config: dict[str, Any], told: str
 ) -> None:
-    folder, exact = write(tmp_path / "m", config, order=order)
+    folder, exact = write(tmp_path / "m", config)
     assert (models.load(folder).weight, models.load(folder).stored) == ("plain", "plain")
-    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    dtypes: tuple[DTypeName, ...] = ("bf16", "fp32")
+    for dtype in dtypes:
         found = loaded(folder, dtype)
-        for i, layer in enumerate(found.layers):
-            for part, matrix in of_layer(exact, i).items():
-                assert torch.equal(getattr(layer, part), matrix.to(kind))
+        assert_rounded_once(found, exact)
         assert found.note == f"weights: {told} in m, dequantised to {dtype} when loaded"
-
-
-def test_symmetric_codes_in_activation_order_are_dequantised(tmp_path: Path) -> None:
-    folder, exact = write(tmp_path / "m", GPTQ | {"desc_act": True}, half=True, order=True)
-    assert torch.equal(loaded(folder, "fp32").layers[0].up, of_layer(exact, 0)["up"].float())
-
-
-def change(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    made = edit(tensors.pop(name))
-    save_file(tensors | ({} if made is None else {name: made}), folder / "model.safetensors")
 
 
 def entry(row: int, value: int) -> Callable[[Tensor], Tensor]:
@@ -217,10 +162,10 @@ def entry(row: int, value: int) -> Callable[[Tensor], Tensor]:
 def test_parts_that_do_not_fit_are_refused_by_tensor_and_value(
     tmp_path: Path, name: str, edit: Callable[[Tensor], Tensor | None], told: str
 ) -> None:
-    folder, _ = write(tmp_path / "m", GPTQ, half=True)
-    change(folder, f"{UP}.{name}", edit)
+    folder, _ = write(tmp_path / "m", GPTQ)
+    damage(folder, f"{UP}.{name}", edit)
     with pytest.raises(BadConfig, match=told):
-        loaded(folder)
+        loaded(folder, "fp16")
 
 
 def test_a_layer_that_is_left_out_is_read_where_weights_are_dequantised(tmp_path: Path) -> None:
@@ -232,19 +177,10 @@ def test_a_layer_that_is_left_out_is_read_where_weights_are_dequantised(tmp_path
     tensors[f"{UP}.weight"] = exact[f"{UP}.weight"].half()
     save_file(tensors, folder / "model.safetensors")
     assert torch.equal(loaded(folder, "fp16").layers[1].up, tensors[f"{UP}.weight"])
-    told = json.loads((folder / "config.json").read_text())
-    told["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
-    (folder / "config.json").write_text(json.dumps(told))
+    edit_config(folder, quantization_config=AWQ | {"modules_to_not_convert": ["lm_head"]})
     with pytest.raises(BadConfig, match=r"up_proj.weight is no code, unlike other layers. --format plain dequantises"):
         loaded(folder, "fp16")
     assert torch.equal(loaded(folder, "fp16", "plain").layers[1].up, tensors[f"{UP}.weight"])
-
-
-def test_a_scale_that_the_dtype_cannot_hold_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    folder, exact = write(tmp_path / "m", GPTQ, half=True)
-    with pytest.raises(BadConfig, match=r"is not exact in bfloat16. Use --dtype fp16, or --format plain"):
-        loaded(folder, "bf16")
-    assert torch.equal(loaded(folder, "bf16", "plain").layers[0].up, of_layer(exact, 0)["up"].bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -270,7 +206,6 @@ def test_a_scale_that_the_dtype_cannot_hold_is_refused_with_the_way_out(tmp_path
 )
 def test_another_scheme_is_refused_by_field(tmp_path: Path, config: Any, told: str) -> None:
     folder = steps.write_model(tmp_path / "m", "llama")
-    data = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(data))
+    edit_config(folder, quantization_config=config)
     with pytest.raises(BadConfig, match=told):
         models.load(folder)

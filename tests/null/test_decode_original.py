@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -23,6 +22,7 @@ from autosel.decode.run import FEWEST_TOKENS, Plan, Text
 from autosel.decode.weights import load_weights
 from autosel.errors import UsageError
 from tests import steps
+from tests.null.checkpoints import edit_config
 
 FORMAT = "int4-g32"
 
@@ -92,8 +92,7 @@ def test_a_format_is_scored_against_the_original_by_the_timed_step(folder: Path,
 
 def test_another_model_is_no_original(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "m", tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text()) | {"intermediate_size": 64}
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path / "other", intermediate_size=64)
     with pytest.raises(UsageError, match="is another model"):
         plan_of(plan(folder), str(tmp_path / "other"))
     bare = tmp_path / "bare"

@@ -122,11 +122,11 @@ READERS = {
         "bundle.json",
         "from autosel.cli import transfer; transfer._taken_in(None, path, '')",
     ),
-    "a model's config.json": ("config.json", "from autosel.models import config; config._document(path)"),
+    "a model's config.json": ("config.json", "from autosel.models import fields; fields.read_document(path)"),
     "a checkpoint": ("model.safetensors", "from autosel.decode import safetensors; safetensors.read_header(path)"),
     "a GGUF file": ("model.gguf", "from autosel.models import gguf; gguf.read_gguf(path)"),
     "its index": ("index.json", "from autosel.decode import safetensors; safetensors._json(path, 1 << 20)"),
-    "a prompt": ("prompt.txt", "from autosel.decode import prompt; prompt._content(path)"),
+    "a prompt": ("prompt.txt", "from autosel.decode import prompt; prompt.text_to_score(path, None)"),
     "a kernel's source": (
         "kernel.cpp",
         "from autosel.candidates import user_source as u; u.from_source(str(path), '')",

@@ -48,9 +48,7 @@ def refused(folder: Path, content: bytes, match: str) -> None:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_metadata_and_places_of_tensors_are_read(tmp_path: Path, version: int) -> None:
-    content = gguf(METADATA, TENSORS, version=version)
-    found = read(tmp_path, content)
-    assert found.version == version
+    found = read(tmp_path, gguf(METADATA, TENSORS, version=version))
     assert found.metadata["llama.block_count"] == 2
     assert found.metadata["tokenizer.ggml.add_bos_token"] is True
     assert found.metadata["tokenizer.ggml.tokens"] == cursor.MetadataArray(3)

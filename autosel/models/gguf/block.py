@@ -14,10 +14,6 @@ class Block:
     weights: int
     bytes: int
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.bytes / self.weights
-
 
 # By the number in a tensor's entry. Numbers that are missing belong to formats that llama.cpp removed.
 BLOCKS: Mapping[int, Block] = {

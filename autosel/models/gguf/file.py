@@ -46,7 +46,6 @@ class GgufFile:
     """Header of a GGUF file."""
 
     path: Path
-    version: int
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
 
@@ -87,24 +86,23 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _header(cursor: Cursor) -> GgufFile:
-    version = _version(cursor)
+    _refuse_other_version(cursor)
     tensors = cursor.count(TENSOR_LIMIT, "the number of tensors")
     entries = cursor.count(ENTRY_LIMIT, "the number of metadata entries")
     metadata = _metadata(cursor, entries)
     alignment = _alignment(cursor.path, metadata)
     found = [_tensor(cursor, alignment) for _ in range(tensors)]
-    base = _aligned(cursor.at, alignment)
-    placed = _placed(cursor, found, base, alignment)
-    return GgufFile(path=cursor.path, version=version, metadata=metadata, tensors=placed)
+    placed = _placed(cursor, found, _aligned(cursor.at, alignment), alignment)
+    return GgufFile(path=cursor.path, metadata=metadata, tensors=placed)
 
 
-def _version(cursor: Cursor) -> int:
+def _refuse_other_version(cursor: Cursor) -> None:
     magic = cursor.take(len(MAGIC), "the magic number")
     if magic != MAGIC:
         raise BadConfig(f"{cursor.path} is not a GGUF file", why=f"it begins with {magic!r}, not {MAGIC!r}")
     version = cursor.unsigned(4, "the version")
     if version in VERSIONS:
-        return version
+        return
     big_endian = version and not version & 0xFFFF
     raise BadConfig(
         f"{cursor.path}: GGUF version {version} is not supported",

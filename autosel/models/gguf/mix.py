@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autosel.formats import PLAIN
 from autosel.models.gguf.file import GgufFile
-from autosel.models.shape import ModelShape
 
 # The block formats that a weight format holds as they are, smaller formats first.
 HELD: Mapping[str, frozenset[str]] = {
@@ -66,15 +65,3 @@ def _blocks(file: GgufFile, layers: int) -> Iterator[tuple[Sequence[str], frozen
         blocks = frozenset(file.tensors[f"{t}.weight"].block.name for t in tensors if f"{t}.weight" in file.tensors)
         if blocks:
             yield matrices, blocks
-
-
-def note(file: GgufFile, own: ModelShape, shape: ModelShape, dtype: str) -> str:
-    """Describe the formats of a file whose model is `own`, and what its weights are read as by `shape`."""
-    as_stored = (shape.weight, shape.others) == (own.weight, own.others) and own.formats != (PLAIN,)
-    if not as_stored:
-        read = f"dequantised to {dtype} when loaded"
-    elif dequantised(file, own.layers):
-        read = f"read as they are, and in part dequantised to {dtype}"
-    else:
-        read = "read as they are"
-    return f"weights: {file.formats()} in {file.path.name}, {read}"

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autosel.errors import BadConfig
+from autosel.formats import PLAIN
 from autosel.models.config import refuse_too_large
 from autosel.models.fields import Fields
 from autosel.models.gguf.cursor import MetadataArray
 from autosel.models.gguf.file import GgufFile
-from autosel.models.gguf.mix import most_frequent, note, read_as
+from autosel.models.gguf.mix import dequantised, most_frequent, read_as
 from autosel.models.presets import every_sixth_full
 from autosel.models.shape import Family, LayerType, ModelShape, Rope, RopeKind
 
@@ -45,7 +46,15 @@ def gguf_shape(file: GgufFile) -> ModelShape:
 
 def gguf_note(file: GgufFile, shape: ModelShape, dtype: str) -> str:
     """Describe the file's formats, and what its weights are read as by a model of the file."""
-    return note(file, gguf_shape(file), shape, dtype)
+    own = gguf_shape(file)
+    as_stored = (shape.weight, shape.others) == (own.weight, own.others) and own.formats != (PLAIN,)
+    if not as_stored:
+        read = f"dequantised to {dtype} when loaded"
+    elif dequantised(file, own.layers):
+        read = f"read as they are, and in part dequantised to {dtype}"
+    else:
+        read = "read as they are"
+    return f"weights: {file.formats()} in {file.path.name}, {read}"
 
 
 def _refuse_part(file: GgufFile) -> None:
@@ -161,7 +170,6 @@ def _layer_types(fields: Fields, family: Family, layers: int) -> tuple[LayerType
         return every_sixth_full(layers, fields.size(name, 1024, default=6))
     if pattern.count != layers or pattern.numbers is None:
         fields.refuse(name, f"an entry for each of {layers} layers is expected")
-    assert pattern.numbers is not None
     return tuple("sliding" if slides else "full" for slides in pattern.numbers)
 
 
@@ -171,7 +179,6 @@ def _ropes(file: GgufFile, fields: Fields, head: int, *, local: bool) -> tuple[R
     kind = ROPES.get(told) if isinstance(told, str) else None
     if kind is None:
         fields.refuse("rope.scaling.type", f"known: {', '.join(ROPES)}")
-    assert kind is not None
     plain = Rope(theta=fields.number("rope.freq_base", 1.0, 1e12, default=None if local else 1e4), rotary_dim=head)
     if DIVISORS in file.tensors:
         return _divided(file, plain, kind), None
