@@ -86,7 +86,6 @@ def taken(configs: Any, row: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def set_to(module: Any, **values: Any) -> Iterator[None]:
-    """Set some of a module's names temporarily."""
     kept = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -99,7 +98,6 @@ def set_to(module: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(name: str, value: Path) -> Iterator[None]:
-    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = str(value)
     try:
