@@ -40,6 +40,7 @@ from autosel.dispatch import Board
 from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers.coded import Codes
+from autosel.integrations.transformers.forward import CACHE_NAMES
 from autosel.integrations.transformers.layer_format import told_format
 from autosel.integrations.transformers.proof import Forward, NotReplaceable
 from autosel.integrations.transformers.trials import StepTrials
@@ -51,7 +52,6 @@ from autosel.ops.weight import Weight
 from autosel.values import Arm, Decision, DTypeName, Fingerprint, length_bucket
 
 log = logging.getLogger(__name__)
-CACHE_NAMES = ("cache", "past_key_values")  # of the argument and the output: since transformers 5.24, and before
 READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
 IGNORED = {"return_dict", "cache_position"}  # the position is the cache's
 PROJECTIONS = 7  # of a layer
@@ -500,12 +500,8 @@ def _on_a_copy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(decisions: Sequence[Decision]) -> str:
-    return ", ".join(f"batch {d.workload['B']} at {_lengths(d)} tokens" for d in decisions)
-
-
-def _lengths(decision: Decision) -> str:
-    low, high = length_bucket(decision.workload["L"])
-    return f"{low} to {high}"
+    found = ((d.workload["B"], *length_bucket(d.workload["L"])) for d in decisions)
+    return ", ".join(f"batch {batch} at {low} to {high} tokens" for batch, low, high in found)
 
 
 def _output(logits: Tensor, cache: Any) -> Any:
