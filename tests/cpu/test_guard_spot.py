@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from autosel import fingerprint, ops
-from autosel.candidates import arms, registry
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import Allowance, Policy, spot
 from autosel.guard.rate import CANARY, FRESH_CHECKS
-from autosel.ledger import snapshot
-from autosel.ledger.key import current_mode, serving_key
 from autosel.native.compile import compile_source
 from autosel.native.isa import best_isa
-from autosel.values import Arm, Decision, DTypeName, Knobs, PythonRecipe, Workload, digest, to_json
+from autosel.values import DTypeName, PythonRecipe, Workload
+from tests.null.test_dispatch import decision, publish, python_arm
 
 SIZES = {"M": 3, "B": 2, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 2048, "Hq": 8, "Hkv": 2, "D": 64, "R": 64,
          "L": 300, "page": 16}  # fmt: skip
@@ -163,10 +161,8 @@ def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any
         made = spot.recipe("fp32", ISA)
         compile_source(made.source, made.flags)
         (tmp_path / f"{name}.py").write_text(source)
-        recipe = PythonRecipe(target=f"{name}:kernel", path=str(tmp_path))
-        found = digest({"source": arms.python_digest(recipe), "knobs": {}})
-        arm = Arm(candidate=f"user:{name}", backend="USER", recipe=recipe, knobs={}, digest=found)
-        publish(tmp_path, ops.find(op).workload_of(inputs), arm)
+        arm = python_arm(f"user:{name}", PythonRecipe(target=f"{name}:kernel", path=str(tmp_path)))
+        publish(tmp_path, [decision(ops.find(op).workload_of(inputs), arm)])
         board = Board(tmp_path, Policy())
         boards.append(board)
         bound = board.bind(ops.find(op), inputs)
@@ -178,26 +174,6 @@ def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any
         return board, bound, sys.modules[name]
 
     return made
-
-
-def publish(home: Path, w: Workload, arm: Arm) -> None:
-    device = this_device()
-    made = Decision(
-        id=1,
-        state="promoted",
-        hw_id=device.hw_id,
-        op=w.op,
-        bucket=w.bucket,
-        mode=current_mode(),
-        workload=w,
-        arm=arm,
-        baseline=arms.arm(registry.baseline(w.op), w, device, "", Knobs()),
-        verdict=None,
-        reason="for the test",
-        created_at="2026-01-01T00:00:00+00:00",
-    )
-    row = {"key": serving_key(made.hw_id, made.mode, made.bucket), "epoch": 1, "decision": to_json(made)}
-    snapshot.write(home / snapshot.FILE, snapshot.document(1, [row]))
 
 
 def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_settings(
