@@ -58,22 +58,26 @@ def compressed_tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a checkpoint in bf16, as "plain", and in each format."""
     root = tmp_path_factory.mktemp("checkpoints")
-    config = transformers.LlamaConfig(
-        hidden_size=D,
-        intermediate_size=I,
-        num_hidden_layers=LAYERS,
-        vocab_size=V,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(5)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    tiny(initializer_range=0.2).to(torch.bfloat16).save_pretrained(root / "plain")
     for name in FORMATS:
         write_checkpoint(root / "plain", name, root / name)
     return {name: root / name for name in ("plain", *FORMATS)}
+
+
+def tiny(**changes: Any) -> Any:
+    """Return a random Llama of two layers."""
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": I,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": V,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    torch.manual_seed(5)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).eval()
 
 
 @pytest.fixture(scope="module", params=[drawn.todays(SERVED)])
