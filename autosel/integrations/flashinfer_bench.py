@@ -359,7 +359,7 @@ class Unpacked:
 
 def unpack(solution_file: Path, definition_file: Path, folder: Path) -> Unpacked:
     """Write a solution's sources into `folder`. Nothing of it runs here. Raises BadConfig, UsageError."""
-    made, meant = (parsed(read_named(file, MOST_BYTES), str(file)) for file in (solution_file, definition_file))
+    made, meant = _read(solution_file), _read(definition_file)
     if made.get("definition") != meant.get("name"):
         raise UsageError(
             f"{solution_file} solves {made.get('definition')!r:.60}", why=f"the definition is {meant.get('name')!r:.60}"
@@ -395,6 +395,10 @@ def _inside(source: Any, where: Path) -> str:
     if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in str(path) or "\0" in str(path):
         raise BadConfig(f"{where}: a source's path leads elsewhere", why=repr(source)[:80])
     return str(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parsed(read_named(path, MOST_BYTES), str(path))
 
 
 def parsed(content: bytes, where: str) -> dict[str, Any]:
