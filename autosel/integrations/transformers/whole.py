@@ -1,6 +1,6 @@
 """Run decode steps of a patched model whole, where that is decided to be faster.
 
-    whole = whole_of(model)                      # raises NotReplaceable with the reason
+    whole = whole_of(model, codes)               # raises NotReplaceable with the reason
     output = whole.step(forward, args, kwargs)   # None: this call is the model's own
 
 `autosel run --model DIR` decides the step of a batch and a bucket of context lengths: one native call runs it, or, if a
@@ -61,10 +61,9 @@ TEAM, LIST = "by one native call", "as a list of ops"
 BUCKETS = tuple(16 << n for n in range(17))  # a context in each bucket of lengths
 
 
-def whole_of(model: nn.Module, codes: Mapping[str, Codes] | None = None) -> Whole:
+def whole_of(model: nn.Module, codes: Mapping[str, Codes]) -> Whole:
     """Return what runs the model's whole steps; `codes` are those of its linear layers, by name. Raises
     NotReplaceable."""
-    codes = codes or {}
     if "forward" in model.__dict__:
         raise NotReplaceable("the model's forward was replaced by other code, and is kept")
     if not devices.on_host(next(model.parameters()).device.type):
@@ -320,7 +319,7 @@ class Whole:
 
     model: weakref.ref[nn.Module]
     shape: ModelShape
-    codes: Mapping[str, Codes] = field(default_factory=dict)  # of the linear layers, by name
+    codes: Mapping[str, Codes]  # of the linear layers, by name
     unchanged: _Unchanged | None = None  # None: not patched yet
     decoder: Decoder | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest of a decided arm -> why it does not serve this model
