@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from autosel.ops.contract import Match
 from autosel.values import Arm, Decision
 from tests.cpu.engine_scene import last_line
 from tests.cpu.test_dispatch_board import RMS, WEIGHT, W, X, forget, home, native_arm, promote
-from tests.null.test_dispatch import arms_of_module
+from tests.null.test_dispatch import User, arms_of_module
 
 __all__ = ["home"]  # a fixture
 
@@ -65,7 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def edited(built: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arm]:
+def edited(built: Path, monkeypatch: pytest.MonkeyPatch) -> User:
     """Return the arm of a wrong kernel, after replacing the present source by its source."""
 
     def arm(name: str) -> Arm:
@@ -112,7 +111,7 @@ def serve(home: Path) -> list[Any]:
 
 
 def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
-    home: Path, edited: Callable[[str], Arm], capsys: pytest.CaptureFixture[str]
+    home: Path, edited: User, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm = native_arm()
     with open_ledger() as ledger:
@@ -141,7 +140,7 @@ def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
 
 
 def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
-    home: Path, edited: Callable[[str], Arm], capsys: pytest.CaptureFixture[str]
+    home: Path, edited: User, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm = edited("large")
     small = W.at(M=1)
@@ -268,7 +267,7 @@ def test_a_fault_file_read_twice_is_one_quarantine(home: Path) -> None:
             assert [d.state for d in ledger.history()] == ["quarantined", "promoted"]
 
 
-def test_a_fault_of_an_older_build_leaves_the_new_one_alone(home: Path, edited: Callable[[str], Arm]) -> None:
+def test_a_fault_of_an_older_build_leaves_the_new_one_alone(home: Path, edited: User) -> None:
     with open_ledger() as ledger:
         old = promote(ledger, native_arm())
         promote(ledger, edited("large"), idempotency_key="another build")

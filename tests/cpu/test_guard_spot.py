@@ -26,6 +26,7 @@ SIZES = {"M": 3, "B": 2, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 20
          "L": 300, "page": 16}  # fmt: skip
 ISA = best_isa(tuple(this_device().identity["isa"]))
 eager = import_module("autosel.ops.eager")
+Serve = Callable[..., tuple[Board, Any, Any]]
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
@@ -154,7 +155,7 @@ def boards() -> Iterator[list[Board]]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any, Any]]:
+def serve(tmp_path: Path, boards: list[Board]) -> Serve:
     """Serve a user's kernel, given as source, with the guard's default settings, after its first checks."""
 
     def made(name: str, source: str, op: str, inputs: dict[str, Any]) -> tuple[Board, Any, Any]:
@@ -176,9 +177,7 @@ def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any
     return made
 
 
-def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_settings(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_settings(serve: Serve) -> None:
     op = ops.find("kv_append")
     inputs = op.inputs(op.workload("fp32", {"B": 1, "Hkv": 8, "S": 1, "D": 64}), 1)
     board, bound, module = serve("wraps", APPEND, "kv_append", inputs)
@@ -194,9 +193,7 @@ def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_setting
     assert bound.candidate == "torch:kv_append"
 
 
-def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(serve: Serve) -> None:
     x, weight = torch.randn(1, 64), torch.ones(64)
     board, bound, module = serve("halves", HALVED, "rmsnorm", {"x": x, "weight": weight, "eps": 1e-6, "offset": 0.0})
     for _ in range(3000):
@@ -211,9 +208,7 @@ def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(
     assert watch.fault is not None and watch.fault.cause == "race", "replays are right: it depends on the call"
 
 
-def test_an_output_that_is_also_an_operand_ends_only_the_spot_checks(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_an_output_that_is_also_an_operand_ends_only_the_spot_checks(serve: Serve) -> None:
     gate, up = torch.randn(1, 64), torch.randn(1, 64)
     board, bound, _ = serve("plain", GATED, "swiglu", {"gate": gate, "up": up})
     (watch,) = board._watches.values()

@@ -353,9 +353,7 @@ def test_low_precision_logits_differ_only_by_roundings_of_the_dtype() -> None:
 
 
 @torch.inference_mode()
-def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(tmp_path: Path) -> None:
     """Run its own code there, because the baseline would be slower, and masks are not read on other devices."""
     with dispatch.use(tmp_path) as board:
         model = made(llama)

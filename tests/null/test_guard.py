@@ -28,7 +28,7 @@ from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEA
 from autosel.ledger import faults
 from autosel.ledger.faults import Fault
 from autosel.values import Arm, Knobs, PythonRecipe, Workload, digest
-from tests.null.test_dispatch import arms_of_module, decision, fault_of, publish, small
+from tests.null.test_dispatch import User, arms_of_module, decision, fault_of, publish, small
 
 RMS, ATTN, KV = ops.find("rmsnorm"), ops.find("attn"), ops.find("kv_append")
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
@@ -652,7 +652,7 @@ def wild(q, k, v, lengths, max_len, scale, window, softcap):
 
 
 @pytest.fixture(scope="module")
-def user(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Arm]:
+def user(tmp_path_factory: pytest.TempPathFactory) -> User:
     return arms_of_module(tmp_path_factory.mktemp("user") / "guard_test_kernels.py", USER_MODULE)
 
 
@@ -667,7 +667,7 @@ def journal(home: Path) -> list[Path]:
 
 
 def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
-    home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+    home: Path, user: User, caplog: pytest.LogCaptureFixture
 ) -> None:
     good_build = decision(W.at(M=3), user("good"), id=43)
     publish(home, [decision(W, user("sevens")), decision(W.at(M=2), user("sevens"), id=42), good_build])
@@ -691,7 +691,7 @@ def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
     assert caplog.text.count("no longer serves: wrong in service") == 1
 
 
-def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, user: User) -> None:
     publish(home, [decision(W, user("sevens"))])
     neighbour = Board(home)
     elsewhere = neighbour.bind(RMS, (X, WEIGHT))
@@ -712,7 +712,7 @@ def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, 
 
 
 def test_a_home_that_cannot_be_written_holds_the_fault_for_the_process(
-    home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+    home: Path, user: User, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, user("sevens"))])
     (home / "faults").write_text("a file where the folder should be")  # root ignores modes
@@ -726,7 +726,7 @@ def test_a_home_that_cannot_be_written_holds_the_fault_for_the_process(
         assert "wrong in service" in best.explain()
 
 
-def test_a_decision_made_after_the_fault_serves(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_decision_made_after_the_fault_serves(home: Path, user: User) -> None:
     publish(home, [decision(W, user("good"))])
     faults.write(home, fault_of(decision(W, user("good"))))
     with dispatch.use(home):
@@ -736,7 +736,7 @@ def test_a_decision_made_after_the_fault_serves(home: Path, user: Callable[[str]
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:good"
 
 
-def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_serves(user: Callable[[str], Arm]) -> None:
+def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_serves(user: User) -> None:
     d = decision(W, user("good"))
     elsewhere = decision(W.at(M=1), user("good"), id=42)
     other = decision(W.at(M=2), user("sevens"), id=43)
@@ -756,7 +756,7 @@ def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_ser
     ids=["empty", "cut", "part", "bytes", "deep"],
 )
 def test_an_invalid_journal_file_disables_nothing(
-    home: Path, user: Callable[[str], Arm], content: bytes, caplog: pytest.LogCaptureFixture
+    home: Path, user: User, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, user("good"))])
     (home / "faults").mkdir()
@@ -766,7 +766,7 @@ def test_an_invalid_journal_file_disables_nothing(
     assert "x.json" in caplog.text
 
 
-def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: User) -> None:
     d = decision(W, user("good"))
     publish(home, [d])
     path = faults.write(home, fault_of(d))
@@ -778,7 +778,7 @@ def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: C
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm"
 
 
-def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user: Callable[[str], Arm]) -> None:
+def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user: User) -> None:
     fault = fault_of(decision(W, user("good")), evidence={"got": math.nan, "near": [1.0, -math.inf]})
     found = faults.read(faults.write(home, fault))
     assert found == replace(fault, evidence={"got": "nan", "near": [1.0, "-inf"]})
@@ -787,7 +787,7 @@ def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user:
     assert len(list((home / "faults").iterdir())) == 1, "the same fault has two files"
 
 
-def test_guard_off_means_off(home: Path, user: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_off_means_off(home: Path, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(home, [decision(W, user("sevens")), decision(W.at(M=2), user("moody"), id=42)])
     monkeypatch.setenv("AUTOSEL_GUARD", "off")
     settings.read.cache_clear()
@@ -815,7 +815,7 @@ def test_the_settings_determine_the_rate_of_checks(home: Path, monkeypatch: pyte
         assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted, spot_rate=spots, max_share=math.inf)
 
 
-def switch_of(user: Callable[[str], Arm]) -> Any:
+def switch_of(user: User) -> Any:
     recipe = user("moody").recipe
     assert isinstance(recipe, PythonRecipe)
     function = load(RMS, recipe, "", {})
@@ -827,7 +827,7 @@ def switch_of(user: Callable[[str], Arm]) -> Any:
 
 @pytest.mark.parametrize("kind", ["bound", "by shape"])
 def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_answers(
-    home: Path, user: Callable[[str], Arm], kind: str
+    home: Path, user: User, kind: str
 ) -> None:
     publish(home, [decision(W, user("moody"))])
     board = Board(home, CANARY_ONLY)
@@ -852,7 +852,7 @@ def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_an
 
 @pytest.mark.parametrize("policy", [EVERY_CALL, CANARY_ONLY], ids=["checked", "between checks"])
 def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_arm(
-    home: Path, user: Callable[[str], Arm], policy: Policy
+    home: Path, user: User, policy: Policy
 ) -> None:
     publish(home, [decision(W, user("homely"))])
     board = Board(home, policy)
@@ -865,7 +865,7 @@ def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_
     board.close()
 
 
-def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Callable[[str], Arm]) -> None:
+def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: User) -> None:
     publish(home, [decision(W, user("good"))])
     board = Board(home, CANARY_ONLY)
     layers = [board.bind(RMS, (X, WEIGHT)) for _ in range(CANARY)]
@@ -886,7 +886,7 @@ def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Calla
     board.close()
 
 
-def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[str], Arm]) -> None:
+def test_explain_shows_the_share_of_checked_calls(home: Path, user: User) -> None:
     publish(home, [decision(W, user("good"))])
     board = Board(home, Policy(shadow_rate=1 / 2000, max_share=math.inf))
     bound = board.bind(RMS, (X, WEIGHT))
@@ -900,7 +900,7 @@ def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[st
     board.close()
 
 
-def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: Callable[[str], Arm]) -> None:
+def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: User) -> None:
     w = ATTN.workload("fp32", {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 96})
     short = decision(w, user("average"), length_range=(65, 96), id=1)
     publish(home, [short, decision(w, user("wild"), length_range=(97, 128), id=2)])
@@ -916,7 +916,7 @@ def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: Callabl
         assert dispatch.best("attn", like=(q, k, v)).candidate == registry.baseline("attn").name
 
 
-def test_a_forked_child_checks_and_reports_independently(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_forked_child_checks_and_reports_independently(home: Path, user: User) -> None:
     publish(home, [decision(W, user("sevens"))])
     with dispatch.use(home) as board:
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))

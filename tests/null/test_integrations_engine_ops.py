@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 
 from autosel import dispatch, ops
 from autosel.integrations import engine_ops
-from autosel.values import Arm
-from tests.null.test_dispatch import WEIGHT, W, X, arms_of_module, decision, fault_of, home, publish, unguarded
+from tests.null.test_dispatch import WEIGHT, User, W, X, arms_of_module, decision, fault_of, home, publish, unguarded
 
 __all__ = ["home", "unguarded"]  # fixtures
 
@@ -35,7 +33,7 @@ def nines(q, k, v, table, lengths, max_len, scale, window, softcap, out=None):
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Arm]:
+def arm(tmp_path_factory: pytest.TempPathFactory) -> User:
     return arms_of_module(tmp_path_factory.mktemp("kernels") / "engine_ops_kernels.py", KERNELS)
 
 
@@ -44,7 +42,7 @@ def norm() -> Any:
         return engine_ops.norm(X, WEIGHT, 1e-6)
 
 
-def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: User) -> None:
     """Run the engine's kernel, not autosel's baseline, which is eager PyTorch."""
     d = decision(W, arm("sevens"))
     publish(home, [d])
@@ -54,7 +52,7 @@ def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[
         assert norm() is None
 
 
-def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: User) -> None:
     stale = dataclasses.replace(arm("sevens"), digest="0" * 64)
     publish(home, [decision(W, stale)])
     with dispatch.use(home):
@@ -91,7 +89,7 @@ def test_calls_with_gradients_are_counted(home: Path) -> None:
 
 
 def test_after_an_exception_the_engines_kernel_runs_with_one_warning_and_its_calls_are_counted(
-    home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+    home: Path, arm: User, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, arm("raises"))])
     decided = engine_ops.EngineDecisions("rmsnorm")
@@ -104,7 +102,7 @@ def test_after_an_exception_the_engines_kernel_runs_with_one_warning_and_its_cal
 
 
 def test_no_kernel_is_loaded_during_a_capture(
-    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: Path, arm: User, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Serve shapes that ran before; new shapes run the engine's kernel, until they are loaded outside a capture."""
     publish(home, [decision(W, arm("sevens"))])
@@ -121,7 +119,7 @@ def test_no_kernel_is_loaded_during_a_capture(
     assert caplog.text.count("was captured before") == 1
 
 
-def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, arm: User) -> None:
     dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 80, "page": 16}
     w = ops.find("paged_attn").workload("fp32", dims)
     publish(home, [decision(w, arm("nines"), length_range=(70, 96))])
@@ -138,7 +136,7 @@ def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, 
 
 
 def test_a_step_is_run_for_the_context_of_the_capture_before_it(
-    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch
+    home: Path, arm: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM warms up with contexts of one token and captures for the longest."""
     dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 128, "page": 16}
@@ -179,7 +177,7 @@ def test_a_linear_without_a_decision_runs_the_engines_kernel(home: Path) -> None
 
 @pytest.mark.parametrize(("pays", "kept"), [(True, 11.0), (False, 8.0)])
 def test_a_linear_runs_the_faster_kernel(
-    pays: bool, kept: float, home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch
+    pays: bool, kept: float, home: Path, arm: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(home, [decision(PRODUCT, arm("elevens"))])
     monkeypatch.setattr(engine_ops.ServingTrial, "pays", pays)
@@ -189,13 +187,13 @@ def test_a_linear_runs_the_faster_kernel(
         assert any("own is faster here" in use.reason for use in board.uses()) is not pays
 
 
-def test_a_linear_whose_kernel_fails_runs_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_linear_whose_kernel_fails_runs_the_engines_kernel(home: Path, arm: User) -> None:
     publish(home, [decision(PRODUCT, arm("fails"))])
     with dispatch.use(home):
         assert multiplied(200) == [8.0] * 200
 
 
-def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm: User) -> None:
     publish(home, [decision(PRODUCT, arm("elevens")), decision(W, arm("sevens"), id=2)])
     with dispatch.use(home) as board:
         assert board.decided("linear") == {PRODUCT.bucket}
