@@ -27,7 +27,6 @@ from autosel.values import canonical_json, from_json
 from autosel.version import __version__
 
 MOST_BYTES = 4096  # of one rank's standing
-BY_HOST = ("host",)  # told, not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,27 +109,15 @@ def gathered(mine: Standing, group: Any = None) -> tuple[Standing, ...]:
 
 def compare(standings: Sequence[Standing]) -> Agreement:
     """Compare each rank with the standing that most ranks have; of equally many, with the lowest rank's."""
-    alike = [_compared(s) for s in standings]
+    names = [f.name for f in fields(Standing) if f.name != "host"]  # which is told, not compared
+    alike = [{name: str(getattr(s, name)) for name in names} for s in standings]
     usual = max(alike, key=alike.count)
-    lines = [
-        f"rank {rank} on {s.host}: {_difference(dict(zip(_names(), mine, strict=True)), usual)}"
-        for rank, (s, mine) in enumerate(zip(standings, alike, strict=True))
-        if mine != usual
-    ]
+    lines = []
+    for rank, (s, mine) in enumerate(zip(standings, alike, strict=True)):
+        others = [f"{n} {short(mine[n])} instead of {short(usual[n])}" for n in names if mine[n] != usual[n]]
+        if others:
+            lines.append(f"rank {rank} on {s.host}: {'; '.join(others)}")
     return Agreement(standings=tuple(standings), differences=tuple(lines))
-
-
-def _names() -> list[str]:
-    return [f.name for f in fields(Standing) if f.name not in BY_HOST]
-
-
-def _compared(s: Standing) -> tuple[str, ...]:
-    return tuple(getattr(s, name) for name in _names())
-
-
-def _difference(mine: dict[str, str], usual: Sequence[str]) -> str:
-    pairs = [(name, other) for name, other in zip(_names(), usual, strict=True) if mine[name] != other]
-    return "; ".join(f"{name} {short(mine[name])} instead of {short(other)}" for name, other in pairs)
 
 
 def short(value: str) -> str:

@@ -76,15 +76,6 @@ class _Bound:
         return self.cell.calls() - self.earlier
 
 
-@dataclass(slots=True, kw_only=True)
-class _Selected:
-    """Hold the single selection of an op, with its table."""
-
-    op: Op
-    function: Selection
-    table: dict[Any, TableEntry]
-
-
 REFETCH = "restore it from your repository, or write it again: autosel export --lock"
 
 
@@ -101,7 +92,7 @@ class Board:
         self._seen: dict[str, Fault] = {}  # by this process
         self._lock = threading.RLock()
         self._bound: list[_Bound] = []
-        self._selected: dict[str, _Selected] = {}
+        self._selected: dict[str, tuple[Selection, dict[Any, TableEntry]]] = {}  # of each op, with its table
         self._left: dict[tuple[Workload | str, str], Left] = {}
         self._past: dict[UsedFor, int] = {}
         self._inherited: dict[UsedFor, int] = {}  # counted before this process was forked
@@ -153,16 +144,22 @@ class Board:
                 def look(inputs: dict[str, Any]) -> TableEntry:
                     return self._entry(op, table, key, inputs)
 
-                function = make_selection(op, table, look, self._checked_entry(op), self._failed_entry(op))
-                self._selected[op.name] = _Selected(op=op, function=function, table=table)
-            return self._selected[op.name].function
+                def checked(entry: TableEntry, *values: Any) -> Any:
+                    return _ask(op, entry[4], entry[2], values, lambda: grant(entry, _gap(entry[4])))
+
+                def failed(entry: TableEntry, error: Exception, *values: Any) -> Any:
+                    return _replace(op, entry[4], error, values)
+
+                function = make_selection(op, table, look, checked, failed)
+                self._selected[op.name] = function, table
+            return self._selected[op.name][0]
 
     def bind(self, op: Op, like: Sequence[Any] | Mapping[str, Any]) -> Bound:
         """Bind a callable to a workload. Raises BadArguments."""
         inputs = inputs_of(op, like)
         w, place = op.workload_of(inputs), place_of(op, inputs)
         with self._lock:
-            resolution = self._resolve(op, w, place)
+            resolution = self.resolution(op, w, place)
             held: _Bound
 
             def checked(*values: Any) -> Any:
@@ -191,7 +188,7 @@ class Board:
         """Handle a miss: a microsecond becomes some hundred, once per shape. Raises BadArguments."""
         w = op.workload_of(inputs)
         with self._lock:
-            resolution = self._resolve(op, w, place_of(op, inputs))
+            resolution = self.resolution(op, w, place_of(op, inputs))
             watch = self._watch_of(op, resolution)
             left = _gap(watch)
             entry: TableEntry = [resolution.run, left, resolution, left, watch]
@@ -214,7 +211,7 @@ class Board:
     def miss(self, op: Op, w: Workload, place: str = HOST) -> Left:
         """Return the counter of calls of a workload that an engine runs itself, because nothing is decided for it."""
         with self._lock:
-            return self._left_to(op, w, self._resolve(op, w, place).reason, place)
+            return self._left_to(op, w, self.resolution(op, w, place).reason, place)
 
     def _left_to(self, op: Op, what: Workload | str, reason: str, place: str) -> Left:
         key = (what, reason) if len(self._left) < MOST_LEFT else (op.name, "other reasons")
@@ -225,7 +222,13 @@ class Board:
     def resolution(self, op: Op, w: Workload, place: str = HOST) -> Resolution:
         """Return the kernel that serves this workload for tensors at a place (`cpu`, `cuda:1`), and the reason."""
         with self._lock:
-            return self._resolve(op, w, place)
+            serving = self._serving_at(place)
+            found = resolve(op, w, serving, lambda part: self._part(op, part), kind=kind_of(place))
+        # workloads that a daemon can tune
+        ours = kind_of(place) == serving.device.kind and bool(serving.device.identity)
+        if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
+            self._handover.missed(w, serving.device.hw_id)
+        return found
 
     def whole(self, w: Workload, mode: str) -> Decision | str:
         """Return the decision that serves whole steps of this workload on the CPU, or why a stored one does not; ""
@@ -234,19 +237,9 @@ class Board:
             return whole(w, self._serving_at(HOST), mode)
 
     def ran_whole(self, d: Decision) -> None:
-        """Count a whole step that a decision served."""
         key = d.op, d.arm.candidate, d.id, d.reason, d.hw_id
         with self._lock:
             self._past[key] = self._past.get(key, 0) + 1
-
-    def _resolve(self, op: Op, w: Workload, place: str) -> Resolution:
-        serving = self._serving_at(place)
-        found = resolve(op, w, serving, lambda part: self._part(op, part), kind=kind_of(place))
-        # workloads that a daemon can tune
-        ours = kind_of(place) == serving.device.kind and bool(serving.device.identity)
-        if ours and found.decision is None and settings.get("mode") == "tune" and not settings.get("disable"):
-            self._handover.missed(w, serving.device.hw_id)
-        return found
 
     def _serving_at(self, place: str) -> Serving:
         """Return the decisions for tensors at a place, which is examined when its first tensor arrives."""
@@ -304,18 +297,6 @@ class Board:
 
         return make_part(op, part.run, watch, checked, failed)
 
-    def _checked_entry(self, op: Op) -> Callable[..., Any]:
-        def checked(entry: TableEntry, *values: Any) -> Any:
-            return _ask(op, entry[4], entry[2], values, lambda: grant(entry, _gap(entry[4])))
-
-        return checked
-
-    def _failed_entry(self, op: Op) -> Callable[..., Any]:
-        def failed(entry: TableEntry, error: Exception, *values: Any) -> Any:
-            return _replace(op, entry[4], error, values)
-
-        return failed
-
     def report(self, fault: Fault) -> None:
         """Replace this arm by the baseline everywhere in this process, before returning."""
         with self._lock:
@@ -363,8 +344,8 @@ class Board:
 
     def _renew(self, before: Mapping[str, str]) -> None:
         """Update all callables to the current decisions."""
-        for selected in self._selected.values():
-            self._fold(selected.table)
+        for _, table in self._selected.values():
+            self._fold(table)
         for held in self._bound:
             self._rebind(held)
         after = self._served()
@@ -376,9 +357,9 @@ class Board:
         if function is None:
             return
         count = held.calls
-        self._count(held.resolution, count)
+        _add(self._past, held.resolution, count)
         held.earlier += count
-        held.resolution = self._resolve(held.op, held.resolution.workload, held.place)
+        held.resolution = self.resolution(held.op, held.resolution.workload, held.place)
         held.watch = self._watch_of(held.op, held.resolution)
         put(function, held.cell, held.resolution, held.watch)
 
@@ -465,18 +446,14 @@ class Board:
         entries = list(table.values())
         table.clear()
         for entry in entries:
-            self._count(entry[2], calls(entry))
+            _add(self._past, entry[2], calls(entry))
 
     def _forget_dropped(self) -> None:
-        """Forget callables that are no longer referenced."""
         for held in self._bound:
             if held.function() is None:
-                self._count(held.resolution, held.calls)
+                _add(self._past, held.resolution, held.calls)
                 _add_elsewhere(self._past, held)
         self._bound = [b for b in self._bound if b.function() is not None]
-
-    def _count(self, resolution: Resolution, calls: int) -> None:
-        _add(self._past, resolution, calls)
 
     def uses(self) -> list[Uses]:
         """Return the calls of this process by decision; a miss is a call without a decision."""
@@ -515,10 +492,9 @@ class Board:
         return served.measure(self.counted(), self._rows, engine=served.engine(), mode=current_mode())
 
     def counted(self) -> dict[UsedFor, int]:
-        """Return the calls of each resolution."""
         with self._lock:
             total = dict(self._past)
-            now = [(e[2], calls(e)) for s in self._selected.values() for e in list(s.table.values())]
+            now = [(e[2], calls(e)) for _, table in self._selected.values() for e in list(table.values())]
             now += [(b.resolution, b.calls) for b in self._bound]
             for held in self._bound:
                 _add_elsewhere(total, held)
@@ -535,7 +511,7 @@ class Board:
 def _add(total: dict[UsedFor, int], resolution: Resolution, calls: int) -> None:
     """Add calls; each part of a bucket split at a crossover counts separately."""
     for ran, count in resolution.ran(calls):
-        key = _use_key(ran)
+        key = ran.workload, ran.candidate, ran.decision.id if ran.decision else None, ran.reason, ran.hw_id
         total[key] = total.get(key, 0) + count
 
 
@@ -545,10 +521,6 @@ def _add_elsewhere(total: dict[UsedFor, int], held: _Bound) -> None:
         r = held.resolution
         key = r.workload, ELSEWHERE, None, f"kept: {r.reason}" if r.served else r.reason, r.hw_id
         total[key] = total.get(key, 0) + held.elsewhere[0]
-
-
-def _use_key(r: Resolution) -> UsedFor:
-    return r.workload, r.candidate, r.decision.id if r.decision else None, r.reason, r.hw_id
 
 
 def _ask(
@@ -564,7 +536,6 @@ def _ask(
 
 
 def _replace(op: Op, watch: Watch | None, error: Exception, values: Sequence[Any]) -> Any:
-    """Handle a call whose kernel raised."""
     if watch is None:
         raise error
     return watch.raised(error, values[: len(op.args)], values[len(op.args) :])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from autosel.client import Client, Refused, Unreachable, socket_path
 from autosel.dispatch.served import Coverage, document
@@ -102,28 +103,13 @@ class Handover:
         if not self._turn.acquire(timeout=LAST_S if last else -1):
             return
         try:
-            self._deliver((info.st_ino, info.st_mtime_ns), mode, calls, uses, coverage, last=last)
-        finally:
-            self._turn.release()
-
-    def _deliver(
-        self,
-        daemon: tuple[int, int],
-        mode: Callable[[], str],
-        calls: Callable[[], Mapping[str, int]],
-        uses: Callable[[], Mapping[UseKey, int]],
-        coverage: Callable[[], Coverage],
-        *,
-        last: bool,
-    ) -> None:
-        now = time.monotonic()
-        if daemon != self._daemon:  # another daemon: reports to the last one may be lost
-            self._daemon = daemon
-            self._told.clear()
-            self._not_before = 0.0
-        if now < self._not_before:
-            return
-        try:
+            daemon, now = (info.st_ino, info.st_mtime_ns), time.monotonic()
+            if daemon != self._daemon:  # another daemon: reports to the last one may be lost
+                self._daemon = daemon
+                self._told.clear()
+                self._not_before = 0.0
+            if now < self._not_before:
+                return
             if self._missed or self._faults:
                 self._tell_faults()
                 self._tell_misses(mode, calls)
@@ -135,6 +121,23 @@ class Handover:
             self._not_before = time.monotonic() + AGAIN_S
         finally:
             self._client.close()
+            self._turn.release()
+
+    def _post(self, target: str, body: Any, what: str, *, repeats: bool, level: int = logging.INFO) -> dict[str, Any]:
+        """Return the daemon's answer; log a refusal. `repeats`: a busy daemon gets the report again later.
+
+        Raises Unreachable.
+        """
+        try:
+            found: dict[str, Any] = self._client.post(target, body)
+            return found
+        except Unreachable:
+            raise
+        except AutoselError as error:
+            if repeats and isinstance(error, Refused) and error.status == 503:
+                raise Unreachable("the daemon is busy", why=error.why) from error
+            log.log(level, "the daemon does not take %s: %s", what, error)
+            return {}
 
     def _tell_uses(self, uses: Mapping[UseKey, int], coverage: Callable[[], Coverage]) -> None:
         """Report the calls since the last report, and the coverage of all of them."""
@@ -150,12 +153,8 @@ class Handover:
 
     def _tell_coverage(self, found: Coverage) -> None:
         body = {"client": self._client_name, "process": os.getpid(), **document(found, most=MOST_PARTS)}
-        try:
-            self._client.post("/v1/coverage", body)
-        except Unreachable:
-            raise
-        except AutoselError as error:  # of an earlier version, or busy: the next report holds these calls too
-            log.info("the daemon does not take the coverage: %s", error)
+        # refused by an earlier version, or by a busy daemon: the next report holds these calls too
+        self._post("/v1/coverage", body, "the coverage", repeats=False)
 
     def _report(self, rows: list[tuple[UseKey, int]]) -> None:
         self._unsure = rows
@@ -164,14 +163,7 @@ class Handover:
             for (o, c, d, other), n in rows
         ]
         body = {"client": self._client_name, "serial": self._serial, "uses": told}
-        try:
-            self._client.post("/v1/uses", body)
-        except Unreachable:
-            raise
-        except AutoselError as error:
-            if isinstance(error, Refused) and error.status == 503:
-                raise Unreachable("the daemon is busy", why=error.why) from error
-            log.info("the daemon does not take what served: %s", error)
+        self._post("/v1/uses", body, "what served", repeats=True)
         for key, n in rows:
             self._told_uses[key] = self._told_uses.get(key, 0) + n
         self._unsure = []
@@ -180,14 +172,7 @@ class Handover:
         while self._faults:
             with self._one:
                 number, fault = next(iter(self._faults.items()))
-            try:
-                self._client.post("/v1/faults", plain(to_json(fault)))
-            except Refused as error:
-                log.warning("the daemon does not take a fault: %s", error.what)
-            except Unreachable:
-                raise
-            except AutoselError as error:
-                log.warning("the daemon does not take a fault: %s", error)
+            self._post("/v1/faults", plain(to_json(fault)), "a fault", repeats=False, level=logging.WARNING)
             with self._one:
                 del self._faults[number]
 
@@ -206,14 +191,8 @@ class Handover:
         self, hw_id: str, mode: str, part: Sequence[tuple[Missed, Workload]], often: Mapping[str, int]
     ) -> None:
         misses = [{"workload": to_json(w), "calls": often.get(bucket, 0)} for (_, bucket), w in part]
-        try:
-            found = self._client.post("/v1/misses", {"hw_id": hw_id, "mode": mode, "misses": misses})
-            if found.get("refused"):
-                log.info("the daemon does not tune what we miss: %s", found["refused"])
-        except Unreachable:
-            raise
-        except AutoselError as error:
-            log.warning("the daemon does not take our misses: %s", error)
-            if isinstance(error, Refused) and error.status == 503:
-                raise Unreachable("the daemon is busy", why=error.why) from error
+        body = {"hw_id": hw_id, "mode": mode, "misses": misses}
+        found = self._post("/v1/misses", body, "our misses", repeats=True, level=logging.WARNING)
+        if found.get("refused"):
+            log.info("the daemon does not tune what we miss: %s", found["refused"])
         self._told.update(missed for missed, _ in part)

@@ -68,12 +68,8 @@ def refusal(path: Path, pinned: int, problems: Sequence[Unkept], mode: str) -> F
     if problems:
         return ForeignDecision(
             f"{len(problems)} of {pinned} decisions that {path} pins cannot be served here",
-            why="\n".join(f"{_short(p.key)}: {p.reason}" for p in problems[:8]),
+            # without the device's 64 digits
+            why="\n".join(f"{p.key.partition('/')[2] or p.key}: {p.reason}" for p in problems[:8]),
             todo="autosel export --lock --build makes missing builds; otherwise tune, then run autosel export --lock",
         )
     return None
-
-
-def _short(key: str) -> str:
-    """Shorten the mode, without the device's 64 digits."""
-    return key.partition("/")[2] or key

@@ -52,6 +52,8 @@ def note(asked: CallCounts) -> None:
     path = settings.get("record")
     if path is None:
         return
+    from autosel.ledger.key import current_mode
+
     pid = os.getpid()
     if pid not in _last:
         _last[pid] = 0
@@ -63,22 +65,14 @@ def note(asked: CallCounts) -> None:
     try:
         for number, (hw_id, calls) in enumerate(sorted(where.items())):
             if calls:
-                write(part(Path(path), pid, number), hw_id, calls)
+                save(part(Path(path), pid, number), Recorded(device=hw_id, mode=current_mode(), calls=calls))
         _last[pid] = total
     except OSError as error:
         log.warning("cannot note the workloads in %s: %s", path, error)
 
 
 def part(path: Path, pid: int, number: int) -> Path:
-    """Return the file of a process and a device."""
     return path.with_name(f"{path.name}.{pid}{number:02}")
-
-
-def write(path: Path, hw_id: str, calls: Mapping[Workload, int]) -> None:
-    """Write the workloads of this process on a device."""
-    from autosel.ledger.key import current_mode
-
-    save(path, Recorded(device=hw_id, mode=current_mode(), calls=calls))
 
 
 def save(path: Path, made: Recorded) -> None:

@@ -107,11 +107,9 @@ def index(rows: Sequence[Row], device: Fingerprint, held: Held, trouble: str = "
 Guarded = Callable[[Resolution], Callable[..., Any]]
 
 
-def unguarded(resolution: Resolution) -> Callable[..., Any]:
-    return resolution.run
-
-
-def resolve(op: Op, w: Workload, serving: Serving, guarded: Guarded = unguarded, *, kind: str = "cpu") -> Resolution:
+def resolve(
+    op: Op, w: Workload, serving: Serving, guarded: Guarded = lambda part: part.run, *, kind: str = "cpu"
+) -> Resolution:
     """Resolve a workload. A decision's fault never raises: the baseline serves.
 
     `guarded` returns the callable for a part of a split bucket; `kind`: of the device that holds the tensors.
@@ -187,7 +185,8 @@ def _serve(op: Op, w: Workload, decision: Decision, serving: Serving) -> Resolut
         run = load(op, decision.arm.recipe, decision.arm.build, decision.arm.knobs)
     except Exception as error:  # a module or library that no longer loads costs speed, but never the caller's request
         log.warning("%s cannot be loaded: %s", decision.arm.candidate, error)
-        return standin(decision, f"{decision.arm.candidate} cannot be loaded: {first_line(error)}")
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        return standin(decision, f"{decision.arm.candidate} cannot be loaded: {first}")
     return Resolution(
         workload=w,
         run=run,
@@ -264,7 +263,3 @@ def _baseline(op: Op, w: Workload, device: Fingerprint, decision: Decision | Non
 @lru_cache(maxsize=64)
 def _function(op: Op, recipe: Recipe) -> Callable[..., Any]:
     return load(op, recipe, "", {})
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

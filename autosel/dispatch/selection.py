@@ -86,7 +86,7 @@ def make_selection(
         return entry
 
     scope = {"table": table, "resolve": resolved, "checked": checked, "failed": failed}
-    function = generate(lines, scope, s.name)
+    function: Any = generate(lines, scope, s.name)
     function.__qualname__ = selection_name(op.name, ())
 
     def uses() -> list[tuple[Resolution, int]]:
@@ -111,5 +111,4 @@ def key_function(op: Op) -> Callable[[dict[str, Any]], Any]:
     expression for arguments without a key."""
     s = signature(op)
     lines = ["def key(inputs):", *(f"    {a.name} = inputs[{a.name!r}]" for a in op.args), f"    return {s.key}"]
-    made: Callable[[dict[str, Any]], Any] = generate(lines, {}, "key")
-    return made
+    return generate(lines, {}, "key")

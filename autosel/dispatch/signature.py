@@ -96,10 +96,11 @@ def place_of(op: Op, inputs: Mapping[str, Any]) -> str:
     return devices.place_of(inputs[_first_tensor(op)])
 
 
-def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Any:
-    """Run text that is made from the op table alone (no outside data reaches it) and return `name` from it."""
+def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Callable[..., Any]:
+    """Run text that is made from the op table alone (no outside data reaches it), and return its function `name`."""
     exec("\n".join(lines), scope)  # noqa: S102  (see above)
-    return scope[name]
+    made: Callable[..., Any] = scope[name]
+    return made
 
 
 def inputs_of(op: Op, like: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:

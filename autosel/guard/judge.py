@@ -48,44 +48,28 @@ class Judge:
         """Return the first check that the candidate's result fails. `deep` also checks float64 rows without a
         suspicion.
         """
-        with torch.device("cpu"):  # float64 is computed there, whatever the process's default device
-            return self._look(call, candidate, baseline, seed, deep=deep)
-
-    def _look(
-        self, call: CheckedCall, candidate: Result, baseline: Result, seed: int, *, deep: bool
-    ) -> WrongResult | None:
         if candidate.spoilt:
-            reason = f"it wrote into its input {candidate.spoilt}"
             evidence = {"input": candidate.spoilt}
-            return WrongResult(mismatch=Mismatch(check="inputs", reason=reason, evidence=evidence), check=_nothing)
+            mismatch = Mismatch(check="inputs", reason=f"it wrote into its input {candidate.spoilt}", evidence=evidence)
+            return WrongResult(mismatch=mismatch, check=lambda _: None)
         base = baseline.outputs
-
-        def form(outputs: Sequence[Tensor]) -> Mismatch | None:
-            return call.same_form(outputs, base)
-
-        def finite(outputs: Sequence[Tensor]) -> Mismatch | None:
-            return more_nonfinite(outputs, base)
-
-        found = _first([form, finite], candidate.outputs)
-        if found is not None:
-            return found
-        distance = apart(candidate.outputs, base)
-        unusual = distance > UNUSUAL * self.usual + FEW_ULPS
-        checks: list[Check] = []
-        if deep:
-            checks += hull(call)
-        if deep or unusual:
-            checks.append(_against_float64(call, call.rows(ROWS, seed)))
-        if unusual:
-            checks += _everywhere(call, seed)
-        found = _first(checks, candidate.outputs)
+        with torch.device("cpu"):  # float64 is computed there, whatever the process's default device
+            found = _first([lambda o: call.same_form(o, base), lambda o: more_nonfinite(o, base)], candidate.outputs)
+            if found is not None:
+                return found
+            distance = apart(candidate.outputs, base)
+            unusual = distance > UNUSUAL * self.usual + FEW_ULPS
+            checks: list[Check] = []
+            if deep:
+                checks += hull(call)
+            if deep or unusual:
+                checks.append(_against_float64(call, call.rows(ROWS, seed)))
+            if unusual:
+                checks += _everywhere(call, seed)
+            found = _first(checks, candidate.outputs)
         if found is None and (deep or unusual) and math.isfinite(distance):
             self.usual = max(FORGET * self.usual, distance)
         return found
-
-
-def _nothing(_: Sequence[Tensor]) -> Mismatch | None:
-    return None
 
 
 def _first(checks: Sequence[Check], outputs: Sequence[Tensor]) -> WrongResult | None:

@@ -125,7 +125,8 @@ class Watch:
                 self.rate.checks += 1
             return s.candidate(*args, *outs)
         except Exception as error:
-            return self._trouble(error, args, outs)
+            self._troubled(error)
+            return s.baseline(*args, *outs)
         return self._both(call) if s.at_home(args) else s.baseline(*args, *outs)
 
     def _both(self, call: CheckedCall) -> Any:
@@ -236,10 +237,10 @@ class Watch:
         """Record the check's cost and, after the first calls, which arm was faster. `first` means that the candidate
         ran first.
         """
+        self._count(candidate, took_ns, first=first)
+        if canary or self.subject.decision.state == "pinned":  # a pinned arm serves at any speed
+            return
         with self.lock:
-            self.rate.checked(candidate.ns, max(0, took_ns - candidate.ns), natural=first)
-            if canary or self.subject.decision.state == "pinned":  # a pinned arm serves at any speed
-                return
             self.detector.add(candidate.raced_ns > baseline.raced_ns)
             if not self.detector.alarm or self._dwelt_s() < MIN_DWELL_S:
                 return
@@ -312,10 +313,6 @@ class Watch:
         self._report("raised", f"raised in service: {type(error).__name__}: {first:.200}", workload, evidence)
 
     # --- errors of the guard ----------------------------------------------------------------------------------------
-
-    def _trouble(self, error: Exception, args: Sequence[Any], outs: Sequence[Any]) -> Any:
-        self._troubled(error)
-        return self.subject.baseline(*args, *outs)
 
     def _troubled(self, error: Exception) -> None:
         self.troubles += 1

@@ -97,18 +97,14 @@ class EngineDecisions:
 
     def leave(self, reason: str) -> None:
         """Count a call that the engine runs itself, before its tensors are looked at."""
-        board = dispatch.board()
-        if board is not self.board:
-            self._forget(board)
+        self._follow()
         if reason not in self.left:
-            self.left[reason] = board.leave(ops.find(self.op), reason)
+            self.left[reason] = self.board.leave(ops.find(self.op), reason)
         self.left[reason].elsewhere[0] += 1
 
     def miss(self, key: Any, workload: Callable[[], Workload]) -> None:
         """Count a call that the engine runs itself because nothing is decided for its workload on the CPU."""
-        board = dispatch.board()
-        if board is not self.board or len(self.bound) >= MOST_SHAPES:
-            self._forget(board)
+        self._follow()
         if key not in self.bound:
             self.bound[key] = self.board.miss(ops.find(self.op), workload())
         self.bound[key].elsewhere[0] += 1
@@ -117,9 +113,7 @@ class EngineDecisions:
         return dispatch.board() is not self.board or key not in self.bound
 
     def _found(self, key: Any, arguments: tuple[Any, ...]) -> Any:
-        board = dispatch.board()
-        if board is not self.board or len(self.bound) >= MOST_SHAPES:
-            self._forget(board)
+        self._follow()
         if key not in self.bound:
             if captured(arguments):
                 self._say("a CUDA graph was captured before autosel saw its shapes: it holds the engine's own")
@@ -132,8 +126,11 @@ class EngineDecisions:
                 self._failed(key, arguments, error)
         return self.bound[key]
 
-    def _forget(self, board: Any) -> None:
-        self.board, self.bound, self.left, self.trials = board, {}, {}, {}
+    def _follow(self) -> None:
+        """Begin again for another board, or when there are too many shapes."""
+        board = dispatch.board()
+        if board is not self.board or len(self.bound) >= MOST_SHAPES:
+            self.board, self.bound, self.left, self.trials = board, {}, {}, {}
 
     def _failed(self, key: Any, arguments: tuple[Any, ...], error: Exception) -> Left:
         """Leave this key to the engine from now on."""
@@ -189,7 +186,7 @@ def norm(
     """Return y of x[..., d], or (y, x + residual); `sandwich`: that of the op add_rmsnorm."""
     if torch.compiler.is_compiling() or not x.numel():
         return None
-    if not _inference(x, weight):
+    if needs_gradient(x, weight):
         (NORM if residual is None else ADD_NORM).leave(AUTOGRAD)
         return None
     rows = x.reshape(-1, x.shape[-1])
@@ -233,7 +230,7 @@ def gated(op: str, x: Tensor, *more: int) -> Tensor | None:
     """Return swiglu or geglu of x[..., 2 I], with gate before up."""
     if torch.compiler.is_compiling() or not x.numel():
         return None
-    if not _inference(x):
+    if needs_gradient(x):
         GATED[op].leave(AUTOGRAD)
         return None
     gate, up = x.reshape(-1, x.shape[-1]).chunk(2, dim=-1)
@@ -263,7 +260,7 @@ def paged(
     """
     if torch.compiler.is_compiling():
         return False
-    if not _inference(q):
+    if needs_gradient(q):
         PAGED.leave(AUTOGRAD)
         return False
     shapes = (count_bucket(q.shape[0]), q.shape[1:], k.shape[1:], q.dtype, k.dtype, q.device)
@@ -277,8 +274,8 @@ def paged(
     return (new and run(longest)) or run(max_len)
 
 
-def _inference(*tensors: Tensor) -> bool:
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+def needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

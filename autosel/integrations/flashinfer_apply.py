@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from autosel import settings
@@ -175,10 +176,6 @@ def _norm(own: Function, offset: float = 0.0) -> Callable[..., Any]:
     return run
 
 
-def _gemma_norm(own: Function) -> Callable[..., Any]:
-    return _norm(own, 1.0)
-
-
 def _add_norm(own: Function) -> Callable[..., Any]:
     def run(hidden_states: Any, residual: Any, weight: Any) -> Any:
         made = engine_ops.norm(hidden_states, weight, EPSILON, residual=residual)
@@ -195,7 +192,7 @@ def _add_norm(own: Function) -> Callable[..., Any]:
 # op and traits -> the start of FlashInfer's name, and the maker of its callable
 NORMS: Mapping[Any, tuple[str, Callable[[Function], Callable[..., Any]]]] = {
     ("rmsnorm", ()): ("rmsnorm", _norm),
-    ("rmsnorm", (("offset", 1.0),)): ("gemma_rmsnorm", _gemma_norm),
+    ("rmsnorm", (("offset", 1.0),)): ("gemma_rmsnorm", partial(_norm, offset=1.0)),
     ("add_rmsnorm", ()): ("fused_add_rmsnorm", _add_norm),
 }
 

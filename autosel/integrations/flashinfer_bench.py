@@ -74,8 +74,6 @@ OP_TYPE = {"linear": "gemm", "attn": "gqa_decode", "prefill_attn": "gqa_prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Hold a decision and its evidence."""
-
     decision: Decision
     device: Fingerprint | None
     parity: Passed | None
@@ -161,7 +159,7 @@ def definition(w: Workload) -> dict[str, Any]:
         "axes": axes,
         "inputs": {a.name: _spec(w, a) for a in _passed(op, w)},
         "outputs": {n: _output(w, n) for n in op.output_names},
-        "reference": f"{_eager_source()}\n\n{_python_run(op, w)}",
+        "reference": f"{inspect.getsource(eager)}\n\n{_python_run(op, w)}",
     }
 
 
@@ -240,7 +238,7 @@ def solution(w: Workload, arm: Arm) -> dict[str, Any]:
     else:
         entry, language = "main.py::run", "python"
         function = recipe.target.partition(":")[2]
-        files = {"main.py": f"{_eager_source()}\n\n{_python_run(op, w, function, writes=True)}"}
+        files = {"main.py": f"{inspect.getsource(eager)}\n\n{_python_run(op, w, function, writes=True)}"}
         spec = {"target_hardware": ["cpu"], "dependencies": ["torch"]}
     made = {
         "definition": definition_name(w),
@@ -257,12 +255,11 @@ def solution(w: Workload, arm: Arm) -> dict[str, Any]:
 def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
     """Return C++ source of `run`. autosel's entry takes every argument and the knobs; `run` takes the definition's
     arguments and fixes the rest."""
-    passed = {a.name for a in _passed(op, w)}
     types = {"int": "int64_t", "float": "double"}  # else a tensor
-    names = [*(a.name for a in op.args if a.name in passed), *op.output_names]
-    kinds = {a.name: types.get(a.kind, "TensorView") for a in op.args}
-    parameters = ", ".join(f"{kinds.get(n, 'TensorView')} {n}" for n in names)
-    values = [a.name if a.name in passed else _cpp_fixed(a, w) for a in op.args]
+    given = [(types.get(a.kind, "TensorView"), a.name) for a in _passed(op, w)]
+    given += [("TensorView", name) for name in op.output_names]
+    parameters = ", ".join(f"{kind} {name}" for kind, name in given)
+    values = _values(op, w, absent="Optional<TensorView>()", length="k.size(2)")
     knobs = [str(int(arm.knobs[n])) for n in recipe.knob_args]
     called = f"autosel::{recipe.entry}({', '.join([*values, *op.output_names, *knobs])})"
     dtype = next((f.removeprefix("-D") for f in recipe.flags if f.startswith("-DAUTOSEL_")), "")
@@ -276,37 +273,32 @@ def _cpp_run(op: Op, w: Workload, recipe: NativeRecipe, arm: Arm) -> str:
     )
 
 
-def _cpp_fixed(arg: Arg, w: Workload) -> str:
-    if arg.kind in ("tensor", "weight", "optional"):
-        return "Optional<TensorView>()"
-    if arg.name == "max_len":
-        return "k.size(2)"
-    value = w.trait(arg.name, arg.default or 0)
-    return repr(float(value)) if arg.kind == "float" else str(int(value))
+def _values(op: Op, w: Workload, *, absent: str, length: str) -> list[str]:
+    """Return the source of each argument of the op: its name if the definition has it, else its value. `absent` is that
+    of a tensor, `length` that of the longest context."""
+    passed = {a.name for a in _passed(op, w)}
+
+    def value(arg: Arg) -> str:
+        if arg.name in passed:
+            return arg.name
+        if arg.kind in ("tensor", "weight", "optional"):
+            return absent
+        if arg.name == "max_len":
+            return length
+        fixed = w.trait(arg.name, arg.default or 0)
+        return repr(float(fixed) if arg.kind == "float" else int(fixed))
+
+    return [value(arg) for arg in op.args]
 
 
 def _python_run(op: Op, w: Workload, function: str = "", *, writes: bool = False) -> str:
     """Return Python source of `run` with the eager composition; a reference returns, a solution writes into its last
     arguments."""
-    passed = {a.name for a in _passed(op, w)}
     outs = list(op.output_names) if writes else []
-    names = [*(a.name for a in op.args if a.name in passed), *outs]
-    values = [a.name if a.name in passed else _python_fixed(a, w) for a in op.args]
+    names = [*(a.name for a in _passed(op, w)), *outs]
+    values = _values(op, w, absent="None", length="k.shape[2]")
     call = f"{function or w.op}({', '.join([*values, *outs])})"
     return f"def run({', '.join(names)}):\n    {'' if writes else 'return '}{call}\n"
-
-
-def _python_fixed(arg: Arg, w: Workload) -> str:
-    if arg.kind in ("tensor", "weight", "optional"):
-        return "None"
-    if arg.name == "max_len":
-        return "k.shape[2]"
-    value = w.trait(arg.name, arg.default or 0)
-    return repr(float(value) if arg.kind == "float" else int(value))
-
-
-def _eager_source() -> str:
-    return inspect.getsource(eager)
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------
@@ -406,15 +398,19 @@ def _inside(source: Any, where: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return parsed(read_named(path, MOST_BYTES), str(path))
+
+
+def parsed(content: bytes, where: str) -> dict[str, Any]:
+    """Return a document of a dataset. Raises BadConfig."""
     try:
-        data = parse_json(read_named(path, MOST_BYTES), what=str(path))
+        data = parse_json(content, what=where)
     except ValueError as error:
-        raise BadConfig(f"{path} is not JSON", why=str(error)) from error
+        raise BadConfig(f"{where} is not JSON", why=str(error)) from error
     if not isinstance(data, dict):
-        raise BadConfig(f"{path} is not a flashinfer-bench document")
+        raise BadConfig(f"{where} is not a flashinfer-bench document")
     return data
 
 
 def proof_of(found: Sequence[tuple[Arm, Any]], arm: Arm) -> Passed | None:
-    """Return the proof of this arm among a decision's proofs."""
     return next((p for a, p in found if a.digest == arm.digest and isinstance(p, Passed)), None)

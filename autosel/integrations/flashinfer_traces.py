@@ -23,7 +23,7 @@ from autosel.dispatch import recorded
 from autosel.errors import BadConfig
 from autosel.files import read_named
 from autosel.integrations import flashinfer_bench
-from autosel.values import DTypeName, Workload, from_json, parse_json, to_json
+from autosel.values import DTypeName, Workload, from_json, to_json
 
 KEPT = "elsewhere.jsonl"
 MOST_BYTES = 64 << 20
@@ -59,7 +59,9 @@ class Traces:
 
 def read(dataset: Path) -> Traces:
     """Read a dataset's folder. Nothing of it runs. Raises BadConfig, naming file and line."""
-    meant = {str(d.get("name")): d for d in map(_document, _files(dataset, "definitions", "json"))}
+    files = _files(dataset, "definitions", "json")
+    definitions = (flashinfer_bench.parsed(read_named(file, MOST_BYTES), str(file)) for file in files)
+    meant = {str(d.get("name")): d for d in definitions}
     evidence: list[Elsewhere] = []
     inputs: dict[Workload, set[str]] = {}
     left: dict[str, str] = {}
@@ -97,24 +99,10 @@ def _files(dataset: Path, kind: str, ending: str) -> list[Path]:
     return found
 
 
-def _document(path: Path) -> dict[str, Any]:
-    return _parsed(read_named(path, MOST_BYTES), str(path))
-
-
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(read_named(path, MOST_BYTES).splitlines(), 1):
         if line.strip():
-            yield f"{path}:{number}", _parsed(line, f"{path}:{number}")
-
-
-def _parsed(content: bytes, where: str) -> dict[str, Any]:
-    try:
-        data = parse_json(content, what=where)
-    except ValueError as error:
-        raise BadConfig(f"{where} is not JSON", why=str(error)) from error
-    if not isinstance(data, dict):
-        raise BadConfig(f"{where} is not a flashinfer-bench document")
-    return data
+            yield f"{path}:{number}", flashinfer_bench.parsed(line, f"{path}:{number}")
 
 
 def _axes(line: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from autosel import dispatch
 from autosel.dispatch import Bound
 from autosel.errors import BadArguments, UsageError
+from autosel.integrations.engine_ops import needs_gradient
 from autosel.values import length_bucket
 
 NAME = "autosel"
@@ -82,7 +83,7 @@ class Handle:
         op = None
         if attn_mask is None and dropout_p == 0.0 and not getattr(self.inside, "now", False):
             op = _op(q, k, is_causal)
-        decided = self._decided(op, q, k, v) if op and not _needs_gradient(q, k, v) else None
+        decided = self._decided(op, q, k, v) if op and not needs_gradient(q, k, v) else None
         if decided is None:
             made = self.own.call_boxed(keys, q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
             return made[0], made[1]
@@ -118,7 +119,3 @@ def _op(q: Tensor, k: Tensor, is_causal: bool) -> str | None:
     if q.shape[2] == 1 and not is_causal:
         return "attn"
     return "prefill_attn" if is_causal and q.shape[2] == k.shape[2] else None
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -130,7 +130,7 @@ def _register(op: Op, library: torch.library.Library) -> None:
         torch.library.register_autograd(f"{NAMESPACE}::{op.name}", _no_backward(op), lib=library)
         library.define(out_schema(op))
         library.impl(f"{op.name}.out", _writing(op, names, outs), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{op.name}.out", _fake_out(op, outs), lib=library)
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}.out", lambda *given, **outs: None, lib=library)
 
 
 def _register_stored(op: Op, library: torch.library.Library) -> None:
@@ -154,10 +154,10 @@ def _register_stored(op: Op, library: torch.library.Library) -> None:
     )
     lines = [f"def {name}({', '.join(part for _, part in given)}):", f"    return chosen()({made}).contiguous()"]
     scope = {"chosen": _chosen(op), **{kind.__name__: kind for kind in KINDS.values()}}
-    library.impl(name, _made(lines, name, scope), "CompositeExplicitAutograd")
+    library.impl(name, generate(lines, scope, name), "CompositeExplicitAutograd")
     shapes = ", ".join(f"{a.name!r}: {a.name}_codes" if a in stored else f"{a.name!r}: {a.name}" for a in op.args)
     fake = [lines[0], f"    return shapes({{{shapes}}})[0]"]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _made(fake, name, {"shapes": _FAKE[op.name]}), lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", generate(fake, {"shapes": _FAKE[op.name]}, name), lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_backward(op), lib=library)
 
 
@@ -178,7 +178,7 @@ def _functional(op: Op, names: str) -> Callable[..., Any]:
         len(pure_outputs(op)), "return tuple([t.contiguous() for t in chosen()({})])"
     )
     lines = [f"def {op.name}({', '.join(_named(op))}):", f"    {made.format(names)}"]
-    return _made(lines, op.name, {"chosen": _chosen(op)})
+    return generate(lines, {"chosen": _chosen(op)}, op.name)
 
 
 def _chosen(op: Op) -> Callable[[], Callable[..., Any]]:
@@ -200,19 +200,14 @@ def _writing(op: Op, names: str, outs: tuple[str, ...]) -> Callable[..., Any]:
         f"def {op.name}({', '.join(_named(op))}, *, {', '.join(outs)}):",
         f"    chosen()({names}, {', '.join(outs)})",
     ]
-    return _made(lines, op.name, {"chosen": _chosen(op)})
+    return generate(lines, {"chosen": _chosen(op)}, op.name)
 
 
 def _fake(op: Op) -> Callable[..., Any]:
     given = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
     returned = {0: "None", 1: "shapes({})[0]"}.get(len(pure_outputs(op)), "shapes({})").format(f"{{{given}}}")
-    return _made(
-        [f"def {op.name}({', '.join(_named(op))}):", f"    return {returned}"], op.name, {"shapes": _FAKE[op.name]}
-    )
-
-
-def _fake_out(op: Op, outs: tuple[str, ...]) -> Callable[..., Any]:
-    return _made([f"def out({', '.join(_named(op))}, *, {', '.join(outs)}):", "    return None"], "out", {})
+    lines = [f"def {op.name}({', '.join(_named(op))}):", f"    return {returned}"]
+    return generate(lines, {"shapes": _FAKE[op.name]}, op.name)
 
 
 def _no_backward(op: Op) -> Callable[..., Any]:
@@ -224,11 +219,6 @@ def _no_backward(op: Op) -> Callable[..., Any]:
         )
 
     return backward
-
-
-def _made(lines: list[str], name: str, scope: dict[str, Any]) -> Callable[..., Any]:
-    function: Callable[..., Any] = generate(lines, scope, name)
-    return function
 
 
 def _registered() -> torch.library.Library:

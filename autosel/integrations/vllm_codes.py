@@ -153,18 +153,12 @@ def _telling(own: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(own)
     def process_weights_after_loading(model: Any, *more: Any) -> None:
         own(model, *more)
-        layers = list(model.modules())
-        for who, skipped in ("autosel serves", _is_left), ("vLLM's own kernels run", _is_served):
-            count, told = told_layers(layers, skipped)
+        layers: dict[bool, list[Any]] = {True: [], False: []}
+        for layer in model.modules():
+            layers[hasattr(layer, SERVED)].append(layer)
+        for who, served in ("autosel serves", True), ("vLLM's own kernels run", False):
+            count, told = told_layers(layers[served])
             if count:
                 log.info("%s %d quantised linear layers: %s", who, count, told)
 
     return process_weights_after_loading
-
-
-def _is_served(layer: Any) -> bool:
-    return hasattr(layer, SERVED)
-
-
-def _is_left(layer: Any) -> bool:
-    return not hasattr(layer, SERVED)

@@ -134,16 +134,12 @@ def _define(linears: Linears) -> None:
     library.define("linear_codes(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
     library.impl("linear_codes", linears.by_codes, "CPU")
     torch.library.register_fake("autosel_engine::linear", _fake, lib=library)
-    torch.library.register_fake("autosel_engine::linear_codes", _fake_codes, lib=library)
+    torch.library.register_fake("autosel_engine::linear_codes", _fake, lib=library)
     _LIBRARIES.append(library)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _fake_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
+def _fake(x: Tensor, rows: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], rows.shape[0]))
 
 
 _LIBRARIES: list[torch.library.Library] = []  # the operator exists as long as its library

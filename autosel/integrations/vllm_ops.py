@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +17,7 @@ from autosel.integrations import engine_ops
 UNROUNDED = 2  # the op's `sandwich`: vLLM normalises the sum before it rounds it
 
 
-def _normed(layer: Any, x: Tensor, residual: Tensor | None, offset: float) -> Any:
+def _normed(layer: Any, x: Tensor, residual: Tensor | None = None, *, offset: float) -> Any:
     """Leave to vLLM what is not the op: half of a row's elements for its mean, no weight, or one rounding for all
     batches."""
     norm = engine_ops.NORM if residual is None else engine_ops.ADD_NORM
@@ -34,49 +37,25 @@ def _gated(op: str, x: Tensor, *more: int) -> Any:
     return engine_ops.gated(op, x, *more)
 
 
-class AutoselRMSNorm(RMSNorm):  # type: ignore[misc]
-    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        made = _normed(self, x, residual, 0.0)
-        return super().forward_cuda(x, residual) if made is None else made
+def _served(layer: Any, serve: Callable[..., Any]) -> Any:
+    """Return a subclass of vLLM's layer that asks `serve(layer, x, ...)` first, and runs vLLM's method where that
+    returns None."""
 
-    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        made = _normed(self, x, residual, 0.0)
-        return super().forward_cpu(x, residual) if made is None else made
+    def first(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def forward(self: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+            made = serve(self, x, *more, **named)
+            return theirs(self, x, *more, **named) if made is None else made
 
+        return forward
 
-class AutoselGemmaRMSNorm(GemmaRMSNorm):  # type: ignore[misc]
-    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        made = _normed(self, x, residual, 1.0)
-        return super().forward_cuda(x, residual) if made is None else made
-
-    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        made = _normed(self, x, residual, 1.0)
-        return super().forward_cpu(x, residual) if made is None else made
-
-
-class AutoselSiluAndMul(SiluAndMul):  # type: ignore[misc]
-    def forward_cuda(self, x: Tensor) -> Any:
-        made = _gated("swiglu", x)
-        return super().forward_cuda(x) if made is None else made
-
-    def forward_cpu(self, x: Tensor) -> Any:
-        made = _gated("swiglu", x)
-        return super().forward_cpu(x) if made is None else made
-
-
-class AutoselGeluAndMul(GeluAndMul):  # type: ignore[misc]
-    def forward_cuda(self, x: Tensor) -> Any:
-        made = _gated("geglu", x, int(self.approximate == "tanh"))
-        return super().forward_cuda(x) if made is None else made
-
-    def forward_cpu(self, x: Tensor) -> Any:
-        made = _gated("geglu", x, int(self.approximate == "tanh"))
-        return super().forward_cpu(x) if made is None else made
+    methods = {name: first(getattr(layer, name)) for name in ("forward_cuda", "forward_cpu")}
+    return type(f"Autosel{layer.__name__}", (layer,), methods)
 
 
 REPLACED: dict[Any, Any] = {
-    RMSNorm: AutoselRMSNorm,
-    GemmaRMSNorm: AutoselGemmaRMSNorm,
-    SiluAndMul: AutoselSiluAndMul,
-    GeluAndMul: AutoselGeluAndMul,
+    RMSNorm: _served(RMSNorm, partial(_normed, offset=0.0)),
+    GemmaRMSNorm: _served(GemmaRMSNorm, partial(_normed, offset=1.0)),
+    SiluAndMul: _served(SiluAndMul, lambda layer, x: _gated("swiglu", x)),
+    GeluAndMul: _served(GeluAndMul, lambda layer, x: _gated("geglu", x, int(layer.approximate == "tanh"))),
 }

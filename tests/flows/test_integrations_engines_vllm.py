@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from autosel.cli.main import run
 from autosel.errors import BadConfig, UsageError
 from autosel.fingerprint import known
 from autosel.integrations.engines import ask, experts, vllm
+from autosel.integrations.engines.folder import Manifest
 from autosel.integrations.engines.rows import EngineRow, Target
 from autosel.testing.serving import pinned
 from autosel.values import Decision
@@ -63,29 +66,39 @@ def spoiled(scratch: Path, folder: Path) -> list[EngineRow]:
     return [moved, changed]
 
 
-@asks_vllm
-def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
-    """Test products and experts in bf16 and blocked fp8, derived rows and pinned ones (the engine's defaults)."""
+def exported(export: Callable[[Target, Path], Manifest], scratch: Path) -> Manifest:
+    """Export products and experts in bf16 and blocked fp8, derived rows and pinned ones (the engine's defaults).
+
+    All files are in `scratch / "all"`, because starting an engine takes seconds: one process reads all rows.
+    """
     asked = [target(tp=2), target(derives=False)]
     for name, extra in (("plain", {}), ("fp8", FP8)):
-        model = str(checkpoint(tmp_path / name, **extra))
+        model = str(checkpoint(scratch / name, **extra))
         asked += [target(model=model, tp=2), target(model=model, derives=False)]
-    rows, folder = [], tmp_path / "all"
-    for one in asked:  # one process for all rows, because starting vLLM takes seconds
-        made = vllm.export(one, tmp_path / "one")
+    rows: list[EngineRow] = []
+    for one in asked:
+        made = export(one, scratch / "one")
         rows += made.rows
-        for file in made.digests:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_bytes((tmp_path / "one" / file).read_bytes())
-    odd = spoiled(tmp_path / "one", folder)
-    heard = ask.ask("vllm", folder, dataclasses.replace(made, rows=(*rows, *odd)))
-    assert [(r.there, r.same) for r in heard.rows[len(rows) :]] == [(False, True), (True, False)]
-    heard = dataclasses.replace(heard, rows=heard.rows[: len(rows)])
-    assert heard.version == vllm.VERSION
-    missed = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.there]
-    stale = [r.label for r, said in zip(rows, heard.rows, strict=True) if not said.same]
+        shutil.copytree(scratch / "one", scratch / "all", dirs_exist_ok=True)
+    return dataclasses.replace(made, rows=tuple(rows))
+
+
+def refuse_missed_and_stale(rows: Sequence[EngineRow], heard: Sequence[ask.Heard]) -> None:
+    missed = [r.label for r, said in zip(rows, heard, strict=True) if not said.there]
+    stale = [r.label for r, said in zip(rows, heard, strict=True) if not said.same]
     assert not missed and not stale
-    assert heard.here == len(asked)  # only the flag's row, because the device differs
+
+
+@asks_vllm
+def test_vllms_own_lookups_find_every_row(tmp_path: Path) -> None:
+    made, folder = exported(vllm.export, tmp_path), tmp_path / "all"
+    odd, count = spoiled(tmp_path / "one", folder), len(made.rows)
+    heard = ask.ask("vllm", folder, dataclasses.replace(made, rows=(*made.rows, *odd)))
+    assert [(r.there, r.same) for r in heard.rows[count:]] == [(False, True), (True, False)]
+    assert heard.version == vllm.VERSION
+    refuse_missed_and_stale(made.rows, heard.rows[:count])
+    flags = [row.ask["kind"] for row, said in zip(made.rows, heard.rows, strict=False) if said.here]
+    assert flags == ["flag"] * 6  # one for each target; other rows are for another device
     assert "VLLM_TUNED_CONFIG_FOLDER" in heard.setting and "AUTOSEL_ENGINE_FILES" in heard.setting
 
 

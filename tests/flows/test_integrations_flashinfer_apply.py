@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from autosel.native.compile import find_compiler
 from autosel.testing.serving import arm_of, pinned, serve
 from autosel.values import Decision, Workload
 from tests import engines
+from tests.cpu.engine_scene import last_line
 from tests.null.cuda_stand_in import OnGpu
 
 BEGIN = """
@@ -107,12 +104,9 @@ print(json.dumps(said))
 
 def heard(script: str, home: Path, *engines_: str, **environment: str) -> dict[str, Any]:
     """Return a script's notes in `said`, from a separate process that serves from this home."""
-    kept = {n: v for n, v in os.environ.items() if not n.startswith("AUTOSEL_")}
-    given = {"PYTHONPATH": engines.paths(*engines_), "AUTOSEL_HOME": str(home), **environment}
     (home / "native").symlink_to(settings.home() / "native")
-    ran = subprocess.run([sys.executable, "-c", BEGIN + script], env=kept | given, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    given = {"PYTHONPATH": engines.paths(*engines_), "AUTOSEL_HOME": str(home), **environment}
+    found: dict[str, Any] = last_line(BEGIN + script, given)
     return found
 
 

@@ -17,6 +17,8 @@ import autosel
 from autosel import dispatch, extras, ops
 from autosel.errors import UsageError
 from autosel.integrations.transformers.cache import make_room
+from autosel.integrations.transformers.masks import look
+from autosel.integrations.transformers.proof import PROVEN_ON
 from autosel.testing.serving import serve
 from autosel.values import Workload
 
@@ -288,11 +290,11 @@ def test_a_rotation_inside_an_unknown_decorator_is_left_and_the_decorator_is_nam
 def test_an_unknown_model_is_refused_with_the_versions_and_left_as_it_was() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)).eval()
     model.lm_head.forward = model.lm_head.forward  # the only module of a known kind belongs to other code
-    before = logits_of_gpt2(model)
+    before = logits(model)
     with pytest.raises(UsageError, match="nothing in GPT2LMHeadModel can be replaced") as caught:
         autosel.patch(model)
     assert f"transformers {transformers.__version__}" in caught.value.why
-    assert torch.equal(logits_of_gpt2(model), before)
+    assert torch.equal(logits(model), before)
     with pytest.raises(UsageError, match=r"not a transformers\.PreTrainedModel"):
         autosel.patch(nn.Linear(2, 2))
 
@@ -311,22 +313,12 @@ def test_transformers_of_another_interface_is_refused_with_both_versions(monkeyp
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-def logits_of_gpt2(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = model(torch.arange(2, 8)[None]).logits
-    return found
-
-
-def test_mixed_dtypes_and_no_device_are_refused() -> None:
+def test_mixed_dtypes_are_refused() -> None:
     model = made(llama)
     model.model.norm.to(torch.bfloat16)
     with pytest.raises(UsageError, match=r"torch\.bfloat16, torch\.float32"):
         autosel.patch(model)
-    with torch.device("meta"):
-        hollow = llama()
-    with pytest.raises(UsageError, match="on meta"):
-        autosel.patch(hollow)
-    assert not any("forward" in m.__dict__ for m in (*model.modules(), *hollow.modules()))
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 def test_patching_does_not_change_the_random_state() -> None:
@@ -355,6 +347,50 @@ def test_low_precision_logits_differ_only_by_roundings_of_the_dtype() -> None:
     autosel.patch(model)
     ours = (logits(model).double() - exact).square().mean().sqrt()
     assert ours <= 2 * own  # parity's rule for an RMS error relative to the baseline's
+
+
+# --- another device ---------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_a_model_moved_off_the_device_it_was_proven_on_runs_its_own_code(tmp_path: Path) -> None:
+    """Run its own code there, because the baseline would be slower, and masks are not read on other devices."""
+    with dispatch.use(tmp_path) as board:
+        model = made(llama)
+        autosel.patch(model)
+        model.to("meta")
+        before = sum(use.calls for use in board.uses())
+        ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
+        cache = model(ids, use_cache=True).past_key_values
+        step = model(ids[:, :1], past_key_values=cache, use_cache=True)
+        assert step.logits.shape == (2, 1, V) and len(cache.layers) == LAYERS
+        assert sum(use.calls for use in board.uses()) == before
+
+
+def test_a_mask_on_another_device_is_not_read() -> None:
+    assert look(torch.ones(2, 1, 1, 10, dtype=torch.bool, device="meta"), llama()) is None
+
+
+def test_a_model_on_an_unsupported_device_is_refused_with_the_right_reason() -> None:
+    with torch.device("meta"):
+        hollow = llama()
+    with pytest.raises(UsageError, match="proves every module on its device, which must be one CPU or one GPU"):
+        autosel.patch(hollow)
+    spread = llama()
+    spread.lm_head.to("meta")
+    with pytest.raises(UsageError, match="on cpu, meta"):
+        autosel.patch(spread)
+    assert not any("forward" in m.__dict__ for m in (*hollow.modules(), *spread.modules()))
+
+
+def test_the_device_of_the_proof_is_stored_with_the_module_until_the_patch_ends() -> None:
+    model = made(llama)
+    autosel.patch(model)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        assert one.model.layers[0].self_attn.__dict__[PROVEN_ON] == torch.device("cpu")
+        autosel.unpatch(one)
+        assert not any(PROVEN_ON in module.__dict__ for module in one.modules())
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

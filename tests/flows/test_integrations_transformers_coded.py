@@ -28,13 +28,18 @@ from autosel.testing.serving import serve
 from tests import drawn, engines
 
 transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
-pytestmark = pytest.mark.skipif(bool(engines.missing()), reason=engines.missing())
+pytestmark = [
+    pytest.mark.skipif(bool(engines.missing()), reason=engines.missing()),
+    pytest.mark.usefixtures("compressed_tensors"),
+]
 
 D, HEADS, KV_HEADS, HEAD, I, V, LAYERS = 128, 2, 1, 64, 256, 512, 2
 PROJECTIONS = 7 * LAYERS
 SHAPES = {(HEADS * HEAD, D), (KV_HEADS * HEAD, D), (D, HEADS * HEAD), (I, D), (D, I)}  # N, K
 FORMATS = [name for name in checkpoint.FORMATS if not find_weight_format(name).code.startswith("u")]  # symmetric ones
 SERVED = "int4-g128", "int8-row"  # with kernels; the other formats differ in their codes alone
+Folders = dict[str, Path]  # checkpoints by format
+Served = tuple[str, Path]  # a format, and a home
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +60,33 @@ def compressed_tensors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Return a checkpoint in bf16, as "plain", and in each format."""
     root = tmp_path_factory.mktemp("checkpoints")
-    config = transformers.LlamaConfig(
-        hidden_size=D,
-        intermediate_size=I,
-        num_hidden_layers=LAYERS,
-        vocab_size=V,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(5)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    tiny(initializer_range=0.2).to(torch.bfloat16).save_pretrained(root / "plain")
     for name in FORMATS:
         write_checkpoint(root / "plain", name, root / name)
     return {name: root / name for name in ("plain", *FORMATS)}
 
 
+def tiny(**changes: Any) -> Any:
+    """Return a random Llama of two layers."""
+    sizes = {
+        "hidden_size": D,
+        "intermediate_size": I,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": V,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    torch.manual_seed(5)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes)).eval()
+
+
 @pytest.fixture(scope="module", params=[drawn.todays(SERVED)])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Return a format, and a home in which its kernel serves one and two rows."""
     name: str = request.param
     find = ops.find("linear")
@@ -110,9 +119,7 @@ def codes_served(board: dispatch.Board) -> int:
     return sum(use.calls for use in board.uses() if use.candidate == "cpp:gemv_coded")
 
 
-def test_decided_kernels_serve_the_codes_and_greedy_tokens_are_the_same(
-    compressed_tensors: None, folders: dict[str, Path], served: tuple[str, Path]
-) -> None:
+def test_decided_kernels_serve_the_codes_and_greedy_tokens_are_the_same(folders: Folders, served: Served) -> None:
     name, home = served
     model = loaded(folders[name])
     before = [tokens(loaded(folders[name]), rows) for rows in (1, 2)]
@@ -130,9 +137,7 @@ def test_decided_kernels_serve_the_codes_and_greedy_tokens_are_the_same(
 
 @pytest.mark.parametrize("called", [False, True], ids=["packed", "dequantised"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_codes_are_those_of_the_checkpoint(
-    compressed_tensors: None, folders: dict[str, Path], name: str, called: bool, tmp_path: Path
-) -> None:
+def test_the_codes_are_those_of_the_checkpoint(folders: Folders, name: str, called: bool, tmp_path: Path) -> None:
     """Test codes that were taken before and after compressed-tensors has dequantised them."""
     model = loaded(folders[name])
     if called:
@@ -150,9 +155,7 @@ def test_the_codes_are_those_of_the_checkpoint(
             assert all(torch.equal(a, b) for a, b in zip(tensors(mine), tensors(other), strict=True))
 
 
-def test_an_unpatched_model_gives_the_original_bits(
-    compressed_tensors: None, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_unpatched_model_gives_the_original_bits(folders: Folders, tmp_path: Path) -> None:
     model = loaded(folders["int4-g32"])
     theirs = model.model.layers[0].mlp.up_proj.forward
     expected = logits(loaded(folders["int4-g32"]))
@@ -167,9 +170,7 @@ def test_an_unpatched_model_gives_the_original_bits(
     assert not any(name.startswith("_autosel") for module in model.modules() for name in module.__dict__)
 
 
-def test_a_changed_weight_and_a_copy_of_the_model_run_their_own_code(
-    compressed_tensors: None, folders: dict[str, Path], served: tuple[str, Path]
-) -> None:
+def test_a_changed_weight_and_a_copy_of_the_model_run_their_own_code(folders: Folders, served: Served) -> None:
     name, home = served
     model, other = loaded(folders[name]), loaded(folders[name])
     tokens(other)
@@ -187,9 +188,7 @@ def test_a_changed_weight_and_a_copy_of_the_model_run_their_own_code(
         assert tokens(twin) == tokens(other) and codes_served(board) == count
 
 
-def test_codes_that_do_not_give_the_weight_again_are_not_served(
-    compressed_tensors: None, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_codes_that_do_not_give_the_weight_again_are_not_served(folders: Folders, tmp_path: Path) -> None:
     model = loaded(folders["int8-g128"])
     tokens(model)
     with torch.no_grad():
@@ -201,9 +200,7 @@ def test_codes_that_do_not_give_the_weight_again_are_not_served(
     assert "no whole decode steps: model.layers.1.mlp.gate_proj is a Linear in int8-g128" in patched.steps
 
 
-def test_a_model_that_was_dequantised_when_it_was_loaded_is_a_plain_one(
-    compressed_tensors: None, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_that_was_dequantised_when_it_was_loaded_is_a_plain_one(folders: Folders, tmp_path: Path) -> None:
     config = transformers.CompressedTensorsConfig(dequantize=True)
     model = loaded(folders["int4-g64"], quantization_config=config)
     with dispatch.use(tmp_path):
@@ -232,9 +229,7 @@ def odd_groups(layer: Any) -> None:
         (odd_groups, "int4-g48"),
     ],
 )
-def test_a_scheme_without_a_kernel_is_named(
-    compressed_tensors: None, folders: dict[str, Path], change: Any, told: str, tmp_path: Path
-) -> None:
+def test_a_scheme_without_a_kernel_is_named(folders: Folders, change: Any, told: str, tmp_path: Path) -> None:
     model = loaded(folders["int4-g128"])
     expected = logits(model)
     layer = model.model.layers[0].mlp.up_proj
@@ -299,7 +294,7 @@ def test_a_layer_of_another_package_is_named(layer: Any, told: str) -> None:
     assert f"{type(made).__name__} in {told_format(made)}" == told
 
 
-def test_a_model_with_such_a_layer_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_with_such_a_layer_says_so(folders: Folders, tmp_path: Path) -> None:
     model = loaded(folders["plain"])
     model.model.layers[1].self_attn.q_proj = gptq()
     with dispatch.use(tmp_path):

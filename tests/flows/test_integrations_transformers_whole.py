@@ -32,7 +32,7 @@ from autosel.values import DTypeName, Rejected
 from tests import drawn, engines
 from tests.cpu.test_decode import compiled, one_thread
 from tests.flows.test_decode_decision import home, timed
-from tests.flows.test_integrations_transformers_coded import SERVED, codes_of, compressed_tensors, folders, loaded
+from tests.flows.test_integrations_transformers_coded import SERVED, codes_of, compressed_tensors, folders, loaded, tiny
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,21 +41,22 @@ __all__ = ["compiled", "compressed_tensors", "folders", "home", "one_thread", "t
 LAYERS, V, PROMPT, NEW = 2, 512, 17, 9
 SIZES = {"layers": LAYERS, "d": 128, "Hq": 2, "Hkv": 1, "D": 64, "I": 256, "V": V, "tied": False}
 CACHES = [{}, {"cache_implementation": "static"}]
+Timed = Callable[..., list[str]]
 
 
 @pytest.fixture
-def decided(
-    compiled: set[str],
-    home: Path,
-    timed: Callable[[float], list[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[dispatch.Board]:
+def fused(compiled: set[str], timed: Timed, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """Return how to set the times of steps, whose ops are fused."""
+    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
+    return timed
+
+
+@pytest.fixture
+def decided(fused: Timed, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dispatch.Board]:
     """Decide steps of 17 to 32 tokens for a thread team, for batches of 1 and 2 in fp32; once for all tests."""
     kept = tmp_path_factory.getbasetemp() / "decided-whole-steps"
     if not kept.exists():
-        monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
-        timed(1.1)
+        fused(1.1)
         decide()
         shutil.copytree(home, kept, symlinks=True)
     for path in kept.glob("*.*"):
@@ -77,21 +78,6 @@ def decide(
             plan = Plan(model=shape, dtype=dtype, batch=batch, seq=32, iters=2, warmup=0)
             measure(plan, load_weights(plan), ledger=ledger)
         assert [d.state for d in ledger.history("step")] == [state] * len(batches)
-
-
-def tiny(**changes: Any) -> Any:
-    settings = {"rms_norm_eps": 1e-5, "max_position_embeddings": 128, **changes}
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        vocab_size=V,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        **settings,
-    )
-    torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def prompts(rows: int = 1) -> torch.Tensor:
@@ -124,12 +110,9 @@ def test_generate_runs_whole_steps_and_gives_the_models_tokens(
     assert tokens(model, rows, **cache) == before and steps(decided) == 2 * (NEW - 1)
 
 
-def test_a_step_decided_op_by_op_runs_as_a_list_of_ops(
-    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_decided_op_by_op_runs_as_a_list_of_ops(fused: Timed, home: Path) -> None:
     """The team is level with it. Modules run the same kernels, and their own code between them."""
-    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
-    timed(1.0, pytorch=0.5)
+    fused(1.0, pytorch=0.5)
     decide(state="kept", batches=(1,))
     with dispatch.use(home) as board:
         model = tiny()
@@ -138,11 +121,8 @@ def test_a_step_decided_op_by_op_runs_as_a_list_of_ops(
         assert tokens(model) == before and steps(board) == NEW - 1
 
 
-def test_a_step_that_pytorch_wins_runs_the_models_own_modules(
-    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
-    timed(0.9, pytorch=1.2)
+def test_a_step_that_pytorch_wins_runs_the_models_own_modules(fused: Timed, home: Path) -> None:
+    fused(0.9, pytorch=1.2)
     decide(batches=(1,))
     with dispatch.use(home) as board:
         model = tiny()
@@ -152,12 +132,11 @@ def test_a_step_that_pytorch_wins_runs_the_models_own_modules(
 
 
 def test_a_decision_for_packed_weights_serves_plain_ones_if_packed_ones_do_not_fit(
-    compiled: set[str], home: Path, timed: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    fused: Timed, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(support := packed.supports("bf16", fingerprint.take("cpu")), Rejected):
         pytest.skip(support.reason)
-    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
-    timed(1.1)
+    fused(1.1)
     decide(batches=(1,), dtype="bf16")
 
     def no_room(*_: Any, **__: Any) -> None:
@@ -320,17 +299,11 @@ def test_a_wrong_step_is_refused_by_its_proof(
 
 @pytest.mark.skipif(bool(engines.missing()), reason=engines.missing())
 def test_a_model_in_codes_runs_whole_steps_on_them(
-    compiled: set[str],
-    home: Path,
-    timed: Callable[[float], list[str]],
-    compressed_tensors: None,
-    folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    fused: Timed, home: Path, compressed_tensors: None, folders: dict[str, Path]
 ) -> None:
     """Test the decision that `autosel run --model DIR` makes for the same checkpoint."""
     name = drawn.todays(SERVED)
-    monkeypatch.setattr("autosel.decode.choose.choose_chain", lambda *_: (FUSED, ()))
-    timed(1.1)
+    fused(1.1)
     decide(name)
     model, other = loaded(folders[name]), loaded(folders[name])
     before = [tokens(other, rows) for rows in (1, 2)]

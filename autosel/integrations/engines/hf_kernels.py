@@ -79,9 +79,7 @@ def export(fp: Fingerprint, decisions: Sequence[Decision], folder: Path) -> fold
         f"{variant}/layers.py": SOURCE.replace("{version}", __version__),
         "mapping.json": json.dumps({layer: {device: own} for layer, own in mapped.items()}, indent=2) + "\n",
     }
-    return folders.write(
-        folder, engine="hf-kernels", engine_version=VERSION, fp=fp, model="", dtype="", rows=rows, files=files
-    )
+    return folders.write(folder, engine="hf-kernels", engine_version=VERSION, fp=fp, rows=rows, files=files)
 
 
 def _row(layer: str, ops: Sequence[str], decisions: Sequence[Decision], device: str) -> EngineRow:

@@ -46,8 +46,8 @@ def export(target: Target, folder: Path) -> folders.Manifest:
     rows = list(_rows(target, target.model))
     table: dict[str, list[Any]] = {row.key: [row.value] for row in rows}
     files = {FILE: folders.document(table)}
-    return folders.write_for(
-        target, folder, engine="inductor", engine_version=torch.__version__, rows=rows, files=files
+    return folders.write(
+        folder, engine="inductor", engine_version=torch.__version__, fp=target.fp, rows=rows, files=files, **target.told
     )
 
 

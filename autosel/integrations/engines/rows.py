@@ -70,6 +70,11 @@ class Target:
         return known.name if known else ""
 
     @property
+    def told(self) -> dict[str, str]:
+        """Return the model and the dtype for a manifest."""
+        return {"model": self.name, "dtype": self.dtype}
+
+    @property
     def facts(self) -> GpuFacts:
         return facts(self.fp)
 

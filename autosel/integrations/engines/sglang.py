@@ -17,18 +17,12 @@ from pathlib import Path
 from autosel.integrations.engines import folder as folders
 from autosel.integrations.engines.experts import Experts
 from autosel.integrations.engines.rows import Target
-from autosel.integrations.engines.vllm import BLOCK, DEFAULT_GEMM, flagged, gemm_rows, moe_rows
+from autosel.integrations.engines.vllm import BLOCK, DEFAULT_GEMM, OWN_BACKENDS, flagged, gemm_rows, launch, moe_rows
 
 VERSION = "0.5.23"  # the release of these formats and defaults
 TRITON = "3.5.1"  # if Triton is not installed here: the folder of the last version for which SGLang ships files
 # Backends of autosel's decisions -> --attention-backend. autosel's plug-in registers `autosel`.
-ATTENTION = {
-    "FLASHINFER": "flashinfer",
-    "FLASH_ATTN": "fa3",
-    "TRITON": "autosel",
-    "CUDA_EXT": "autosel",
-    "CUTLASS": "autosel",
-}
+ATTENTION = {"FLASHINFER": "flashinfer", "FLASH_ATTN": "fa3", **dict.fromkeys(OWN_BACKENDS, "autosel")}
 LOW_SHARED_BYTES = 128 << 10  # below this it divides experts in fp8 into smaller tiles
 
 
@@ -64,14 +58,9 @@ def default_moe(m: int, e: Experts, shared_bytes: int) -> dict[str, int]:
     """Return the default of SGLang 0.5.23's get_default_config on NVIDIA, which it uses without a file."""
     few = m <= e.count
     if e.dtype != "fp8_e4m3":
-        return _sizes(16, 32, 64, 1) if few else _sizes(64, 64, 32, 8)
+        return launch(16, 32, 64, 1) if few else launch(64, 64, 32, 8)
     if e.block:
-        return _sizes(64, e.block[0], e.block[1], 32, 4, 3)
+        return launch(64, e.block[0], e.block[1], 32, 4, 3)
     if shared_bytes < LOW_SHARED_BYTES:
-        return _sizes(32, 64, 256, 1, 4, 4) if few else _sizes(64, 128, 256, 64, 4, 2)
-    return _sizes(64, 128, 128, 1, 4, 4) if few else _sizes(128, 256, 128, 32, 8, 4)
-
-
-def _sizes(m: int, n: int, k: int, group: int, warps: int = 0, stages: int = 0) -> dict[str, int]:
-    made = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": group}
-    return {**made, "num_warps": warps, "num_stages": stages} if warps else made
+        return launch(32, 64, 256, 1, 4, 4) if few else launch(64, 128, 256, 64, 4, 2)
+    return launch(64, 128, 128, 1, 4, 4) if few else launch(128, 256, 128, 32, 8, 4)

@@ -23,7 +23,6 @@ from autosel.integrations.engines.rows import (
     COUNTS,
     EngineAnswer,
     EngineRow,
-    EngineTile,
     Target,
     answer,
     linear,
@@ -35,14 +34,9 @@ from autosel.values import Decision
 VERSION = "0.33.0"  # the release of these formats and defaults
 BLOCK = (128, 128)  # of the scales in published blocked-fp8 checkpoints
 FLAG_FILE = "serve.yaml"
+OWN_BACKENDS = ("TRITON", "CUDA_EXT", "CUTLASS")  # of autosel's kernels, which its plug-in serves
 # Backends of autosel's decisions -> AttentionBackendEnum. autosel's plug-in registers CUSTOM.
-ATTENTION = {
-    "FLASHINFER": "FLASHINFER",
-    "FLASH_ATTN": "FLASH_ATTN",
-    "TRITON": "CUSTOM",
-    "CUDA_EXT": "CUSTOM",
-    "CUTLASS": "CUSTOM",
-}
+ATTENTION = {"FLASHINFER": "FLASHINFER", "FLASH_ATTN": "FLASH_ATTN", **dict.fromkeys(OWN_BACKENDS, "CUSTOM")}
 
 
 def export(target: Target, folder: Path) -> folders.Manifest:
@@ -56,9 +50,9 @@ def flagged(
 ) -> folders.Manifest:
     """Return the files of these rows, and the file of the attention flag. `names`: the engine's names of autosel's
     backends."""
-    flag = flag_row(target, FLAG_FILE, "attention-backend", names)
+    flag = flag_row(target, names)
     files = {**grouped(rows), FLAG_FILE: flag_text(flag, use)}
-    return folders.write_for(target, folder, rows=[*rows, flag], files=files, **engine)
+    return folders.write(folder, fp=target.fp, rows=[*rows, flag], files=files, **target.told, **engine)
 
 
 def grouped(rows: list[EngineRow]) -> dict[str, str]:
@@ -71,15 +65,15 @@ def grouped(rows: list[EngineRow]) -> dict[str, str]:
 
 # --- products in blocked fp8 -----------------------------------------------------------------------------------------
 
+
+def launch(m: int, n: int, k: int, group: int, warps: int = 0, stages: int = 0) -> dict[str, int]:
+    """Return the launch of a Triton product as engines write it, without warps and stages if `warps` is 0."""
+    sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k, "GROUP_SIZE_M": group}
+    return {**sizes, "num_warps": warps, "num_stages": stages} if warps else sizes
+
+
 # for vLLM 0.33 and SGLang, except the stages: fp8_utils.w8a8_triton_block_scaled_mm
-DEFAULT_GEMM = {
-    "BLOCK_SIZE_M": 64,
-    "BLOCK_SIZE_N": BLOCK[0],
-    "BLOCK_SIZE_K": BLOCK[1],
-    "GROUP_SIZE_M": 32,
-    "num_warps": 4,
-    "num_stages": 2,
-}
+DEFAULT_GEMM = launch(64, *BLOCK, group=32, warps=4, stages=2)
 
 
 def gemm_file(device: str, n: int, k: int) -> str:
@@ -113,18 +107,8 @@ def _tiled(found: EngineAnswer, default: Mapping[str, int]) -> tuple[dict[str, i
     if found.tile is None:
         why = f"{found.reason}, which has no tiles to carry over" if found.backend else found.reason
         return dict(default), "default", why
-    return block_sizes(found.tile, group=default["GROUP_SIZE_M"]), found.source, found.reason
-
-
-def block_sizes(t: EngineTile, *, group: int) -> dict[str, int]:
-    return {
-        "BLOCK_SIZE_M": t.m,
-        "BLOCK_SIZE_N": t.n,
-        "BLOCK_SIZE_K": t.k,
-        "GROUP_SIZE_M": group,
-        "num_warps": t.warps,
-        "num_stages": t.stages,
-    }
+    t = found.tile
+    return launch(t.m, t.n, t.k, default["GROUP_SIZE_M"], t.warps, t.stages), found.source, found.reason
 
 
 # --- fused experts ---------------------------------------------------------------------------------------------------
@@ -178,9 +162,9 @@ def derive_moe(target: Target, e: Experts, m: int, inner: int) -> dict[str, int]
     used = min(e.count, m * e.chosen)
     rows = -(-m * e.chosen // used)
     w = linear(rows, 2 * inner * used, e.hidden, e.dtype)
-    found = tile(tiled(w, target.facts).values, w, target.facts)
-    assert found is not None
-    return {**block_sizes(found, group=16 if rows > 128 else 1), "SPLIT_K": 1}
+    t = tile(tiled(w, target.facts).values, w, target.facts)
+    assert t is not None
+    return {**launch(t.m, t.n, t.k, 16 if rows > 128 else 1, t.warps, t.stages), "SPLIT_K": 1}
 
 
 def default_moe(m: int, e: Experts) -> dict[str, int]:
@@ -210,7 +194,7 @@ def default_moe(m: int, e: Experts) -> dict[str, int]:
 # --- the attention flag ----------------------------------------------------------------------------------------------
 
 
-def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> EngineRow:
+def flag_row(target: Target, names: Mapping[str, str]) -> EngineRow:
     """Return one backend for the whole server: the one that all attention decisions chose, or the engine's own if they
     differ.
 
@@ -226,8 +210,8 @@ def flag_row(target: Target, file: str, key: str, names: Mapping[str, str]) -> E
         won = ", ".join(sorted({d.arm.candidate for d in decided}))
         reason = f"decisions {ids} chose {won}: no one backend of this engine"
     return EngineRow(
-        file=file,
-        key=key,
+        file=FLAG_FILE,
+        key="attention-backend",
         label="attention",
         value=value,
         source=source,  # type: ignore[arg-type]

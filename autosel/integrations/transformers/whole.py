@@ -1,6 +1,6 @@
 """Run decode steps of a patched model whole, where that is decided to be faster.
 
-    whole = whole_of(model)                      # raises NotReplaceable with the reason
+    whole = whole_of(model, codes)               # raises NotReplaceable with the reason
     output = whole.step(forward, args, kwargs)   # None: this call is the model's own
 
 `autosel run --model DIR` decides the step of a batch and a bucket of context lengths: one native call runs it, or, if a
@@ -40,6 +40,7 @@ from autosel.dispatch import Board
 from autosel.errors import AutoselError, BadConfig, UsageError
 from autosel.formats import PLAIN
 from autosel.integrations.transformers.coded import Codes
+from autosel.integrations.transformers.forward import CACHE_NAMES
 from autosel.integrations.transformers.layer_format import told_format
 from autosel.integrations.transformers.proof import Forward, NotReplaceable
 from autosel.integrations.transformers.trials import StepTrials
@@ -51,7 +52,6 @@ from autosel.ops.weight import Weight
 from autosel.values import Arm, Decision, DTypeName, Fingerprint, length_bucket
 
 log = logging.getLogger(__name__)
-CACHE_NAMES = ("cache", "past_key_values")  # of the argument and the output: since transformers 5.24, and before
 READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES}
 IGNORED = {"return_dict", "cache_position"}  # the position is the cache's
 PROJECTIONS = 7  # of a layer
@@ -61,10 +61,9 @@ TEAM, LIST = "by one native call", "as a list of ops"
 BUCKETS = tuple(16 << n for n in range(17))  # a context in each bucket of lengths
 
 
-def whole_of(model: nn.Module, codes: Mapping[str, Codes] | None = None) -> Whole:
+def whole_of(model: nn.Module, codes: Mapping[str, Codes]) -> Whole:
     """Return what runs the model's whole steps; `codes` are those of its linear layers, by name. Raises
     NotReplaceable."""
-    codes = codes or {}
     if "forward" in model.__dict__:
         raise NotReplaceable("the model's forward was replaced by other code, and is kept")
     if not devices.on_host(next(model.parameters()).device.type):
@@ -320,7 +319,7 @@ class Whole:
 
     model: weakref.ref[nn.Module]
     shape: ModelShape
-    codes: Mapping[str, Codes] = field(default_factory=dict)  # of the linear layers, by name
+    codes: Mapping[str, Codes]  # of the linear layers, by name
     unchanged: _Unchanged | None = None  # None: not patched yet
     decoder: Decoder | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest of a decided arm -> why it does not serve this model
@@ -500,12 +499,8 @@ def _on_a_copy(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(decisions: Sequence[Decision]) -> str:
-    return ", ".join(f"batch {d.workload['B']} at {_lengths(d)} tokens" for d in decisions)
-
-
-def _lengths(decision: Decision) -> str:
-    low, high = length_bucket(decision.workload["L"])
-    return f"{low} to {high}"
+    found = ((d.workload["B"], *length_bucket(d.workload["L"])) for d in decisions)
+    return ", ".join(f"batch {batch} at {low} to {high} tokens" for batch, low, high in found)
 
 
 def _output(logits: Tensor, cache: Any) -> Any:

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
-from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, Products, environment, heard, set_to, taken  # next to this script, which any Python may run
+from tiles import Experts, Flag, Products, heard, set_to  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,38 +35,25 @@ def main(question: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": version("sglang"), **heard("SGLang", asked, question["rows"], device, wanted)}
 
 
-class SglangExperts:
-    elsewhere = "SGLANG_MOE_CONFIG_DIR does not name their folder"
-
-    def __init__(self, module: Any, folder: Path, wanted: str) -> None:
-        self.module, self.folder, self.wanted = module, folder, wanted
-        self.setting = f"export SGLANG_MOE_CONFIG_DIR={folder / 'moe'}"
+class SglangExperts(Experts):
+    variable, named, no_block = "SGLANG_MOE_CONFIG_DIR", "get_device_name", (0, 0)
 
     def here(self, row: Mapping[str, Any]) -> bool:
-        ask = row["ask"]
         with serving(self.module):
-            found = unwrap(self.module.get_moe_configs)(ask["e"], ask["n"], ask["dtype"], *(ask["block"] or (0, 0)))
-        return taken(found, row)
+            return super().here(row)
 
     def there(self, row: Mapping[str, Any]) -> bool:
-        with (
-            set_to(self.module, get_device_name=lambda: self.wanted),
-            environment("SGLANG_MOE_CONFIG_DIR", self.folder / "moe"),
-        ):
-            try:
-                return self.here(row)
-            except FileNotFoundError:
-                return False
+        try:
+            return super().there(row)
+        except FileNotFoundError:
+            return False
 
-    def default(self, ask: Mapping[str, Any]) -> Any:
+    def default(self, ask: Mapping[str, Any], *_: Any) -> Any:
         """Return None for experts in plain fp8, whose defaults follow the shared memory of the present device."""
         if ask["dtype"] and not ask["block"]:
             return None
         with serving(self.module):
-            found = self.module.get_default_config(
-                ask["m"], ask["e"], ask["n"], ask["k"], ask["top"], ask["dtype"], False, ask["block"]
-            )
-        return dict(found)
+            return super().default(ask, False)
 
 
 def serving(module: Any) -> AbstractContextManager[None]:

@@ -78,6 +78,32 @@ class Products:
         return None
 
 
+class Experts:
+    """Check the tiles of experts, which both engines look up in the folder of a setting. `named`: as for products."""
+
+    variable: str  # the setting
+    named: str
+    no_block: tuple[Any, Any]  # the block of scales that are not blocked
+
+    def __init__(self, module: Any, folder: Path, wanted: str) -> None:
+        self.module, self.folder, self.wanted = module, folder, wanted
+        self.elsewhere = f"{self.variable} does not name their folder"
+        self.setting = f"export {self.variable}={folder / 'moe'}"
+
+    def here(self, row: Mapping[str, Any]) -> bool:
+        e, n, dtype, block = (row["ask"][name] for name in ("e", "n", "dtype", "block"))
+        return taken(unwrap(self.module.get_moe_configs)(e, n, dtype, *(block or self.no_block)), row)
+
+    def there(self, row: Mapping[str, Any]) -> bool:
+        named = set_to(self.module, **{self.named: lambda: self.wanted})
+        with named, environment(self.variable, self.folder / "moe"):
+            return self.here(row)
+
+    def default(self, ask: Mapping[str, Any], *more: Any) -> Any:
+        sizes = (ask[name] for name in ("m", "e", "n", "k", "top", "dtype"))
+        return dict(self.module.get_default_config(*sizes, *more, ask["block"]))
+
+
 def taken(configs: Any, row: Mapping[str, Any]) -> bool:
     """Return the row of the nearest count, as the engine selects it."""
     m = row["ask"]["m"]
@@ -86,7 +112,6 @@ def taken(configs: Any, row: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def set_to(module: Any, **values: Any) -> Iterator[None]:
-    """Set some of a module's names temporarily."""
     kept = {name: getattr(module, name) for name in values}
     for name, value in values.items():
         setattr(module, name, value)
@@ -99,7 +124,6 @@ def set_to(module: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def environment(name: str, value: Path) -> Iterator[None]:
-    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = str(value)
     try:

@@ -9,11 +9,10 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
-from tiles import Flag, Products, environment, heard, set_to, taken  # next to this script, which any Python may run
+from tiles import Experts, Flag, Products, heard, set_to  # next to this script, which any Python may run
 
 
 def main(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,33 +65,8 @@ class VllmProducts(Products):
         return seen
 
 
-class VllmExperts:
-    elsewhere = "VLLM_TUNED_CONFIG_FOLDER does not name their folder"
-
-    def __init__(self, module: Any, folder: Path, wanted: str) -> None:
-        self.module, self.folder, self.wanted = module, folder, wanted
-        self.setting = f"export VLLM_TUNED_CONFIG_FOLDER={folder / 'moe'}"
-
-    def here(self, row: Mapping[str, Any]) -> bool:
-        ask = row["ask"]
-        return taken(unwrap(self.module.get_moe_configs)(ask["e"], ask["n"], ask["dtype"], *self._block(ask)), row)
-
-    def there(self, row: Mapping[str, Any]) -> bool:
-        with (
-            set_to(self.module, get_device_name_as_file_name=lambda: self.wanted),
-            environment("VLLM_TUNED_CONFIG_FOLDER", self.folder / "moe"),
-        ):
-            return self.here(row)
-
-    def default(self, ask: Mapping[str, Any]) -> Any:
-        found = self.module.get_default_config(
-            ask["m"], ask["e"], ask["n"], ask["k"], ask["top"], ask["dtype"], ask["block"]
-        )
-        return dict(found)
-
-    @staticmethod
-    def _block(ask: Mapping[str, Any]) -> Any:
-        return ask["block"] or (None, None)
+class VllmExperts(Experts):
+    variable, named, no_block = "VLLM_TUNED_CONFIG_FOLDER", "get_device_name_as_file_name", (None, None)
 
 
 class VllmFlag(Flag):
