@@ -720,22 +720,15 @@ def parse_json(text: str | bytes, *, what: str = "document", depth: int = 32) ->
         raise ValueError(f"{what} is nested too deeply") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not UTF-8") from error
-    _refuse_depth(data, depth, what)
-    _refuse_surrogates(data, what)
+    _refuse(data, depth, what)
     return data
 
 
-def _refuse_depth(data: Any, left: int, what: str) -> None:
+def _refuse(data: Any, left: int, what: str) -> None:
+    """Refuse deep nesting, and lone surrogates: half a character can be neither stored nor printed."""
     if left < 0:
         raise ValueError(f"{what} is nested too deeply")
-    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-    for item in items:
-        _refuse_depth(item, left - 1, what)
-
-
-def _refuse_surrogates(data: Any, what: str) -> None:
-    """Refuse lone surrogates: half a character can be neither stored nor printed."""
     if isinstance(data, str) and not data.isascii() and any("\ud800" <= c <= "\udfff" for c in data):
         raise ValueError(f"{what}: a lone surrogate is not text")
     for item in (*data, *data.values()) if isinstance(data, dict) else data if isinstance(data, list) else ():
-        _refuse_surrogates(item, what)
+        _refuse(item, left - 1, what)

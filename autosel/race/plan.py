@@ -45,32 +45,18 @@ class TrialPlan:
     min_pairs: int
     max_pairs: int
     screening_pairs: int
-    tail_samples: int  # after these an unsettled tail stays unsettled
+    tail_samples: int = MAX_TAIL_SAMPLES  # after these an unsettled tail stays unsettled
     wakes: bool = True  # an untimed call precedes the samples
 
 
 def plan(baseline_ns: float) -> TrialPlan:
     if baseline_ns > LONG_CALL_NS:
+        wakes = baseline_ns < WAKE_BELOW_NS
         return TrialPlan(
-            time_class="long",
-            calls=1,
-            samples=2,
-            min_pairs=12,
-            max_pairs=60,
-            screening_pairs=14,
-            tail_samples=MAX_TAIL_SAMPLES,
-            wakes=baseline_ns < WAKE_BELOW_NS,
+            time_class="long", calls=1, samples=2, min_pairs=12, max_pairs=60, screening_pairs=14, wakes=wakes
         )
     calls = max(1, -(-SAMPLE_NS // max(1, int(baseline_ns))))
-    return TrialPlan(
-        time_class="short",
-        calls=calls,
-        samples=8,
-        min_pairs=30,
-        max_pairs=200,
-        screening_pairs=30,
-        tail_samples=MAX_TAIL_SAMPLES,
-    )
+    return TrialPlan(time_class="short", calls=calls, samples=8, min_pairs=30, max_pairs=200, screening_pairs=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

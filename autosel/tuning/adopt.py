@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autosel.candidates import arms, registry
+from autosel.candidates import registry
 from autosel.candidates.base import support_of
 from autosel.errors import AutoselError, BuildError, UnknownName
 from autosel.fingerprint import unit
 from autosel.ledger.commands import Adopt
 from autosel.ledger.key import current_mode
 from autosel.ledger.store import Ledger
-from autosel.native.compile import compile_source, source_digest
+from autosel.native.compile import compile_source
 from autosel.parity.check import check
 from autosel.tuning.job import Buildable, TuneListener
 from autosel.tuning.prove import knobs_of, proof_of
@@ -75,13 +75,10 @@ def _same_way(fp: Fingerprint, decision: Decision) -> Buildable:
     support = support_of(candidate, w, fp)
     if not isinstance(support, Accepted):
         raise AutoselError(f"{theirs.candidate} cannot run here: {support.reason}")
-    knobs = knobs_of(theirs)
-    recipe = candidate.recipe(w, fp, knobs)
-    built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
-    arm = arms.arm(candidate, w, fp, built, knobs)
-    if (recipe, built, arm.digest) != (theirs.recipe, theirs.build, theirs.digest):
+    way = way_of(candidate, w, fp, knobs_of(theirs))
+    if (way.recipe, way.arm.build, way.arm.digest) != (theirs.recipe, theirs.build, theirs.digest):
         raise AutoselError(f"{theirs.candidate} is another build here (sources, compiler or libraries differ)")
     baseline = way_of(registry.baseline(w.op), w, fp)
     if baseline.arm.digest != decision.baseline.digest:
         raise AutoselError(f"the decision compares with another version of {decision.baseline.candidate}")
-    return Buildable(candidate=candidate, knobs=knobs, recipe=recipe, build_digest=built or arm.digest, arm=arm)
+    return way

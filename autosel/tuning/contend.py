@@ -86,9 +86,9 @@ def _terms(tuning: Tuning, jobs: Mapping[str, Job]) -> RaceTerms:
 def contest_of(job: Job, fp: Fingerprint, margins: Mapping[TimeClass, Margin]) -> Contest:
     return Contest(
         workload=job.workload,
-        baseline=_entrant(job.baseline),
-        incumbent=_entrant(job.incumbent),
-        challengers=tuple(_entrant(way) for way in job.ways if way is not job.incumbent),
+        baseline=entrant_of(job.baseline),
+        incumbent=entrant_of(job.incumbent),
+        challengers=tuple(entrant_of(way) for way in job.ways if way is not job.incumbent),
         margins=margins,
         llc_bytes=last_level_bytes(fp),
         read_bytes_per_s=max((r.value for n, r in fp.rates.items() if n.startswith("read_bytes_per_s")), default=0.0),
@@ -102,7 +102,7 @@ def last_level_bytes(fp: Fingerprint) -> int:
     return int(fp.identity["l3_bytes"]) * int(fp.identity.get("l3_domains", 1))
 
 
-def _entrant(way: Buildable) -> Entrant:
+def entrant_of(way: Buildable) -> Entrant:
     return Entrant(
         candidate=way.candidate.name,
         op=way.candidate.op,

@@ -13,7 +13,7 @@ from autosel.ledger.key import current_mode
 from autosel.models.workloads import Named
 from autosel.native.compile import source_digest
 from autosel.tuning.job import Buildable, Job, Tuning
-from autosel.values import SERVING, Accepted, Fingerprint, NativeRecipe, Workload
+from autosel.values import SERVING, Accepted, Fingerprint, Knobs, NativeRecipe, Workload
 
 
 def shortlist(tuning: Tuning, named: Named, *, probe: bool = False) -> Job:
@@ -76,9 +76,10 @@ def _offer(
     return None
 
 
-def way_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Buildable:
-    """Derive a candidate's knobs, recipe and arm without building it. Raises BuildError without a compiler."""
-    knobs = candidate.knobs(w, fp)
+def way_of(candidate: Candidate, w: Workload, fp: Fingerprint, knobs: Knobs | None = None) -> Buildable:
+    """Derive a candidate's knobs (unless they are given), recipe and arm without building it. Raises BuildError without
+    a compiler."""
+    knobs = candidate.knobs(w, fp) if knobs is None else knobs
     recipe = candidate.recipe(w, fp, knobs)
     built = source_digest(recipe.source, recipe.flags) if isinstance(recipe, NativeRecipe) else ""
     arm = arms.arm(candidate, w, fp, built, knobs)

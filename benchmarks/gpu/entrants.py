@@ -119,23 +119,14 @@ def entrant(
     `knobs` override values of the closed form; `builds` is the pool that compiles it in parallel with others.
     """
     from autosel.native.compile import compile_source
-    from autosel.race.contest import Entrant
+    from autosel.tuning.contend import entrant_of
+    from autosel.tuning.shortlist import way_of
 
-    settled = with_values(candidate.knobs(w, fp), knobs or {})
-    recipe = candidate.recipe(w, fp, settled)
-    digest = ""
-    if isinstance(recipe, NativeRecipe):
-        built = builds.wait(recipe) if builds else compile_source(recipe.source, recipe.flags)
+    way = way_of(candidate, w, fp, with_values(candidate.knobs(w, fp), knobs or {}))
+    if isinstance(way.recipe, NativeRecipe):
+        built = builds.wait(way.recipe) if builds else compile_source(way.recipe.source, way.recipe.flags)
         assert built is not None  # these builds have no time limit
-        digest = built.digest
-    return Entrant(
-        candidate=candidate.name,
-        op=candidate.op,
-        recipe=recipe,
-        digest=digest,
-        knobs=settled.values,
-        writes_out=candidate.writes_out,
-    )
+    return entrant_of(way)
 
 
 def with_values(knobs: Knobs, values: Mapping[str, Scalar]) -> Knobs:

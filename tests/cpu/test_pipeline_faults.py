@@ -74,6 +74,10 @@ IN_THE_RACE = {
 ALL = FAULTS | IN_THE_RACE
 
 
+class Silent(Quiet):
+    def decided(self, *_: object, **__: object) -> None: ...
+
+
 @dataclass(frozen=True)
 class Tuned:
     ledger: Ledger
@@ -97,7 +101,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
         workloads=(Named(workload=WORKLOAD, label="rmsnorm", calls_per_step=1),), seed=11, call_deadline_s=DEADLINE_S
     )
     with open_ledger(home=folder) as ledger:
-        yield Tuned(ledger, tune(request, ledger, Quiet()), candidates, os.getpid())
+        yield Tuned(ledger, tune(request, ledger, Silent()), candidates, os.getpid())
     patch.undo()
 
 

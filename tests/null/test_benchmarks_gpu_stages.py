@@ -23,7 +23,7 @@ from autosel.values import Accepted, NativeRecipe, Scalar
 from benchmarks.gpu import decode, tune
 from benchmarks.gpu.__main__ import parsed
 from benchmarks.gpu.entrants import BuildEntry, entries
-from benchmarks.gpu.scope import Scope, is_ours, scope_of
+from benchmarks.gpu.scope import is_ours, scope_of
 from benchmarks.gpu.stages import stage
 from benchmarks.gpu.variants import feature_of, variants
 
@@ -55,6 +55,7 @@ def test_decodes_have_the_options_with_which_they_were_tuned() -> None:
 
 # --- every candidate is covered --------------------------------------------------------------------------------------
 
+ON_GPU = scope_of(parsed(["--device", "cuda"]))
 DEVICES = ("h200", "b200", "rtx-5070-ti")
 UNTIMED = {"flash_attn:paged_attn": "takes pages of 256 tokens; a serving engine's have 16"}
 WITHOUT_CANDIDATE = {
@@ -76,10 +77,6 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Library, "why_not", lambda self, cc: "" if cc >= self.least_cc else "too old a device")
 
 
-def on_gpu() -> Scope:
-    return scope_of(parsed(["--device", "cuda"]))
-
-
 def for_gpus() -> list[Candidate]:
     """Return the candidates that are neither PyTorch's own nor for CPUs."""
     return [c for c in own_candidates() if c.backend not in ("TORCH", "INDUCTOR", "CPP")]
@@ -88,7 +85,7 @@ def for_gpus() -> list[Candidate]:
 @cache
 def listed(name: str) -> list[BuildEntry]:
     """Return the entries of a device; every caller uses `everything_installed`."""
-    return list(entries(on_gpu(), known.load(name)))
+    return list(entries(ON_GPU, known.load(name)))
 
 
 def accepted(name: str) -> list[BuildEntry]:
@@ -101,7 +98,7 @@ def candidates_in(units: list[str], skip: int = 0) -> set[tuple[str, str]]:
 
 @pytest.mark.usefixtures("everything_installed")
 def test_parity_lists_every_candidate_there_is() -> None:
-    listed = candidates_in(stage("parity").units(on_gpu(), known.load("h200")))
+    listed = candidates_in(stage("parity").units(ON_GPU, known.load("h200")))
     assert listed == {(c.op, c.name) for c in own_candidates()}
 
 
@@ -114,7 +111,7 @@ def test_parity_runs_every_gpu_candidate_on_some_device() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_the_sanitizer_checks_every_kernel_that_parity_runs(device: str) -> None:
-    units = stage("sanitizer").units(on_gpu(), known.load(device))
+    units = stage("sanitizer").units(ON_GPU, known.load(device))
     there = {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.candidate in for_gpus()}
     steps = [unit for unit in units if " step " in unit]
     assert [unit.split(" ")[0] for unit in steps] == ["memcheck", "racecheck", "initcheck", "synccheck"]
@@ -128,9 +125,9 @@ def test_the_sanitizer_checks_every_kernel_that_parity_runs(device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.usefixtures("everything_installed")
 def test_the_bench_has_every_candidate_that_parity_runs(device: str) -> None:
-    fp, asked = known.load(device), {n.workload.key: n.workload for n in on_gpu().everything()}
+    fp, asked = known.load(device), {n.workload.key: n.workload for n in ON_GPU.everything()}
     met = set()
-    for key in stage("bench").units(on_gpu(), fp):
+    for key in stage("bench").units(ON_GPU, fp):
         met |= {(c.op, c.name) for c, s in eligible(asked[key], fp, "full") if isinstance(s, Accepted)}
     there = {(e.candidate.op, e.candidate.name) for e in accepted(device) if e.workload.dtype == "bf16"}
     assert {name for _, name in there - met} == set(UNTIMED)
@@ -166,7 +163,7 @@ def test_every_gpu_source_is_reached_or_has_its_reason() -> None:
 
 @pytest.mark.usefixtures("everything_installed")
 def test_the_graph_stage_captures_every_build_that_parity_runs() -> None:
-    units = stage("graph").units(on_gpu(), known.load("h200"))
+    units = stage("graph").units(ON_GPU, known.load("h200"))
     assert units == [*(e.name for e in accepted("h200")), "a whole step"]
 
 
@@ -226,13 +223,13 @@ def test_a_kernel_of_ours_is_proven_at_every_trait_that_a_contract_knows(op: str
 def test_every_candidate_is_proven_once_at_each_feature_it_takes(device: str) -> None:
     """Check that a candidate without a workload in the model is one unit, not one per dtype and shape."""
     fp, there = known.load(device), accepted(device)
-    usual = {(n.workload.op, feature_of(n.workload)) for n in on_gpu().everything()}
+    usual = {(n.workload.op, feature_of(n.workload)) for n in ON_GPU.everything()}
     units: dict[tuple[str, str, object], int] = {}
     for e in there:
         named = (e.candidate.op, e.candidate.name, feature_of(e.workload))
         units[named] = units.get(named, 0) + 1
-    for w in variants(on_gpu(), on_gpu().dtypes[0]):
-        for candidate, support in eligible(w, fp, on_gpu().effort):
+    for w in variants(ON_GPU, ON_GPU.dtypes[0]):
+        for candidate, support in eligible(w, fp, ON_GPU.effort):
             if isinstance(support, Accepted):
                 met = units.get((w.op, candidate.name, feature_of(w)), 0)
                 assert met == 1 or (met and (w.op, feature_of(w)) in usual), (candidate.name, w.key)

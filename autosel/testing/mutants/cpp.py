@@ -86,9 +86,9 @@ def _short(text: str) -> str:
 class _Rules:
     def __init__(self, source: str, tokens: Sequence[_Token]) -> None:
         self.source, self.tokens = source, tokens
-        self.partner = _partners(tokens)
+        self.partner, self.parent = _brackets(tokens)
         self.opener = {close: opening for opening, close in self.partner.items()}
-        self.starts, self.parent = [t.start for t in tokens], _parents(tokens)
+        self.starts = [t.start for t in tokens]
         self.hidden = self._unseen()
         self.checking = self._checking()
 
@@ -191,7 +191,7 @@ class _Rules:
     def right(self, rule: str, start: int) -> str:
         """Return the reason if a rule recognises a change that makes a correct kernel; else ""."""
         at = bisect_left(self.starts, start)
-        outer = self._around(at)
+        outer = self.parent[at]
         before = self._text(outer - 1)
         if at in self.checking:
             return "a loop that only checks arguments"
@@ -213,13 +213,9 @@ class _Rules:
             return "another instance of the same template"
         return ""
 
-    def _around(self, at: int) -> int:
-        """Return the innermost bracket that is open at a token, or -1."""
-        return self.parent[at] if at < len(self.parent) else -1
-
     def _in_a_tail(self, at: int) -> bool:
         """Return True within the parameters or body of a function that loads or stores part of a vector."""
-        while (at := self._around(at)) >= 0:
+        while (at := self.parent[at]) >= 0:
             opening = at if self._text(at) == "(" else self.opener.get(at - 1, -1)
             if self._text(at) in "({" and self._text(opening - 1).endswith("_tail"):
                 return True
@@ -289,24 +285,14 @@ class _Rules:
         return [*parts, (begin, self.tokens[close].start)]
 
 
-def _partners(tokens: Sequence[_Token]) -> dict[int, int]:
-    """Return the closing bracket of each opening one."""
-    found, open_ = dict[int, int](), list[int]()
-    for at, token in enumerate(tokens):
-        if token.text in _CLOSING:
-            open_.append(at)
-        elif token.text in _CLOSING.values() and open_:
-            found[open_.pop()] = at
-    return found
-
-
-def _parents(tokens: Sequence[_Token]) -> list[int]:
-    """Return the innermost open bracket of each token, or -1."""
-    found, open_ = list[int](), list[int]()
+def _brackets(tokens: Sequence[_Token]) -> tuple[dict[int, int], list[int]]:
+    """Return the closing bracket of each opening one; and the innermost open bracket, or -1, of each token and of the
+    end."""
+    partner, parent, open_ = dict[int, int](), list[int](), list[int]()
     for at, token in enumerate(tokens):
         if token.text in _CLOSING.values() and open_:
-            open_.pop()
-        found.append(open_[-1] if open_ else -1)
+            partner[open_.pop()] = at
+        parent.append(open_[-1] if open_ else -1)
         if token.text in _CLOSING:
             open_.append(at)
-    return found
+    return partner, [*parent, -1]
