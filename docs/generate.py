@@ -339,7 +339,7 @@ CONSTANTS: Sequence[tuple[str, str, str]] = (
     ("parity.whole", "MOST_FLOPS", "operations of a baseline up to which the whole result is compared"),
     ("tuning.crossover", "BRACKET", "ratio of lengths to which a crossover is narrowed"),
     ("devices.device", "DRIFT_LIMIT", "relative change, in three measurements, above which a rate has drifted"),
-    ("devices.cpu.noise", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
+    ("devices.cpu.identity", "SPREAD_LIMIT", "spread of the read windows above which a machine is `contended`"),
     ("values", "CONTENDED_CORES", "cores busy with other processes above which a machine is `contended`"),
     ("values", "CONTENDED_STEAL", "share of stolen CPU time above which a machine is `contended`"),
     ("dispatch.board", "LOOK_EVERY_S", "seconds between checks of the snapshot"),
@@ -429,7 +429,7 @@ def cpu_formulas() -> str:
     from autosel.candidates.registry import own_candidates
 
     parts = [_example_cpu()]
-    kernels = [c for c in own_candidates() if isinstance(c, CppKernel) and c.isa is None]
+    kernels = [c for c in own_candidates() if isinstance(c, CppKernel)]
     for kernel in sorted(kernels, key=lambda c: c.name):
         w = next((w for w in _workloads(kernel.op) if not kernel.limits(w)), None)
         if w is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from autosel.candidates import inductor
@@ -14,6 +13,7 @@ from autosel.candidates.libraries.base import PACKAGE as LIBRARIES
 from autosel.candidates.source import TRITON_KERNELS, function_digest, module_digest
 from autosel.candidates.torch import EAGER, EAGER_STORED
 from autosel.devices.cuda import nvml
+from autosel.devices.stack import version_of
 from autosel.values import Arm, Fingerprint, Knobs, PythonRecipe, Scalar, Workload, digest
 
 # Modules of the whole step, op by op, as a graph and by PyTorch alone (decode.question).
@@ -78,10 +78,7 @@ def _library(module: str) -> dict[str, str]:
 @cache
 def triton_version() -> str:
     """Return the version of the compiler of the Triton kernels; "" if it is not installed."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
+    return version_of("triton") or ""
 
 
 @cache

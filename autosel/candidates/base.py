@@ -42,6 +42,18 @@ class Candidate(ABC):
         """Return how a worker obtains the callable."""
 
 
+class Checked(Candidate):
+    """A candidate that names what it cannot run."""
+
+    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+        why = self.why_not(w, fp)
+        return Rejected(reason=why) if why else Accepted()
+
+    @abstractmethod
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        """Return why it cannot run this workload on this device, or ""."""
+
+
 def support_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     """Return whether the candidate can run this workload on this device. Only formats are checked here."""
     for trait, format_, known in (
@@ -55,4 +67,4 @@ def support_of(candidate: Candidate, w: Workload, fp: Fingerprint) -> Support:
     return candidate.supports(w, fp)
 
 
-__all__ = ["Accepted", "Candidate", "Rejected", "support_of"]
+__all__ = ["Accepted", "Candidate", "Checked", "Rejected", "support_of"]

@@ -95,8 +95,7 @@ def takes_outputs(op: Op, parameters: Parameters | None, who: str, operands: Seq
 
 def pure_outputs(op: Op) -> tuple[str, ...]:
     """Return parameter names of the outputs that are not arguments: out, or out0, out1, ..."""
-    inout = {a.name for a in op.args if a.role == "inout"}
-    count = sum(name not in inout for name in op.output_names)
+    count = len(_result_names(op))
     return ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
 
 
@@ -134,11 +133,8 @@ def with_operands(
     outputs = list(pure_outputs(op)) if fills else []
     arguments = ", ".join([*(a.name for a in op.args), *(f"{o}=None" for o in outputs)])
     passed = ", ".join([*checked_operands(op, operands), *outputs])
-    scope: dict[str, Any] = {"function": function, "packed": packed}
-    text = f"def {op.name}({arguments}):\n    return function({passed})"
-    exec(text, scope)  # noqa: S102  (the text above, of names that the op's table has: no outside data reaches it)
-    made: Callable[..., Any] = scope[op.name]
-    return made
+    lines = [f"def {op.name}({arguments}):", f"    return function({passed})"]
+    return defined(op.name, lines, {"function": function, "packed": packed})
 
 
 def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[..., Any]:
@@ -153,9 +149,13 @@ def with_outputs(op: Op, function: Callable[..., Any], who: str) -> Callable[...
     lines += [f"    {', '.join(results)} = function({arguments})"]
     lines += [f"    keep({r}, {o}, {i})" for i, (r, o) in enumerate(zip(results, outputs, strict=True))]
     lines += [f"    return {', '.join(outputs)}"]
-    scope: dict[str, Any] = {"function": function, "keep": _keeper(op, who)}
-    exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
-    made: Callable[..., Any] = scope[op.name]
+    return defined(op.name, lines, {"function": function, "keep": _keeper(op, who)})
+
+
+def defined(name: str, lines: Sequence[str], scope: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function `name` that these lines define, with the names in `scope`."""
+    exec("\n".join(lines), scope)  # noqa: S102  (text from the op table: no outside data reaches it)
+    made: Callable[..., Any] = scope[name]
     return made
 
 

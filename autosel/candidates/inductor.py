@@ -18,22 +18,11 @@ from types import FunctionType
 from typing import Any, Literal
 
 from autosel import devices, settings
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Checked
 from autosel.candidates.probe import device, fault
 from autosel.devices.cuda import nvml
 from autosel.native.compile import NO_COMPILER, find_compiler
-from autosel.values import (
-    EXACT,
-    Accepted,
-    Backend,
-    Fingerprint,
-    Knobs,
-    PythonRecipe,
-    Recipe,
-    Rejected,
-    Support,
-    Workload,
-)
+from autosel.values import EXACT, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Workload
 
 COMPILED_OPS = (
     "linear", "rmsnorm", "add_rmsnorm", "rope", "swiglu", "geglu", "norm_qkv", "gate_up", "lm_head",
@@ -41,7 +30,7 @@ COMPILED_OPS = (
 FIRST_CALL_S = 300.0  # Inductor starts its compilers and, on a GPU, Triton's
 
 
-class Inductor(Candidate):
+class Inductor(Checked):
     """`inductor:<op>`: the op's eager code, compiled."""
 
     backend: Backend = "INDUCTOR"
@@ -52,15 +41,14 @@ class Inductor(Candidate):
     def __init__(self, op: str) -> None:
         self.op, self.name = op, f"inductor:{op}"
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
         if w.dtype == "fp8_e4m3":
-            return Rejected(reason="the eager composition computes in bf16, fp16 and fp32; the workload is fp8_e4m3")
+            return "the eager composition computes in bf16, fp16 and fp32; the workload is fp8_e4m3"
         if w["M"] > EXACT:
-            return Rejected(reason=f"compiled for one M; buckets above M = {EXACT} hold several")
+            return f"compiled for one M; buckets above M = {EXACT} hold several"
         if devices.runs(fp.kind, "C++") and find_compiler() is None:
-            return Rejected(reason=NO_COMPILER)
-        why = unusable(fp)
-        return Rejected(reason=why) if why else Accepted()
+            return NO_COMPILER
+        return unusable(fp)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         return PythonRecipe(target=f"{__name__}:{self.op}")

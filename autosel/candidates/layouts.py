@@ -61,10 +61,6 @@ class Packed:
     seconds: float
 
     @property
-    def version(self) -> int:
-        return self.layout.version
-
-    @property
     def pays(self) -> bool:
         return self.bytes <= self.layout.worth * self.plain_bytes
 
@@ -79,7 +75,7 @@ def total(packed: Sequence[Packed]) -> Prepared | None:
         return None
     return Prepared(
         layout=packed[0].layout.name,
-        version=packed[0].version,
+        version=packed[0].layout.version,
         bytes=sum(p.bytes for p in packed),
         plain_bytes=sum(p.plain_bytes for p in packed),
         seconds=sum(p.seconds for p in packed),
@@ -434,6 +430,3 @@ def reader(
     make = load_python(replace(recipe, target=layout.prepare))
     compare = load_python(replace(recipe, target=layout.compare)) if layout.compare else None
     return Reader(op, Prepare(layout, (recipe.target,), threads, make, compare, native=False))
-
-
-__all__ = ["RESERVE_BYTES", "STORE", "Packed", "Prepare", "Reader", "Store", "reader", "total"]

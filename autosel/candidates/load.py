@@ -25,6 +25,7 @@ import torch
 from autosel import devices
 from autosel.candidates.convention import (
     checked_operands,
+    defined,
     parameters_of,
     takes_outputs,
     with_operands,
@@ -155,10 +156,8 @@ def _native(
         lines += [f"        {o} = {place}.new_empty(specs[{i}][0], dtype=specs[{i}][1])" for i, o in enumerate(outputs)]
     lines += [f"    entry({call})", f"    return {returned}"]
     known: dict[Any, _Specs] = {}
-    scope: dict[str, Any] = {"entry": entry, "known": known, "describe": _describer(op, known), "packed": packed}
-    exec("\n".join(lines), scope)  # noqa: S102  (the text above, from our own op table: no outside data reaches it)
-    function: Callable[..., Any] = scope[op.name]
-    return function
+    scope = {"entry": entry, "known": known, "describe": _describer(op, known), "packed": packed}
+    return defined(op.name, lines, scope)
 
 
 _Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -174,15 +173,14 @@ def _shapes(op: Op) -> str:
 def _describer(op: Op, known: dict[Any, _Specs]) -> Callable[..., _Specs]:
     """Return a function that finds and remembers the outputs' shapes and dtypes. It raises BadArguments."""
     arguments = [a.name for a in op.args]
-    scope: dict[str, Any] = {}
-    exec(f"def key({', '.join(arguments)}): return {_shapes(op)}", scope)  # noqa: S102  (as above)
+    key = defined("key", [f"def key({', '.join(arguments)}): return {_shapes(op)}"], {})
 
     def describe(*values: Any) -> _Specs:
         w = op.workload_of(dict(zip(arguments, values, strict=True)))
         specs = tuple((tuple(t.shape), t.dtype) for t in op.allocate(w) if t is not None)
         if len(known) >= MOST_SHAPES:
             known.clear()
-        known[scope["key"](*values)] = specs
+        known[key(*values)] = specs
         return specs
 
     return describe

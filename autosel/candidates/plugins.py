@@ -10,7 +10,7 @@ load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -41,25 +41,18 @@ class Plugin:
 @cache
 def load_allowed() -> tuple[Plugin, ...]:
     """Import the allowed ones, once per process, and return what each gave."""
-    allowed = _allowed()
+    allowed = {part.strip() for part in str(settings.get("allow")).split(",") if part.strip()}
     points = sorted(entry_points(group=GROUP), key=lambda p: (p.name, p.value))
-    return tuple(_load(point, _plugin(point, allowed)) for point in points)
+    return tuple(_load(point, allowed) for point in points)
 
 
-def _allowed() -> frozenset[str]:
-    return frozenset(part.strip() for part in str(settings.get("allow")).split(",") if part.strip())
-
-
-def _plugin(point: EntryPoint, allowed: frozenset[str]) -> Plugin:
+def _load(point: EntryPoint, allowed: Collection[str]) -> Plugin:
     distribution = point.dist.name if point.dist is not None else ""
     version = point.dist.version if point.dist is not None else ""
     # `name`, or `distribution:name` if two have the same name.
     may = point.name in allowed or f"{distribution}:{point.name}" in allowed
-    return Plugin(name=point.name, value=point.value, distribution=distribution, version=version, allowed=may)
-
-
-def _load(point: EntryPoint, plugin: Plugin) -> Plugin:
-    if not plugin.allowed:
+    plugin = Plugin(name=point.name, value=point.value, distribution=distribution, version=version, allowed=may)
+    if not may:
         return plugin
     before = {id(c) for c in all_registered()}
     try:

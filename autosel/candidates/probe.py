@@ -50,11 +50,6 @@ def _torch() -> str:
     return metadata.version("torch")
 
 
-def forget() -> None:
-    """Forget this process's results: the next query reads the home."""
-    _KNOWN.clear()
-
-
 def serve(request: dict[str, Any], _: Any) -> dict[str, Any]:
     """Run the target in the worker."""
     module, _, name = request["target"].partition(":")

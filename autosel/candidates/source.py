@@ -173,11 +173,13 @@ def _file(module: str, path: str) -> Path:
 
 
 def _package_root(module: str, file: Path) -> Path:
-    """Return the folder of the module's top-level package or file; for a Triton kernel, its own."""
-    if module.startswith(f"{TRITON_KERNELS}."):
-        return file.parent
-    depth = module.count(".") + (1 if file.stem == "__init__" else 0)
-    return file.parents[depth]
+    """Return the import root; for a Triton kernel, its own folder."""
+    return file.parent if module.startswith(f"{TRITON_KERNELS}.") else import_root(module, file)
+
+
+def import_root(module: str, file: Path) -> Path:
+    """Return the folder from which Python imports a module: the one of its top-level package or file."""
+    return file.parents[module.count(".") + (1 if file.stem == "__init__" else 0)]
 
 
 def _imports(module: str, file: Path, path: str) -> list[tuple[str, Path]]:

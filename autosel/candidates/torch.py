@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Checked
 from autosel.formats import CACHE_FORMATS, WEIGHT_FORMATS
-from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
+from autosel.values import Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Workload
 
 EAGER, EAGER_STORED = "autosel.ops.eager", "autosel.ops.eager_stored"
 WEIGHTS = ("linear", "norm_qkv", "gate_up", "lm_head")  # ops of eager_stored.py for weights in any format
@@ -22,11 +22,10 @@ OPS = (
     "norm_qkv", "gate_up", "lm_head", "sample",
 )  # fmt: skip
 
-
 Limits = Callable[[Workload], str]
 
 
-class TorchWay(Candidate):
+class TorchWay(Checked):
     """`torch:<what>`: a function of autosel/ops/eager.py, or of eager_stored.py for an operand in a format.
 
     `limits(w)` returns why it cannot run w, or "".
@@ -34,26 +33,21 @@ class TorchWay(Candidate):
 
     backend: Backend = "TORCH"
 
-    def __init__(self, op: str, what: str, function: str, limits: Limits | None = None) -> None:
-        self.op, self.name, self.function, self.limits = op, f"torch:{what}", function, limits or _no_limits
+    def __init__(self, op: str, what: str, function: str, limits: Limits = lambda w: "") -> None:
+        self.op, self.name, self.function, self.limits = op, f"torch:{what}", function, limits
         if function in WEIGHTS:
             self.formats = frozenset(WEIGHT_FORMATS)
         if function in CACHES:
             self.cache_formats = frozenset(CACHE_FORMATS)
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
         if w.dtype == "fp8_e4m3":
-            return Rejected(reason="PyTorch computes in bf16, fp16 and fp32; the workload is fp8_e4m3")
-        why = self.limits(w)
-        return Rejected(reason=why) if why else Accepted()
+            return "PyTorch computes in bf16, fp16 and fp32; the workload is fp8_e4m3"
+        return self.limits(w)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         plain = w.weight_format.plain and w.cache_format.plain
         return PythonRecipe(target=f"{EAGER if plain else EAGER_STORED}:{self.function}")
-
-
-def _no_limits(_: Workload) -> str:
-    return ""
 
 
 def _one_position(w: Workload) -> str:

@@ -24,7 +24,7 @@ from autosel.candidates.convention import (
     parameters_of,
     takes_outputs,
 )
-from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, installed
+from autosel.candidates.source import MOST_SOURCE_BYTES, find_source, import_root, installed
 from autosel.errors import BadConfig, UnknownName, UsageError
 from autosel.files import read_named
 from autosel.formats import FORMER_OPS, PLAIN, WEIGHT_FORMATS, find_weight_format
@@ -183,11 +183,7 @@ def _op(name: str) -> Op:
 
 
 def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
-    if not isinstance(dtypes, Iterable):  # a decorator read from source has not been checked
-        raise UsageError(
-            f"invalid dtypes {dtypes!r}", why="names of dtypes are expected", todo=f"use {', '.join(DTYPES)}"
-        )
-    found = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+    found = _listed("dtypes", dtypes, DTYPES)
     for dtype in found:
         if dtype not in DTYPES:
             raise UnknownName("dtype", str(dtype), DTYPES)
@@ -195,12 +191,15 @@ def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _formats(formats: Iterable[str]) -> frozenset[str]:
-    if not isinstance(formats, Iterable):
+    return frozenset(find_weight_format(str(name)).name for name in _listed("formats", formats, WEIGHT_FORMATS))
+
+
+def _listed(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):  # a decorator read from source has not been checked
         raise UsageError(
-            f"invalid formats {formats!r}", why="names of formats are expected", todo=f"use {', '.join(WEIGHT_FORMATS)}"
+            f"invalid {what} {names!r}", why=f"names of {what} are expected", todo=f"use {', '.join(known)}"
         )
-    found = (formats,) if isinstance(formats, str) else tuple(formats)
-    return frozenset(find_weight_format(str(name)).name for name in found)
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _checked_name(name: str) -> str:
@@ -229,8 +228,7 @@ def _home(function: Callable[..., Any]) -> tuple[str, str]:
         )
     if module == "__main__":
         return _script(Path(file).resolve())
-    root = Path(file).resolve().parents[module.count(".") + (1 if Path(file).stem == "__init__" else 0)]
-    return module, _folder(root)
+    return module, _folder(import_root(module, Path(file).resolve()))
 
 
 def _script(file: Path) -> tuple[str, str]:
@@ -275,11 +273,10 @@ def from_target(target: str, op: str, *, folder: Path | None = None) -> UserCand
         )
     contract = _op(op)
     parameters, told = _in_source(file, name)
-    root = file.resolve().parents[module.count(".") + (1 if file.stem == "__init__" else 0)]
     return UserCandidate(
         contract.name,
         target,
-        _folder(root),
+        _folder(import_root(module, file.resolve())),
         name=_checked_name(told.get("name") or name),
         dtypes=_dtypes(told.get("dtypes") or EVERY_DTYPE),
         formats=_formats(told.get("formats") or (PLAIN,)),

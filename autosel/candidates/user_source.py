@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from autosel import devices, resources
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Checked
 from autosel.devices.device import Language
 from autosel.errors import UsageError
 from autosel.files import read_named
@@ -26,14 +26,14 @@ from autosel.knobs.cpu.facts import facts as cpu_facts
 from autosel.knobs.gpu.facts import facts as gpu_facts
 from autosel.native import cuda
 from autosel.native.compile import NO_COMPILER, find_compiler
-from autosel.values import Accepted, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
+from autosel.values import Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Workload
 
 SUFFIXES = (".cpp", ".cc", ".cu")
 MOST_BYTES = 4 << 20
 _EXPORT = re.compile(r"^\s*(?:TVM_FFI_DLL_EXPORT_TYPED_FUNC|AUTOSEL_EXPORT)\(\s*(\w+)", re.MULTILINE)
 
 
-class UserSource(Candidate):
+class UserSource(Checked):
     """`user:<file>`: the kernel `entry` of a source file. Every build reads the file again."""
 
     backend: Backend = "USER"
@@ -45,14 +45,13 @@ class UserSource(Candidate):
     def language(self) -> Language:
         return "CUDA" if self.file.suffix == ".cu" else "C++"
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
         if not devices.runs(fp.kind, self.language):
             kind = "CUDA" if self.language == "CUDA" else "CPU"
-            return Rejected(reason=f"a {kind} source; the device is a {devices.KINDS[fp.kind].noun}")
+            return f"a {kind} source; the device is a {devices.KINDS[fp.kind].noun}"
         if find_compiler() is None:
-            return Rejected(reason=NO_COMPILER)
-        why = cuda.why_not(gpu_facts(fp).cc) if self.language == "CUDA" else ""
-        return Rejected(reason=why) if why else Accepted()
+            return NO_COMPILER
+        return cuda.why_not(gpu_facts(fp).cc) if self.language == "CUDA" else ""
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         if self.language == "CUDA":

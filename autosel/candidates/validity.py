@@ -38,7 +38,10 @@ def _stale(arm: Arm, *, any_source: bool) -> str:
     except (AutoselError, OSError, AssertionError) as error:
         return (str(error) or type(error).__name__).splitlines()[0]
     if arms.digest_of(now, arm.knobs) != arm.digest:
-        return f"{arm.candidate}'s code or its libraries (torch {_torch()}) have changed since they were measured"
+        import torch
+
+        changed = f"{arm.candidate}'s code or its libraries (torch {torch.__version__})"
+        return f"{changed} have changed since they were measured"
     return ""
 
 
@@ -60,12 +63,6 @@ def _edited(build: str, source: str, candidate: str) -> str:
 @lru_cache(maxsize=1024)
 def _python_digest(recipe: PythonRecipe) -> str:
     return arms.python_digest(recipe)
-
-
-def _torch() -> str:
-    import torch
-
-    return str(torch.__version__)
 
 
 def forget() -> None:

@@ -27,10 +27,6 @@ READ_S = 120.0
 MOST_BYTES = 1 << 20
 
 
-def folder() -> Path:
-    return settings.home() / "headers"
-
-
 def include(compiler: str, version: str, source: Path, flags: Sequence[str]) -> list[str]:
     """Return the flags that make the compiler use the headers it has read; at the third compilation with the same flags
     it reads them first. [] before, for other compilers than GCC, and for sources without system.h.
@@ -42,7 +38,7 @@ def include(compiler: str, version: str, source: Path, flags: Sequence[str]) -> 
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         text = files.read(header, MOST_BYTES)
         key = hashlib.sha256("\0".join((compiler, version, *relevant)).encode() + b"\0" + text).hexdigest()
-        kept = folder() / key / NAME
+        kept = settings.home() / "headers" / key / NAME
         if not _read(kept).is_file():
             if _uses(kept.parent) % AGAIN != WORTH_IT:
                 return []

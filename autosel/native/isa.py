@@ -7,29 +7,17 @@ from typing import Literal
 
 Isa = Literal["avx512bf16", "avx512", "avx2", "portable"]
 
-# Compiler flags per instruction set. AVX-512 means F+BW+VL+DQ, which every AVX-512 server since Skylake has. Every CPU
-# with BF16 has VBMI, except Cooper Lake, which runs as avx512.
-ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
-    "avx512bf16": (
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bf16",
-        "-mavx512vbmi",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-    ),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "portable": (),
-}
+# AVX-512 means F+BW+VL+DQ, which every AVX-512 server since Skylake has. Every CPU with BF16 has VBMI, except Cooper
+# Lake, which runs as avx512.
 ISA_NEEDS: dict[Isa, tuple[str, ...]] = {
     "avx512bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
+}
+# Compiler flags per instruction set: GCC and Clang name the features as Linux does, without underscores.
+ISA_FLAGS: dict[Isa, tuple[str, ...]] = {
+    isa: tuple(f"-m{need.replace('_', '')}" for need in needs) for isa, needs in ISA_NEEDS.items()
 }
 
 

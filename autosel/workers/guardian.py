@@ -5,8 +5,8 @@ parent and lives as long as the worker, so the parent-death signal works. It is 
 detaches (setsid, double fork) become its children and are killed, and no other process of autosel needs to be one. It
 ends, with everything below it, when the worker ends, when told to, at a limit, or when its own parent is gone.
 
-One SOCK_SEQPACKET socket connects it to its parent. The parent sends `kill`, `tail` or `allow N`; the guardian sends
-JSON: `{"pid": ...}` at the start, `{"stdout": ..., "stderr": ...}` for a tail, and the report at the end.
+One SOCK_SEQPACKET socket connects it to its parent. The parent sends `kill` or `allow N`; the guardian sends
+JSON: `{"pid": ...}` at the start, and the report at the end.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Guardian:
         self.out, self.err = OutputStream(), OutputStream()
         self.allowance = 0  # bytes of shared memory that the parent has given to the worker
         self.status: int | None = None
-        self.usage: Any = None
         self.pid = self._start()
         self.pidfd = os.pidfd_open(self.pid)
 
@@ -147,12 +146,9 @@ class Guardian:
             command = self.life.recv(256)
         except OSError:
             return False
-        if command.startswith(b"allow "):
-            self.allowance += int(command[6:])
-        elif command == b"tail":
-            self.say({"stdout": self.out.text(), "stderr": self.err.text()})
-        else:
+        if not command.startswith(b"allow "):
             return False
+        self.allowance += int(command[6:])
         return True
 
     def _over_limits(self) -> str:
@@ -188,7 +184,6 @@ class Guardian:
             "why": why,
             "stdout": self.out.text(),
             "stderr": self.err.text(),
-            "max_rss_bytes": self.usage.ru_maxrss * 1024 if self.usage else 0,
             "escaped": escaped,
             "left": left,
         }
@@ -212,13 +207,13 @@ class Guardian:
     def reap(self) -> None:
         while True:
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
             if pid == self.pid:
-                self.status, self.usage = status, usage
+                self.status = status
 
     def say(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the parent is gone

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autosel.workers import guardian
-from autosel.workers.process import START_S, environment_of, start_guardian
+from autosel.workers.process import START_S, environment_of, silent, start_guardian
 
 MESSAGE_BYTES = 1 << 20
 
@@ -90,15 +90,8 @@ class Nursery:
             self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._line.settimeout(START_S)
             with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "autosel.workers.nursery", str(theirs.fileno()), *self.imports],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=environment_of([]),
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                words = ["-P", "-m", "autosel.workers.nursery", str(theirs.fileno()), *self.imports]
+                self.process = silent(words, environment_of(), (theirs.fileno(),))
         return self._line
 
     def close(self) -> None:

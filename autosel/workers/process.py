@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autosel import settings
 from autosel.errors import AutoselError, WorkerError
@@ -35,6 +35,9 @@ from autosel.values import from_json, parse_json
 from autosel.workers import protocol
 from autosel.workers.arena import Arena
 from autosel.workers.environment import start_fault
+
+if TYPE_CHECKING:
+    from autosel.workers.nursery import Forked, Nursery
 
 T = TypeVar("T")
 START_S = 120.0  # importing torch from a cold, slow disk
@@ -51,22 +54,6 @@ UNUSABLE = (
     "uncorrectable ecc error",
 )  # fmt: skip
 NOBODYS_FAULT = (*OUT_OF_MEMORY, *BUSY, *UNUSABLE)
-
-
-class Handle(Protocol):
-    """A guardian's process."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> object: ...
-
-
-class Starter(Protocol):
-    """Starter of guardians: a nursery."""
-
-    def start_guardian(
-        self, config: Mapping[str, Any], environment: Mapping[str, str], fds: Sequence[int]
-    ) -> Handle: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +78,6 @@ class Exit:
     why: str
     stdout: str
     stderr: str
-    max_rss_bytes: int
     escaped: int
     left: int
 
@@ -131,12 +117,11 @@ class Worker:
         limits: Limits | None = None,
         cpus: Sequence[int] = (),
         threads: int = 0,
-        paths: Sequence[str] = (),
         start_deadline_s: float = START_S,
-        nursery: Starter | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
-        """`cpus`: affinity; `threads`: torch's number of threads, 0 for its default; `paths`: folders put first on the
-        child's sys.path; `nursery`: the process that forks it, instead of a new interpreter.
+        """`cpus`: affinity; `threads`: torch's number of threads, 0 for its default; `nursery`: the process that forks
+        it, instead of a new interpreter.
 
         Raises EnvironmentFault if no process can be created.
         """
@@ -144,12 +129,12 @@ class Worker:
         self._ready, self._next_id = False, 1
         self._start_until = time.monotonic() + start_deadline_s
         try:
-            self._spawn(_config(limits or Limits(), cpus), threads, paths, nursery)
+            self._spawn(_config(limits or Limits(), cpus), threads, nursery)
         except OSError as error:  # no room for its folder, no descriptor or process left, no interpreter
             raise start_fault(entry, AutoselError(f"it cannot be created: {error}")) from error
         self.pid = self._first_word()
 
-    def _spawn(self, config: Mapping[str, Any], threads: int, paths: Sequence[str], nursery: Starter | None) -> None:
+    def _spawn(self, config: Mapping[str, Any], threads: int, nursery: Nursery | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="autosel-worker-"))
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -158,14 +143,17 @@ class Worker:
             child = ["-m", "autosel.workers.child", self.entry, str(control.fileno()), str(threads)]
             places = {"folder": str(self.folder), "control_fd": control.fileno(), "life_fd": life.fileno()}
             told = {**config, **places, "argv": [sys.executable, "-P", *child]}
-            environment = environment_of(paths) | {"TMPDIR": str(self.folder)}
+            environment = environment_of() | {"TMPDIR": str(self.folder)}
             start = start_guardian if nursery is None else nursery.start_guardian
-            self._guardian: Handle = start(told, environment, (control.fileno(), life.fileno()))
+            self._guardian: Forked | subprocess.Popen[bytes] = start(
+                told, environment, (control.fileno(), life.fileno())
+            )
             undo.pop_all()
             control.close()
             life.close()
 
     exit: Exit | None
+    _guardian: Forked | subprocess.Popen[bytes]
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -207,17 +195,6 @@ class Worker:
             self.close()
             raise start_fault(self.entry, error) from error
         self._ready = True
-
-    def output(self) -> tuple[str, str]:
-        """Return the worker's stdout and stderr so far (only start and end of a long output)."""
-        if self.exit is not None:
-            return self.exit.stdout, self.exit.stderr
-        self._tell_guardian("tail")
-        said = self._hear(END_S)
-        if said is None or "exit_code" in said:
-            self._take_report(said)
-            return self.output()
-        return said["stdout"], said["stderr"]
 
     def _ask(
         self, message: dict[str, Any], deadline_s: float, *, stage: str, fds: Sequence[int] = ()
@@ -319,17 +296,13 @@ class Worker:
         if said is None:
             self._tell_guardian("kill")
             said = self._hear(END_S)
-        while said is not None and "exit_code" not in said:  # a late answer to an earlier request for a tail
-            said = self._hear(END_S)
         self._take_report(said)
 
     def _take_report(self, said: dict[str, Any] | None) -> None:
         if said is not None and "exit_code" in said:
             self.exit = from_json(Exit, said)
         else:  # the guardian itself was killed; the worker has asked the kernel to die with it
-            self.exit = Exit(
-                exit_code=None, signal=None, why="", stdout="", stderr="", max_rss_bytes=0, escaped=0, left=0
-            )
+            self.exit = Exit(exit_code=None, signal=None, why="", stdout="", stderr="", escaped=0, left=0)
         self._guardian.kill()
         self._guardian.wait()
         self._life.close()
@@ -358,8 +331,13 @@ def start_guardian(
 ) -> subprocess.Popen[bytes]:
     """Start guardian.py in a new session, with these descriptors open."""
     guardian = Path(__file__).with_name("guardian.py")
+    return silent(["-I", "-S", str(guardian), json.dumps(config)], environment, fds)
+
+
+def silent(words: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start an interpreter in a new session, with these descriptors open and no other input or output."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(guardian), json.dumps(config)],
+        [sys.executable, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -382,12 +360,12 @@ def _config(limits: Limits, cpus: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def environment_of(paths: Sequence[str]) -> dict[str, str]:
-    """Return a worker's environment, with these folders first on its path."""
+def environment_of() -> dict[str, str]:
+    """Return a worker's environment, with this package first on its path."""
     environment = settings.passed_to_workers()
     package = str(Path(__file__).resolve().parents[2])
     inherited = [str(Path(p).absolute()) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, package, *inherited])
+    environment["PYTHONPATH"] = os.pathsep.join([package, *inherited])
     return environment
 
 

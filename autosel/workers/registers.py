@@ -96,6 +96,3 @@ def _ptrace() -> Callable[..., int]:
     function.restype = ctypes.c_long
     found: Callable[..., int] = function
     return found
-
-
-__all__ = ["threads_of"]

@@ -90,34 +90,26 @@ def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeNa
 # --- what the op's battery does not reach ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sandwich", [0, 1, 2])
-def test_the_residual_stream_may_be_updated_in_place(sandwich: int) -> None:
-    update_residual_in_place(entry("add_rmsnorm", best_isa(FLAGS)), sandwich, 2)
-
-
-@pytest.mark.parametrize("style", [0, 1])
-def test_rope_may_rotate_slices_of_one_projection_in_place(style: int) -> None:
-    rotate_slices_in_place(entry("rope", best_isa(FLAGS)), style, 2)
-
-
-@pytest.mark.parametrize("position", [1 << 17, (1 << 20) + 7, (1 << 31) - 1])
-def test_rope_keeps_the_angle_of_a_far_position(position: int) -> None:
-    keep_far_angle(entry("rope", best_isa(FLAGS)), position, 1)
+@pytest.mark.parametrize(
+    ("claim", "name", "given", "threads"),
+    [
+        *((update_residual_in_place, "add_rmsnorm", (sandwich,), 2) for sandwich in (0, 1, 2)),
+        *((rotate_slices_in_place, "rope", (style,), 2) for style in (0, 1)),
+        *((keep_far_angle, "rope", (position,), 1) for position in (1 << 17, (1 << 20) + 7, (1 << 31) - 1)),
+        (sample_equal_logits, "sample", (), 1),
+        *((sample_without_distribution, "sample", (poison,), 3) for poison in (math.nan, math.inf, -math.inf)),
+    ],
+)
+def test_a_row_kernel_keeps_each_claim(
+    claim: Callable[..., None], name: str, given: tuple[float, ...], threads: int
+) -> None:
+    claim(entry(name, best_isa(FLAGS)), *given, threads)
 
 
 @pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
 def test_a_real_vocabulary_is_sampled_as_defined(what: str, settings: dict[str, float]) -> None:
     found = judged(settings, entry("sample", best_isa(FLAGS)), 2)
     assert not isinstance(found, Mismatch), found
-
-
-def test_equal_logits_are_kept_from_the_lowest_index_up() -> None:
-    sample_equal_logits(entry("sample", best_isa(FLAGS)), 1)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_logits_without_a_distribution_still_give_a_token_in_range(poison: float) -> None:
-    sample_without_distribution(entry("sample", best_isa(FLAGS)), poison, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from autosel.candidates import layouts, registry
-from autosel.candidates.layouts import Packed, Prepare, Reader, Store
+from autosel.candidates.layouts import Packed, Prepare, Store
 from autosel.candidates.load import load, reader_of
 from autosel.devices.cpu import machine
 from autosel.errors import BuildError, ParityError
 from autosel.native.compile import compile_source, find_compiler
 from autosel.ops import OPS
-from autosel.values import Accepted, Fingerprint, Layout, NativeRecipe, PythonRecipe
+from autosel.values import Accepted, Fingerprint, Layout, NativeRecipe, PythonRecipe, Recipe
 
 pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
@@ -49,16 +48,34 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return made
 
 
-@pytest.fixture
-def function(built: tuple[NativeRecipe, str], store: Store) -> Callable[..., Any]:
-    return load(OP, *built, KNOBS)
+class Served:
+    """A loaded candidate for OP, with the reader and the store of its prepared weights."""
+
+    def __init__(self, recipe: Recipe, digest: str, knobs: dict[str, int]) -> None:
+        self.function = load(OP, recipe, digest, knobs)
+        reader = reader_of(self.function)
+        assert reader is not None
+        self.reader, self.store = reader, reader.store
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        got: Tensor = self.function(x, w, None, None)
+        return got.double()
+
+    def right(self, x: Tensor, w: Tensor) -> bool:
+        return torch.allclose(self(x, w), x.double() @ w.double().T, rtol=0.02, atol=0.02)
+
+    def prepared(self, w: Tensor) -> Tensor:
+        for _ in range(2):
+            self(vector(), w)
+        return w
+
+    def held(self, w: Tensor) -> Packed | None:
+        return self.store.peek(self.reader.prepare_one, w)
 
 
 @pytest.fixture
-def reader(function: Callable[..., Any]) -> Reader:
-    found = reader_of(function)
-    assert found is not None
-    return found
+def linear(built: tuple[NativeRecipe, str], store: Store) -> Served:
+    return Served(*built, KNOBS)
 
 
 def weight(n: int = 64, k: int = 512, seed: int = 0) -> Tensor:
@@ -69,132 +86,97 @@ def vector(k: int = 512) -> Tensor:
     return torch.randn(1, k, generator=torch.Generator().manual_seed(9)).bfloat16()
 
 
-def exact(x: Tensor, w: Tensor) -> Tensor:
-    return x.double() @ w.double().T
-
-
-def served(function: Callable[..., Any], x: Tensor, w: Tensor) -> Tensor:
-    got: Tensor = function(x, w, None, None)
-    return got.double()
-
-
-def right(function: Callable[..., Any], x: Tensor, w: Tensor) -> bool:
-    return torch.allclose(served(function, x, w), exact(x, w), rtol=0.02, atol=0.02)
-
-
 # --- when a weight is prepared ---------------------------------------------------------------------------------------
 
 
-def test_a_weight_is_prepared_at_its_second_call(function: Callable[..., Any], store: Store) -> None:
+def test_a_weight_is_prepared_at_its_second_call(linear: Served) -> None:
     x, w = vector(), weight()
-    first = served(function, x, w)
-    assert store.bytes == 0
-    again = served(function, x, w)
-    assert 0.75 * w.nbytes < store.bytes < 0.9 * w.nbytes
-    assert torch.equal(first, again) and right(function, x, w)
+    first = linear(x, w)
+    assert linear.store.bytes == 0
+    again = linear(x, w)
+    assert 0.75 * w.nbytes < linear.store.bytes < 0.9 * w.nbytes
+    assert torch.equal(first, again) and linear.right(x, w)
 
 
-def test_weights_made_for_one_call_are_never_prepared(function: Callable[..., Any], store: Store) -> None:
+def test_weights_made_for_one_call_are_never_prepared(linear: Served) -> None:
     for seed in range(5):
-        assert right(function, vector(), weight(seed=seed))
-    assert store.bytes == 0
+        assert linear.right(vector(), weight(seed=seed))
+    assert linear.store.bytes == 0
 
 
-def test_another_tensor_of_the_same_memory_reads_the_same_prepared_weight(
-    function: Callable[..., Any], reader: Reader, store: Store
-) -> None:
-    x, w = vector(), weight()
-    for _ in range(2):
-        served(function, x, w)
-    made = store.peek(reader.prepare_one, w)
-    assert made is not None and store.peek(reader.prepare_one, w.view(64, 512)) is made
-    assert store.peek(reader.prepare_one, w[:32]) is None
+def test_another_tensor_of_the_same_memory_reads_the_same_prepared_weight(linear: Served) -> None:
+    w = linear.prepared(weight())
+    made = linear.held(w)
+    assert made is not None and linear.held(w.view(64, 512)) is made
+    assert linear.held(w[:32]) is None
 
 
-def test_weights_whose_exponents_have_no_codes_are_read_plain(
-    function: Callable[..., Any], reader: Reader, store: Store
-) -> None:
+def test_weights_whose_exponents_have_no_codes_are_read_plain(linear: Served) -> None:
     x, w = torch.ones(1, 512).bfloat16(), torch.exp2(torch.rand(64, 512) * 60 - 60).bfloat16()
     for _ in range(3):
-        assert right(function, x, w)
-    assert store.bytes == 0
-    assert "1 read plain: lossless-12 needs" in reader.told() and "at most 90%" in reader.told()
+        assert linear.right(x, w)
+    assert linear.store.bytes == 0
+    assert "1 read plain: lossless-12 needs" in linear.reader.told() and "at most 90%" in linear.reader.told()
 
 
-def test_the_memory_limit_is_kept_and_no_weight_is_evicted(
-    function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_limit_is_kept_and_no_weight_is_evicted(linear: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, x = weight(seed=1), weight(seed=2), vector()
     monkeypatch.setattr(layouts.settings, "get", lambda name: 1.2 * one.nbytes / 1e9 if name == "layout_gb" else None)
     for w in (one, other, one, other, one, other):
-        assert right(function, x, w)
-    assert store.peek(reader.prepare_one, one) is not None and store.peek(reader.prepare_one, other) is None
-    assert "AUTOSEL_LAYOUT_GB" in reader.told()
+        assert linear.right(x, w)
+    assert linear.held(one) is not None and linear.held(other) is None
+    assert "AUTOSEL_LAYOUT_GB" in linear.reader.told()
 
 
-def test_a_weight_that_would_use_the_last_memory_is_read_plain(
-    function: Callable[..., Any], reader: Reader, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_would_use_the_last_memory_is_read_plain(linear: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: layouts.RESERVE_BYTES + 100)
     x, w = vector(), weight()
     for _ in range(3):
-        assert right(function, x, w)
-    assert store.bytes == 0 and "less than 1 GiB" in reader.told()
+        assert linear.right(x, w)
+    assert linear.store.bytes == 0 and "less than 1 GiB" in linear.reader.told()
 
 
-def test_nothing_is_prepared_while_the_store_is_paused(function: Callable[..., Any], store: Store) -> None:
+def test_nothing_is_prepared_while_the_store_is_paused(linear: Served) -> None:
     x, w = vector(), weight()
-    with store.paused():
+    with linear.store.paused():
         for _ in range(3):
-            assert right(function, x, w)
-        assert store.bytes == 0
-    served(function, x, w)
-    assert store.bytes > 0
+            assert linear.right(x, w)
+        assert linear.store.bytes == 0
+    linear(x, w)
+    assert linear.store.bytes > 0
 
 
 # --- changed weights -------------------------------------------------------------------------------------------------
 
 
-def prepared(function: Callable[..., Any], w: Tensor) -> Tensor:
-    for _ in range(2):
-        served(function, vector(), w)
-    return w
-
-
-def test_a_weight_written_in_place_is_never_served_with_old_contents(
-    function: Callable[..., Any], store: Store
-) -> None:
-    x, w = vector(), prepared(function, weight())
-    assert store.bytes > 0
+def test_a_weight_written_in_place_is_never_served_with_old_contents(linear: Served) -> None:
+    x, w = vector(), linear.prepared(weight())
+    assert linear.store.bytes > 0
     with torch.no_grad():
         w[3, 5] = 100.0  # a single one, which no sample would find
-    assert right(function, x, w)
-    assert right(function, x, w) and store.bytes > 0  # and the new contents are prepared
+    assert linear.right(x, w)
+    assert linear.right(x, w) and linear.store.bytes > 0  # and the new contents are prepared
 
 
-def test_a_whole_weight_written_without_the_version_counter_is_never_served_with_old_contents(
-    function: Callable[..., Any],
-) -> None:
-    x, w = vector(), prepared(function, weight())
+def test_a_whole_weight_written_without_the_version_counter_is_never_served_with_old_contents(linear: Served) -> None:
+    x, w = vector(), linear.prepared(weight())
     version = w._version
     w.data.copy_(weight(seed=5))
     assert w._version == version
-    assert right(function, x, w)
+    assert linear.right(x, w)
     w.view(torch.int16).numpy()[:] = weight(seed=6).view(torch.int16).numpy()
-    assert right(function, x, w)
+    assert linear.right(x, w)
 
 
-def test_one_weight_written_without_the_version_counter_is_found_within_one_round_of_checks(
-    function: Callable[..., Any],
-) -> None:
-    x, w = torch.ones(1, 512).bfloat16(), prepared(function, weight())
+def test_one_weight_written_without_the_version_counter_is_found_within_one_round_of_checks(linear: Served) -> None:
+    x, w = torch.ones(1, 512).bfloat16(), linear.prepared(weight())
     w.data[40, 300] = 1000.0
     units = 64 * 512 // 128
-    assert any(right(function, x, w) for _ in range(-(-units // 8)))
-    assert all(right(function, x, w) for _ in range(50))  # and never again
+    assert any(linear.right(x, w) for _ in range(-(-units // 8)))
+    assert all(linear.right(x, w) for _ in range(50))  # and never again
 
 
-def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old_one(function: Callable[..., Any]) -> None:
+def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old_one(linear: Served) -> None:
     memory = bytearray(64 * 512 * 2)
 
     def there(seed: int) -> Tensor:
@@ -202,114 +184,106 @@ def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old_one(function:
         made.copy_(weight(seed=seed))
         return made
 
-    one = prepared(function, there(1))
+    one = linear.prepared(there(1))
     at = one.data_ptr()
     del one
     gc.collect()
     other = there(2)
     assert other.data_ptr() == at
-    assert right(function, vector(), other) and right(function, vector(), other)
+    assert linear.right(vector(), other) and linear.right(vector(), other)
 
 
-def test_new_memory_of_a_parameter_is_noticed(function: Callable[..., Any]) -> None:
-    x, w = vector(), torch.nn.Parameter(prepared(function, weight()), requires_grad=False)
-    prepared(function, w)
+def test_new_memory_of_a_parameter_is_noticed(linear: Served) -> None:
+    x, w = vector(), torch.nn.Parameter(linear.prepared(weight()), requires_grad=False)
+    linear.prepared(w)
     w.data = weight(seed=4)
-    assert right(function, x, w)
+    assert linear.right(x, w)
 
 
-def test_a_weight_that_is_written_repeatedly_is_read_plain(
-    function: Callable[..., Any], reader: Reader, store: Store
-) -> None:
+def test_a_weight_that_is_written_repeatedly_is_read_plain(linear: Served) -> None:
     x, w = vector(), weight()
     for _ in range(layouts.MOST_CHANGES):
-        prepared(function, w)
+        linear.prepared(w)
         w.mul_(1.5)
-        assert right(function, x, w)
-    prepared(function, w)
-    assert store.bytes == 0 and "written to 3 times" in reader.told()
+        assert linear.right(x, w)
+    linear.prepared(w)
+    assert linear.store.bytes == 0 and "written to 3 times" in linear.reader.told()
 
 
-def test_tensors_of_inference_mode_have_no_version_and_are_read_plain(
-    function: Callable[..., Any], store: Store
-) -> None:
+def test_tensors_of_inference_mode_have_no_version_and_are_read_plain(linear: Served) -> None:
     with torch.inference_mode():
         x, w = vector(), weight()
         for _ in range(3):
-            assert right(function, x, w)
+            assert linear.right(x, w)
         w.mul_(2)
-        assert right(function, x, w)
-    assert store.bytes == 0
+        assert linear.right(x, w)
+    assert linear.store.bytes == 0
 
 
-def test_an_inference_tensor_with_replaced_data_is_served(function: Callable[..., Any], store: Store) -> None:
+def test_an_inference_tensor_with_replaced_data_is_served(linear: Served) -> None:
     with torch.inference_mode():
         x, w = vector(), torch.nn.Parameter(weight(), requires_grad=False)
     for data in (weight(), weight(seed=3)):
         w.data = data
         for _ in range(3):
-            assert right(function, x, w)
+            assert linear.right(x, w)
 
 
-def test_an_owner_may_guarantee_that_inference_tensors_do_not_change(
-    function: Callable[..., Any], reader: Reader, store: Store
-) -> None:
+def test_an_owner_may_guarantee_that_inference_tensors_do_not_change(linear: Served) -> None:
     with torch.inference_mode():
         x, w = vector(), weight()
-        served(function, x, w)
-        reader.ready((x, w, None, None))
-        assert store.bytes > 0 and reader.of(w) is not None and right(function, x, w)
+        linear(x, w)
+        linear.reader.ready((x, w, None, None))
+        assert linear.store.bytes > 0 and linear.reader.of(w) is not None and linear.right(x, w)
         w.copy_(weight(seed=3))  # the guarantee is broken: a change of a whole matrix is still found
-        assert right(function, x, w)
+        assert linear.right(x, w)
 
 
-def test_a_prepared_weight_is_freed_with_its_weight(function: Callable[..., Any], store: Store) -> None:
-    w = prepared(function, weight())
-    assert store.bytes > 0
+def test_a_prepared_weight_is_freed_with_its_weight(linear: Served) -> None:
+    w = linear.prepared(weight())
+    assert linear.store.bytes > 0
     del w
     gc.collect()
-    store.sweep()
-    assert store.bytes == 0 and not store.kept
+    linear.store.sweep()
+    assert linear.store.bytes == 0 and not linear.store.kept
 
 
 # --- before races, proofs and steps ----------------------------------------------------------------------------------
 
 
-def test_prepare_returns_bytes_seconds_and_version(reader: Reader) -> None:
+def test_prepare_returns_bytes_seconds_and_version(linear: Served) -> None:
     w = weight()
-    took = reader.prepare((vector(), w, None, None))
-    assert took is not None and took.layout == "lossless-12" and took.version == reader.layout.version
+    took = linear.reader.prepare((vector(), w, None, None))
+    assert took is not None and took.layout == "lossless-12" and took.version == linear.reader.layout.version
     assert took.plain_bytes == w.nbytes and 0.75 * w.nbytes < took.bytes < 0.8 * w.nbytes and took.seconds > 0
-    assert reader.saved_bytes({"w": w}) == took.saved_bytes == w.nbytes - took.bytes
+    assert linear.reader.saved_bytes({"w": w}) == took.saved_bytes == w.nbytes - took.bytes
 
 
 @pytest.mark.parametrize("rows", [64, 4096], ids=["small", "on large pages"])
-def test_copies_of_a_weight_are_prepared_by_copying_and_give_its_bits(reader: Reader, store: Store, rows: int) -> None:
+def test_copies_of_a_weight_are_prepared_by_copying_and_give_its_bits(linear: Served, rows: int) -> None:
     first, *others = (weight(n=rows) for _ in range(3))
     x, made = vector(), []
-    prepare = reader.prepare_one
+    prepare = linear.reader.prepare_one
     counted = Mock(wraps=prepare.make)
     with patch.object(prepare, "make", counted):
-        took = reader.prepare_copies([(x, w, None, None) for w in (first, *others)])
+        took = linear.reader.prepare_copies([(x, w, None, None) for w in (first, *others)])
         calls_for_one = counted.call_count
-        reader.prepare((x, weight(n=rows), None, None))
+        linear.reader.prepare((x, weight(n=rows), None, None))
     assert counted.call_count == 2 * calls_for_one, "the copies called it too"
     for w in (first, *others):
-        packed = store.peek(prepare, w)
+        packed = linear.held(w)
         assert packed is not None and took is not None and packed.bytes == took.bytes
         made.append(packed.operand)
     assert all(torch.equal(operand, made[0]) for operand in made[1:])
     assert len({operand.data_ptr() for operand in made}) == 3 and all(o.data_ptr() % 64 == 0 for o in made)
 
 
-def test_forgotten_weights_are_prepared_again_only_when_they_are_called(
-    function: Callable[..., Any], reader: Reader, store: Store
-) -> None:
-    w = prepared(function, weight())
-    store.forget([w])
-    assert store.bytes == 0 and reader.saved_bytes({"w": w}) == 0
-    prepared(function, w)
-    assert store.bytes > 0
+def test_forgotten_weights_are_prepared_again_only_when_they_are_called(linear: Served) -> None:
+    w = linear.prepared(weight())
+    linear.store.forget([w])
+    assert linear.store.bytes == 0 and linear.reader.saved_bytes({"w": w}) == 0
+    linear.prepared(w)
+    assert linear.store.bytes > 0
 
 
 def test_prepared_weights_that_differ_from_the_weight_are_refused(
@@ -351,12 +325,12 @@ RECIPE = PythonRecipe(
 
 
 def test_a_python_function_gets_the_result_of_its_own_prepare(store: Store) -> None:
-    function, w = load(OP, RECIPE, "", {}), weight()
+    linear, w = Served(RECIPE, "", {}), weight()
     CALLS.clear()
     for _ in range(3):
-        assert right(function, vector(), w)
+        assert linear.right(vector(), w)
     w.mul_(2)
-    assert right(function, vector(), w)
+    assert linear.right(vector(), w)
     assert CALLS == [False, True, True, False]
 
 

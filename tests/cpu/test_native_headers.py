@@ -29,12 +29,6 @@ def at_home(home: Path) -> Iterator[None]:
     settings.read.cache_clear()
 
 
-@pytest.fixture
-def empty(tmp_path: Path) -> Iterator[Path]:
-    with at_home(tmp_path):
-        yield tmp_path
-
-
 def build(number: int, source: str = "cpu/kv_append.cpp") -> bytes:
     """Compile once more, under another macro that changes nothing."""
     return compile_source(source, ("-DAUTOSEL_FP32", f"-DAUTOSEL_MARK={number}")).path.read_bytes()
@@ -79,11 +73,11 @@ def test_the_compiler_accepts_what_it_has_read_whatever_macros_a_kernel_has(ther
     assert told.startswith(f"! {kept}\n")  # "x": read, and not used
 
 
-def test_other_flags_have_headers_of_their_own(empty: Path) -> None:
+def test_other_flags_have_headers_of_their_own(home: Path) -> None:
     for number in range(3):
         build(number)
         compile_source("cpu/kv_append.cpp", ("-DAUTOSEL_FP32", "-mavx2", "-mfma", "-mf16c", f"-DAUTOSEL_MARK={number}"))
-    assert len(read_ahead(empty)) == 2
+    assert len(read_ahead(home)) == 2
 
 
 def test_damaged_headers_change_no_result(there: tuple[Path, bytes]) -> None:
@@ -96,7 +90,7 @@ def test_damaged_headers_change_no_result(there: tuple[Path, bytes]) -> None:
 
 
 def test_a_compiler_that_cannot_read_ahead_still_compiles(
-    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "c++"
     tried = tmp_path / "tried"
@@ -107,10 +101,8 @@ def test_a_compiler_that_cannot_read_ahead_still_compiles(
     find_compiler.cache_clear()
     try:
         assert len({build(number) for number in range(5)}) == 1
-        assert read_ahead(empty) == [] and tried.read_text() == "\n", "once, not in each compilation"
+        assert read_ahead(home) == [] and tried.read_text() == "\n", "once, not in each compilation"
     finally:
-        monkeypatch.undo()
-        settings.read.cache_clear()
         find_compiler.cache_clear()
 
 

@@ -17,11 +17,11 @@ import torch
 
 from autosel.errors import EnvironmentFault, WorkerError
 from autosel.values import to_json
-from autosel.workers import Arena, Limits, RaisedError, Worker
+from autosel.workers import Arena, Limits, RaisedError, Worker, guardian
 from autosel.workers.nursery import Nursery
 from tests.cpu.planting import built
 
-HERE = Path(__file__).parent
+FAULTY = "tests.cpu.faulty:serve"
 LIMITS = Limits(memory_bytes=400 << 20, processes=16)
 LONG_S, SHORT_S = 60.0, 0.3  # a deadline that must be missed, and another that must be met
 
@@ -35,7 +35,7 @@ def library():
 def worker(request, nursery):
     """Start a worker as a new interpreter, and for a second run of the test by a fork from a nursery."""
     forked = {"nursery": nursery} if request.param == "forked" else {}
-    with Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)], **forked) as started:
+    with Worker(FAULTY, limits=LIMITS, **forked) as started:
         yield started
     assert survivors(started) == []
 
@@ -43,7 +43,7 @@ def worker(request, nursery):
 @pytest.fixture(scope="module")
 def torch_worker():
     """Return one worker for all requests that need torch, because importing it takes almost a second."""
-    with Worker("faulty:serve", paths=[str(HERE)]) as started:
+    with Worker(FAULTY) as started:
         yield started
 
 
@@ -76,7 +76,7 @@ def test_a_worker_answers_and_sees_only_the_allowed_environment(worker, monkeypa
     monkeypatch.setenv("SOME_TOKEN", "secret")
     monkeypatch.setenv("AUTOSEL_DB", "postgresql://user:password@host/db")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with Worker("faulty:serve", paths=[str(HERE)]) as second:
+    with Worker(FAULTY) as second:
         seen = second.request({"fault": "none"}, LONG_S)
     assert "SOME_TOKEN" not in seen["env"]
     assert "AUTOSEL_DB" not in seen["env"]
@@ -116,13 +116,13 @@ def test_a_reference_that_leaves_the_arena_is_refused(torch_worker):
 
 def test_affinity_and_torch_threads_are_set():
     cpu = min(os.sched_getaffinity(0))
-    with Worker("faulty:serve", paths=[str(HERE)], cpus=[cpu], threads=1) as pinned:
+    with Worker(FAULTY, cpus=[cpu], threads=1) as pinned:
         assert pinned.request({"fault": "threads"}, LONG_S) == {"threads": 1, "cpus": [cpu]}
 
 
 def test_a_worker_outlives_the_thread_that_started_it():
     made = []
-    thread = threading.Thread(target=lambda: made.append(Worker("faulty:serve", paths=[str(HERE)])))
+    thread = threading.Thread(target=lambda: made.append(Worker(FAULTY)))
     thread.start()
     thread.join()
     with made[0] as started:
@@ -136,7 +136,7 @@ def test_a_worker_outlives_the_thread_that_started_it():
     ("fault", "kind"),
     [
         ("raise", "ValueError"),
-        ("raise_unprintable", "faulty.Unprintable"),
+        ("raise_unprintable", "tests.cpu.faulty.Unprintable"),
         ("raise_system_exit", "SystemExit"),
         ("raise_interrupt", "KeyboardInterrupt"),
         ("not_json", "ValueError"),
@@ -196,7 +196,7 @@ def test_an_endless_recursion_is_a_crash_though_this_process_has_no_limit_of_its
     try:
         with ExitStack() as stack:
             forked = {"nursery": stack.enter_context(Nursery())} if how == "forked" else {}
-            worker = stack.enter_context(Worker("faulty:serve", limits=LIMITS, paths=[str(HERE)], **forked))
+            worker = stack.enter_context(Worker(FAULTY, limits=LIMITS, **forked))
             error = failure(worker, "native", library=library, function="stack_overflow", args=[0])
     finally:
         resource.setrlimit(resource.RLIMIT_STACK, before)
@@ -210,17 +210,16 @@ def test_a_spin_that_holds_the_interpreter_ends_at_the_deadline(worker, library,
     assert worker.exit.signal == signal.SIGKILL
 
 
-def test_a_worker_that_hangs_up_is_killed(worker):
-    assert failure(worker, "hang_up").cause == "hung up"
-
-
-def test_a_reply_that_arrives_slowly_is_cut_off_at_the_deadline(worker):
-    assert failure(worker, "endless_reply", SHORT_S).cause in ("timeout in request", "protocol")
-
-
-@pytest.mark.parametrize("fault", ["garbage_reply", "huge_reply", "forged_reply"])
-def test_an_invalid_reply_is_refused_as_data(worker, fault):
-    assert failure(worker, fault).cause == "protocol"
+@pytest.mark.parametrize(
+    ("fault", "deadline_s", "causes"),
+    [
+        ("hang_up", LONG_S, ["hung up"]),
+        ("endless_reply", SHORT_S, ["timeout in request", "protocol"]),
+        *((fault, LONG_S, ["protocol"]) for fault in ("garbage_reply", "huge_reply", "forged_reply")),
+    ],
+)
+def test_a_worker_that_replies_slowly_or_invalidly_or_not_at_all_is_ended(worker, fault, deadline_s, causes):
+    assert failure(worker, fault, deadline_s).cause in causes
 
 
 @pytest.mark.parametrize("then", ["hang", "crash"])
@@ -245,13 +244,6 @@ def test_a_flood_of_output_neither_blocks_nor_grows(worker):
     assert "bytes left out" in ended.stderr
 
 
-def test_output_can_be_read_while_the_worker_lives(worker):
-    worker.request({"fault": "output_flood"}, LONG_S)
-    out, _ = worker.output()
-    assert out.startswith("first words")
-    assert worker.request({"fault": "none"}, LONG_S)["pid"] == worker.pid
-
-
 def test_a_worker_dies_with_a_guardian_that_is_killed(worker):
     handle = os.pidfd_open(worker.pid)
     assert failure(worker, "kill_parent").cause == "unknown"
@@ -263,7 +255,7 @@ def test_a_worker_dies_with_a_guardian_that_is_killed(worker):
 
 def test_an_import_that_hangs_ends_at_the_deadline_for_starting():
     with (
-        Worker("hangs_at_import:serve", paths=[str(HERE)], start_deadline_s=SHORT_S) as started,
+        Worker("tests.cpu.hangs_at_import:serve", start_deadline_s=SHORT_S) as started,
         pytest.raises(EnvironmentFault, match=r"no reply by the deadline \(start\)"),
     ):
         started.request({"fault": "none"}, LONG_S)
@@ -283,14 +275,14 @@ def test_a_worker_that_does_not_start_is_a_fault_of_the_environment_and_gone():
 def test_a_worker_that_does_not_fit_is_a_fault_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "such" / "folder"))
     with pytest.raises(EnvironmentFault, match="cannot be created"):
-        Worker("faulty:serve")
+        Worker(FAULTY)
 
 
 def test_an_interpreter_that_is_gone_is_a_fault_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvironmentFault, match="cannot be created"):
-        Worker("faulty:serve")
+        Worker(FAULTY)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -309,9 +301,8 @@ def test_an_interrupt_passes_through_and_leaves_nothing(worker):
 
 
 OWNER = """
-import sys
 from autosel.workers import Worker
-worker = Worker("faulty:serve", paths=[sys.argv[1]])
+worker = Worker("tests.cpu.faulty:serve")
 worker.wait_ready()
 print(worker.pid, flush=True)
 worker.request({"fault": "escape"}, 600)
@@ -319,7 +310,7 @@ worker.request({"fault": "escape"}, 600)
 
 
 def test_a_worker_and_its_escaped_children_end_when_the_parent_is_killed():
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(HERE)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     pid = int(owner.stdout.readline())
     family = [os.pidfd_open(p) for p in {pid, *escaped_child_of(pid)}]
     owner.kill()
@@ -329,20 +320,11 @@ def test_a_worker_and_its_escaped_children_end_when_the_parent_is_killed():
 
 
 def escaped_child_of(pid):
-    """Wait for the grandchild: the process that has the worker's private folder but is not its descendant."""
-    folder = Path(f"/proc/{pid}/cwd").readlink()
+    """Wait for the grandchild, which the guardian adopts when its parent has ended."""
     until = time.monotonic() + LONG_S
     while time.monotonic() < until:
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                    found.append((int(entry.name), os.getsid(int(entry.name))))
-            except OSError:
-                continue
-        detached = [p for p, session in found if session not in (p, os.getsid(pid)) and p != pid]
-        if detached:
-            return detached
+        if adopted := set(guardian.children_of(guardian._parent_of(str(pid)))) - {pid}:
+            return adopted
     raise AssertionError("no escaped child was seen")
 
 

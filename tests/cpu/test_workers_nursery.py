@@ -14,7 +14,7 @@ import pytest
 from autosel.errors import EnvironmentFault
 from autosel.workers import Worker
 from autosel.workers.nursery import Nursery
-from tests.cpu.test_workers import HERE, LONG_S, ended
+from tests.cpu.test_workers import FAULTY, LONG_S, ended
 from tests.processes import below
 
 
@@ -26,13 +26,13 @@ def own() -> Iterator[Nursery]:
 
 
 def answer(nursery: Nursery, fault: str = "none") -> dict[str, object]:
-    with Worker("faulty:serve", paths=[str(HERE)], nursery=nursery) as worker:
+    with Worker(FAULTY, nursery=nursery) as worker:
         return worker.request({"fault": fault}, LONG_S)
 
 
 def forked(nursery: Nursery) -> bool:
     """Return True if the nursery forks a worker that is started now."""
-    with Worker("faulty:serve", paths=[str(HERE)], nursery=nursery) as worker:
+    with Worker(FAULTY, nursery=nursery) as worker:
         worker.wait_ready()
         return worker.pid in below(nursery) if nursery.process and nursery.process.poll() is None else False
 
@@ -53,7 +53,7 @@ def test_a_forked_worker_has_the_environment_of_its_own_start(own: Nursery, monk
 
 def test_modules_that_a_worker_imports_are_not_there_for_the_next(own: Nursery) -> None:
     for _ in range(2):
-        with Worker("faulty:serve", paths=[str(HERE)], nursery=own) as worker:
+        with Worker(FAULTY, nursery=own) as worker:
             assert worker.request({"fault": "imported", "name": "wave"}, LONG_S) == {"before": False}
 
 
@@ -76,18 +76,17 @@ def test_a_nursery_that_cannot_import_leaves_the_error_to_the_worker(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (
         Nursery("torch") as broken,
-        Worker("faulty:serve", paths=[str(HERE)], threads=1, nursery=broken) as worker,
+        Worker(FAULTY, threads=1, nursery=broken) as worker,
         pytest.raises(EnvironmentFault, match=r"libtorch\.so"),
     ):
         worker.wait_ready()
 
 
 OWNER = """
-import sys
 from autosel.workers import Worker
 from autosel.workers.nursery import Nursery
 nursery = Nursery()
-worker = Worker("faulty:serve", paths=[sys.argv[1]], nursery=nursery)
+worker = Worker("tests.cpu.faulty:serve", nursery=nursery)
 worker.wait_ready()
 print(worker.pid, nursery.process.pid, flush=True)
 worker.request({"fault": "wait"}, 600)
@@ -96,7 +95,7 @@ worker.request({"fault": "wait"}, 600)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_nursery_and_its_workers_end_with_their_parent(number: signal.Signals) -> None:
-    words = [sys.executable, "-P", "-c", OWNER, str(HERE)]
+    words = [sys.executable, "-P", "-c", OWNER]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
         assert owner.stdout is not None
         family = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]

@@ -115,11 +115,16 @@ def test_a_library_called_as_its_signature_says_meets_the_contract(plan: Plan, p
     assert isinstance(found, Passed), found
 
 
-def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reuse the plan for other pages, and for an empty sequence."""
+def put_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let imports of a library find its stand-in."""
     monkeypatch.syspath_prepend(STAND_INS)
     for name in [n for n in sys.modules if n.partition(".")[0] in ("arithmetic", *STOOD)]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reuse the plan for other pages, and for an empty sequence."""
+    put_first(monkeypatch)
     monkeypatch.setattr(flashinfer_paged, "_PLANS", OrderedDict())
     wrapper, plans = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper, []
     plan = wrapper.plan
@@ -142,16 +147,13 @@ def test_planned_attention_plans_when_a_length_has_changed_and_only_then(monkeyp
 
 # --- the stand-ins ----------------------------------------------------------------------------------------------------
 
+NORMS = ("rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm")
+GATES = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
 SOURCES = {
     "flashinfer": {
-        "flashinfer/norm/__init__.py": (
-            "rmsnorm",
-            "gemma_rmsnorm",
-            "fused_add_rmsnorm",
-            "gemma_fused_add_rmsnorm",
-        ),
+        "flashinfer/norm/__init__.py": NORMS,
         "flashinfer/rope.py": ("apply_rope_with_cos_sin_cache_inplace",),
-        "flashinfer/activation.py": ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"),
+        "flashinfer/activation.py": GATES,
         "flashinfer/gemm/gemm_base.py": ("mm_bf16",),
         "flashinfer/decode.py": (
             "single_decode_with_kv_cache",
@@ -161,17 +163,7 @@ SOURCES = {
         ),
         "flashinfer/xqa.py": ("xqa",),
     },
-    "sglang-kernel": {
-        "sgl_kernel/elementwise.py": (
-            "rmsnorm",
-            "gemma_rmsnorm",
-            "fused_add_rmsnorm",
-            "gemma_fused_add_rmsnorm",
-            "silu_and_mul",
-            "gelu_tanh_and_mul",
-            "gelu_and_mul",
-        ),
-    },
+    "sglang-kernel": {"sgl_kernel/elementwise.py": (*NORMS, *GATES)},
     "quack-kernels": {
         "quack/rmsnorm.py": ("rmsnorm",),
         "quack/gemm_interface.py": ("gemm", "gemm_add"),
@@ -221,9 +213,7 @@ def published(file: Path, function: str) -> dict[str, str]:
 
 
 def stood(file: str, function: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    monkeypatch.syspath_prepend(STAND_INS)
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("arithmetic", *STOOD)]:
-        monkeypatch.delitem(sys.modules, name)
+    put_first(monkeypatch)
     found: Any = import_module(HOMES.get(file, file.partition("/")[0]))
     for part in function.replace("_plan_impl", "plan").split("."):
         found = getattr(found, part)

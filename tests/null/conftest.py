@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from autosel.native.cuda import Nvcc
+    from tests.null.cuda_stand_in import Cuda
 
 
 @pytest.fixture(autouse=True, scope="module")  # other tiers run in the same process
@@ -32,3 +37,27 @@ def _ways_of_pytorch_are_tried_in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "_tried", tried)
         yield
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    from tests.null.cuda_stand_in import Cuda
+
+    made = Cuda()
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def any_compiler(monkeypatch: pytest.MonkeyPatch) -> Nvcc:
+    """Provide an nvcc for every known device, CUTLASS's headers and a C++ compiler, none of which exists."""
+    from autosel.native import cuda, cutlass
+
+    architectures = (80, 86, 89, 90, 100, 120)
+    nvcc = cuda.Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=architectures)
+    monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
+    headers = cutlass.Headers(include=Path("/include"), version=(4, 2, 0))
+    monkeypatch.setattr(cutlass, "find_headers", lambda: headers)
+    for module in ("base", "step"):
+        monkeypatch.setattr(f"autosel.candidates.cuda.{module}.find_compiler", lambda: "g++")
+    return nvcc

@@ -356,9 +356,7 @@ class Peer(Worker):
     def close(self) -> Exit:
         self._control.close()
         self._far.close()
-        self.exit = self.exit or Exit(
-            exit_code=0, signal=None, why="", stdout="", stderr="", max_rss_bytes=0, escaped=0, left=0
-        )
+        self.exit = self.exit or Exit(exit_code=0, signal=None, why="", stdout="", stderr="", escaped=0, left=0)
         return self.exit
 
     def _died(self, stage: str) -> WorkerError:

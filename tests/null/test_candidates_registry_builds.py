@@ -16,9 +16,6 @@ from autosel.fingerprint.known import load, names
 from autosel.knobs.gpu.facts import facts
 from autosel.models.presets import PRESETS
 from autosel.models.workloads import ASKED_OPS, STEP_OPS, step
-from autosel.native import cuda, cutlass
-from autosel.native.cuda import Nvcc
-from autosel.native.cutlass import Headers
 from autosel.values import Accepted, NativeRecipe, Workload
 from tests.compile.cutlass_asked import BY_NAME, builds
 from tests.compile.test_emulated_cutlass import SIDES
@@ -26,18 +23,10 @@ from tests.compile.test_emulated_cutlass import choices as emulated_tiles
 from tests.compile.test_emulated_linear import BUILDS as EMULATED_PROJECTIONS
 from tests.compile.test_machine_code import BUDGETS
 
+pytestmark = pytest.mark.usefixtures("any_compiler")
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 
 Build = tuple[str, ...]  # macros as NAME=VALUE, sorted, without the dtype
-
-
-@pytest.fixture(autouse=True)
-def _any_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvcc = Nvcc(path="nvcc", version="release 13.0", home=Path("/"), architectures=(80, 86, 89, 90, 100, 120))
-    monkeypatch.setattr(cuda, "find_nvcc", lambda: nvcc)
-    monkeypatch.setattr(cutlass, "find_headers", lambda: Headers(include=Path("/include"), version=(4, 2, 0)))
-    for module in ("base", "step"):
-        monkeypatch.setattr(f"autosel.candidates.cuda.{module}.find_compiler", lambda: "g++")
 
 
 @cache

@@ -37,13 +37,6 @@ from tests.null.test_devices_cuda import H200
 ONE = torch.zeros(1)
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
-    made.install(monkeypatch)
-    return made
-
-
 # --- a step as a graph ------------------------------------------------------------------------------------------------
 
 
@@ -271,9 +264,6 @@ def test_for_a_device_that_was_already_broken_no_arm_is_blamed(breakable: Breaka
         with pytest.raises(torch.AcceleratorError):
             watch(GIVEN, (None,))
         assert not told
-
-
-# --- identities ------------------------------------------------------------------------------------------------------
 
 
 def test_decisions_for_a_gpus_tensors_are_found_by_the_identity_of_its_tune(

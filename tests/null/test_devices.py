@@ -52,9 +52,6 @@ def test_every_spelling_of_a_comparison_is_found() -> None:
     assert comparisons(text) == text.splitlines()
 
 
-# --- a GPU that cannot be identified ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "trouble",
     [UsageError("NVML does not answer", why="version", todo="install it"), AttributeError("no deviceGetAttribute")],

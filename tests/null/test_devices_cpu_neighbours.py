@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,13 @@ from autosel.devices.cpu.neighbours import Neighbours, Reading, between, read
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def reading(
-    tmp_path: Path, at_s: float, idle_s: float, stolen_s: float = 0.0, **used: tuple[int, int, float]
-) -> Reading:
-    """Read a /proc of two CPUs; `used`: (pid, its parent, CPU seconds) by name."""
+def reading(tmp_path: Path, at_s: float, idle_s: float, stolen_s: float = 0.0, **used: tuple[Any, ...]) -> Reading:
+    """Read a /proc of two CPUs; `used`: (pid, its parent, CPU seconds, those of ended children) by name."""
     root = tmp_path / f"at{at_s:g}"
-    for name, (pid, parent, seconds) in used.items():
+    for name, (pid, parent, seconds, *ended) in used.items():
         folder = root / "proc" / str(pid)
         folder.mkdir(parents=True)
-        rest = ["S", str(parent), *["0"] * 9, str(int(seconds * TICKS)), "0", "0", "0", *["0"] * 20]
+        rest = ["S", str(parent), *["0"] * 9, str(int(seconds * TICKS)), "0", str(int(sum(ended) * TICKS)), *["0"] * 21]
         (folder / "stat").write_text(f"{pid} ({name.replace('_', ' ')}) {' '.join(rest)}\n")
     (root / "proc").mkdir(parents=True, exist_ok=True)
     fields = [0, 0, 0, int(idle_s * TICKS), 0, 0, 0, int(stolen_s * TICKS), 0, 0]
@@ -48,11 +47,7 @@ def test_processes_of_one_name_are_named_together_and_small_ones_not_at_all(tmp_
 
 def test_a_worker_that_ended_in_the_meantime_counts_as_ours(tmp_path: Path) -> None:
     before = reading(tmp_path, 10, 5, tune=(50, 1, 3.0), worker=(51, 50, 1.0))
-    root = tmp_path / "at20" / "proc" / "50"
-    root.mkdir(parents=True)
-    rest = ["S", "1", *["0"] * 9, str(3 * TICKS), "0", str(9 * TICKS), "0", *["0"] * 20]
-    (root / "stat").write_text(f"50 (tune) {' '.join(rest)}\n")
-    now = reading(tmp_path, 20, 17)
+    now = reading(tmp_path, 20, 17, tune=(50, 1, 3.0, 9.0))
     assert between(before, now, own=50).cores == pytest.approx(0.0)  # 8 seconds busy, all the worker's
 
 

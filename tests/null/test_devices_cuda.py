@@ -97,7 +97,7 @@ def test_only_slowdowns_that_spoil_a_measurement_are_named() -> None:
 
 def test_another_power_limit_or_share_of_sms_voids_rates_and_not_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
-    full, capped = replace(H200, power_limit_w=700.0), replace(H200, power_limit_w=500.0)
+    full, capped = H200, replace(H200, power_limit_w=500.0)
     assert gpu.changed(gpu.validity(full), gpu.validity(capped)) == "power_limit_w was 700 and is 500"
     assert gpu.changed(gpu.validity(full), gpu.validity(replace(H200, power_limit_w=670.0))) == ""
     assert nvml.identity_of(full) == nvml.identity_of(capped)
@@ -121,13 +121,8 @@ def test_fingerprints_stored_without_these_conditions_still_hold() -> None:
 
 
 def test_a_missing_gpu_is_reported_with_the_missing_part() -> None:
-    try:
-        import cupy
-
-        if cupy.is_available():
-            pytest.skip("there is a GPU here")
-    except ImportError:
-        pass
+    if nvml.count():
+        pytest.skip("there is a GPU here")
     with pytest.raises(UsageError) as error:
         fingerprint.take("cuda")
     assert error.value.todo
@@ -215,23 +210,21 @@ def test_blackwell_ultra_has_twice_the_special_function_units() -> None:
     assert nvml.identity_of(replace(H200, cc=(10, 0)))["sfu_per_clock_sm"] == 16
 
 
-def test_an_l2_not_much_faster_than_the_fastest_memory_is_plausible() -> None:
-    """Accept it, because HBM3e reads at half the rate of a last-level cache of its generation, or more."""
-    found = gpu_rates.complaints({**GOOD, "l2_bytes_per_s": 5.5e12}, nvml.identity_of(H200), 4.9e12)
-    assert found == []
+def complaints(**changes: float) -> list[str]:
+    return gpu_rates.complaints({**GOOD, **changes}, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200))
 
 
 def test_plausible_rates_raise_no_complaint() -> None:
-    assert gpu_rates.complaints(GOOD, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200)) == []
+    """Also for an L2 not much faster than memory: HBM3e reads at half the rate of a last-level cache of its time."""
+    assert complaints() == complaints(l2_bytes_per_s=5.5e12) == []
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("l2_bytes_per_s", 4.5e12),  # not above what memory gives
         ("read_bytes_per_s", 5.5e12),  # faster than the bus: something was not read
         ("read_bytes_per_s", 2.0e12),
-        ("l2_bytes_per_s", 4.4e12),
+        ("l2_bytes_per_s", 4.5e12),  # hardly above what memory gives
         ("dram_latency_s", 5e-8),
         ("bf16_matrix_flops", 2e15),
         ("exp_per_clock_sm", 4.0),
@@ -248,11 +241,7 @@ def test_plausible_rates_raise_no_complaint() -> None:
     ],
 )
 def test_an_implausible_rate_is_named(name: str, value: float) -> None:
-    found = gpu_rates.complaints({**GOOD, name: value}, nvml.identity_of(H200), nvml.peak_read_bytes_per_s(H200))
-    assert any(name in complaint for complaint in found)
-
-
-# --- notes in output -------------------------------------------------------------------------------------------------
+    assert any(name in complaint for complaint in complaints(**{name: value}))
 
 
 SLOWED = gpu.SLOWED.format("thermal slowdown (0x20)")

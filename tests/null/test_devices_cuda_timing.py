@@ -15,19 +15,8 @@ from tests.null.cuda_stand_in import TICK_MS, Cuda
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
-    made.install(monkeypatch)
-    return made
-
-
 def replayed(cuda: Cuda, copies: int) -> Replayed:
     return Replayed(cuda.call, [(i,) for i in range(copies)], GPU)
-
-
-def test_a_sample_is_the_time_of_a_call(cuda: Cuda) -> None:
-    assert replayed(cuda, 4).sample(20) == TICK_MS * 1e6
 
 
 def test_a_graph_takes_every_copy_equally_often(cuda: Cuda) -> None:

@@ -21,13 +21,6 @@ from tests.null.test_models import LLAMA_8B, write
 TICK_NS = TICK_MS * 1e6
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
-    made.install(monkeypatch)
-    return made
-
-
 def ticking(*at: int) -> Callable[[], int]:
     times = iter(at)
     return lambda: next(times)

@@ -22,31 +22,23 @@ def figures(name):
             yield section, field, figure
 
 
-def test_the_nine_devices_load():
+def test_the_nine_devices_load_and_differ():
     assert known.names() == DEVICES
     for name in DEVICES:
         fp = known.load(name)
         assert fp.kind == "cuda" and fp.source == f"{name}.json" and len(fp.hw_id) == 64
-
-
-def test_no_two_devices_share_an_identity():
-    assert len({known.load(name).hw_id for name in DEVICES}) == len(DEVICES)
+    assert len({known.load(name).hw_id for name in DEVICES}) == len(DEVICES), "two share an identity"
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_figure_has_a_source(name):
+def test_every_figure_has_a_source_and_no_estimate_is_filed_as_measured(name):
     for section, field, figure in figures(name):
         if section == "measured" and figure is None:
             continue
         assert set(figure) - {"spread"} == {"value", "unit", "source"}, field
         if section == "estimated":
             assert figure["source"].startswith(("estimate: ", "derived: ")), field
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_an_estimate_is_never_filed_as_measured(name):
-    for section, field, figure in figures(name):
-        assert section != "measured" or figure is None or "estimate" not in figure["source"], field
+        assert section != "measured" or "estimate" not in figure["source"], field
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -147,7 +147,7 @@ def test_the_span_of_a_tensor_counts_gaps_and_not_repeats():
 )
 def test_the_cause_of_an_end_and_whether_to_try_again(changes, cause, retryable):
     blank = {"exit_code": None, "signal": None, "why": "", "stdout": "", "stderr": ""}
-    ended = Exit(**(blank | changes), max_rss_bytes=0, escaped=0, left=0)
+    ended = Exit(**(blank | changes), escaped=0, left=0)
     assert (ended.cause, ended.retryable) == (cause, retryable)
     assert json.dumps(ended.cause)
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 
 from autosel import devices
-from autosel.candidates.base import Candidate
+from autosel.candidates.base import Checked
 from autosel.formats import PLAIN
-from autosel.knobs.cpu.facts import ISA_FLAGS, CpuFacts, Isa, facts
+from autosel.knobs.cpu.facts import ISA_FLAGS, CpuFacts, facts
 from autosel.native.compile import NO_COMPILER, find_compiler
-from autosel.values import (
-    Accepted,
-    Backend,
-    Fingerprint,
-    Knobs,
-    Layout,
-    NativeRecipe,
-    Recipe,
-    Rejected,
-    Support,
-    Workload,
-)
+from autosel.values import Backend, Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Workload
 
 Formula = Callable[[Workload, CpuFacts], Knobs]
 Limits = Callable[[Workload], str]
 
 
-class CppKernel(Candidate):
+class CppKernel(Checked):
     """A kernel `kernels/cpu/<source>.cpp`.
 
     Its entry takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and `knob_args`. With a
@@ -46,41 +34,29 @@ class CppKernel(Candidate):
         knob_args: tuple[str, ...],
         limits: Limits = lambda w: "",
         dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
-        entry: str = "",
         formats: tuple[str, ...] = (PLAIN,),
         operands: tuple[str, ...] = (),
         layout: Layout | None = None,
-        isa: Isa | None = None,
-        extra_flags: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.op, self.source, self.formula, self.knob_args = op, source, formula, knob_args
-        self.name = f"cpp:{source}" + (f"@{isa}" if isa else "")
-        self.limits, self.dtypes, self.entry, self.isa = limits, dtypes, entry or source, isa
-        self.formats, self.operands, self.extra_flags = frozenset(formats), operands, extra_flags or {}
-        self.layout = layout
+        self.name, self.limits, self.dtypes, self.layout = f"cpp:{source}", limits, dtypes, layout
+        self.formats, self.operands = frozenset(formats), operands
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
         if not devices.runs(fp.kind, "C++"):
-            return Rejected(reason="a CPU kernel; the device is a GPU")
+            return "a CPU kernel; the device is a GPU"
         if w.dtype not in self.dtypes:
-            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        why = self.limits(w)
-        if why:
-            return Rejected(reason=why)
-        if find_compiler() is None:
-            return Rejected(reason=NO_COMPILER)
-        return Accepted()
+            return f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}"
+        return self.limits(w) or ("" if find_compiler() else NO_COMPILER)
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
-        f = facts(fp)
-        return self.formula(w, replace(f, isa=self.isa) if self.isa else f)
+        return self.formula(w, facts(fp))
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        isa = self.isa or facts(fp).isa
         return NativeRecipe(
             source=f"cpu/{self.source}.cpp",
-            entry=self.entry,
-            flags=(*ISA_FLAGS[isa], f"-DAUTOSEL_{w.dtype.upper()}", *self.extra_flags.get(isa, ())),
+            entry=self.source,
+            flags=(*ISA_FLAGS[facts(fp).isa], f"-DAUTOSEL_{w.dtype.upper()}"),
             knob_args=self.knob_args,
             operands=self.operands,
             layout=self.layout,

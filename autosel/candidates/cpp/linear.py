@@ -12,7 +12,7 @@ from autosel.candidates.cpp.base import CppKernel, Formula, Limits
 from autosel.formats import CODED, WITH_ZEROS, WeightFormat
 from autosel.knobs.cpu import linear
 from autosel.knobs.cpu.facts import facts
-from autosel.values import Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Rejected, Support, Workload
+from autosel.values import Fingerprint, Knobs, Layout, NativeRecipe, Recipe, Workload
 
 WALK, CODED_WALK = ("k_block", "k_ahead", "m_block"), ("k_block", "m_block")
 CODED_LINEAR = ("x", "w.codes", "w.scales", "bias", "residual")
@@ -56,11 +56,9 @@ class PackedKernel(CppKernel):
             layout=lossless_12(*weights),
         )
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        found = super().supports(w, fp)
-        if not isinstance(found, Rejected) and facts(fp).isa == "portable":
-            return Rejected(reason="the kernel needs AVX2, which this CPU lacks")
-        return found
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        portable = "the kernel needs AVX2, which this CPU lacks"
+        return super().why_not(w, fp) or (portable if facts(fp).isa == "portable" else "")
 
 
 def _few(w: Workload) -> str:

@@ -1,4 +1,4 @@
-"""Ops that process each row separately: rmsnorm, add_rmsnorm, rope, swiglu, geglu."""
+"""Ops that process each row separately: rmsnorm, add_rmsnorm, rope, swiglu, geglu, sample."""
 
 from __future__ import annotations
 
@@ -19,4 +19,5 @@ KERNELS = (
     CppKernel("rope", "rope", formula=rows.rope, knob_args=("threads",), limits=_rope_limits),
     CppKernel("swiglu", "swiglu", formula=rows.swiglu, knob_args=("threads",)),
     CppKernel("geglu", "geglu", formula=rows.geglu, knob_args=("threads",)),
+    CppKernel("sample", "sample", formula=rows.sample, knob_args=("threads",)),
 )

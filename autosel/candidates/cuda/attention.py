@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 
 from autosel.candidates.cuda.base import CudaKernel
+from autosel.candidates.gpu import SCALED_HEADS
 from autosel.knobs.gpu import attention
 from autosel.knobs.gpu.attention import WARPS
 from autosel.knobs.gpu.facts import VECTOR_BYTES, WARP, GpuFacts
@@ -42,9 +43,6 @@ def _tile_limits(w: Workload, f: GpuFacts) -> str:
 
 
 ARGS = ("tile", "stages", "chunk")
-SCALED_HEADS = (
-    "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
-)  # fmt: skip
 HALVES = ("bf16", "fp16")
 KERNELS = (
     CudaKernel("attn", "attn_decode", formula=attention.decode, knob_args=ARGS, limits=_limits),

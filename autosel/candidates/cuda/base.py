@@ -1,29 +1,16 @@
-"""Common base of CUDA kernels: a GPU, nvcc, a C++ compiler, an architecture, a source below kernels/cuda/."""
+"""Common base of CUDA kernels: a GPU, nvcc, a C++ compiler, an architecture, a source for nvcc."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autosel import devices
-from autosel.candidates.base import Candidate
+from autosel.candidates.gpu import GpuCandidate, too_long
 from autosel.formats import PLAIN
 from autosel.knobs.gpu.facts import Formula, Limits, facts
 from autosel.native import cuda
 from autosel.native.compile import NO_COMPILER, find_compiler
-from autosel.values import (
-    Accepted,
-    Backend,
-    Fingerprint,
-    Knob,
-    Knobs,
-    NativeRecipe,
-    Recipe,
-    Rejected,
-    Support,
-    Workload,
-)
+from autosel.values import Backend, Fingerprint, Knob, Knobs, NativeRecipe, Recipe, Workload
 
-MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 PDL = Knob(
     name="pdl",
     value=0,
@@ -33,15 +20,16 @@ PDL = Knob(
 )
 
 
-class CudaKernel(Candidate):
-    """A kernel `kernels/cuda/<source>.cu`.
+class NvccKernel(GpuCandidate):
+    """A kernel `kernels/<folder>/<source>.cu`, whose entry has the name of the source by default.
 
     Its entry takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and `knob_args`. `formula`
     gives the knobs; those in `macros` are compiled in, as the macro named there. `limits(w, facts)` returns why it
     cannot run w on the device, or "".
     """
 
-    backend: Backend = "CUDA_EXT"
+    folder: str
+    noun = "a CUDA kernel"
 
     def __init__(
         self,
@@ -56,28 +44,19 @@ class CudaKernel(Candidate):
         formats: tuple[str, ...] = (PLAIN,),
         cache_formats: tuple[str, ...] = (PLAIN,),
         operands: tuple[str, ...] = (),
+        entry: str = "",
     ) -> None:
         self.op, self.source, self.formula = op, source, formula
-        self.name = f"cuda:{source}"
+        self.name, self.entry = f"{self.folder}:{source}", entry or source
         self.formats, self.cache_formats, self.operands = frozenset(formats), frozenset(cache_formats), operands
         self.knob_args, self.macros = (*knob_args, "pdl"), macros or {}
         self.limits, self.dtypes = limits, dtypes
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        if w.dtype not in self.dtypes:
-            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if not devices.runs(fp.kind, "CUDA"):
-            return Rejected(reason="a CUDA kernel; the device is a CPU")
-        too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
-        if too_long:
-            return Rejected(reason=f"{too_long[0]} = {w[too_long[0]]} is above 2^31 - 1")
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        if why := super().why_not(w, fp) or too_long(w):
+            return why
         f = facts(fp)
-        why = cuda.why_not(f.cc) or self.limits(w, f)
-        if why:
-            return Rejected(reason=why)
-        if find_compiler() is None:
-            return Rejected(reason=NO_COMPILER)
-        return Accepted()
+        return cuda.why_not(f.cc) or self.limits(w, f) or ("" if find_compiler() else NO_COMPILER)
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
         return Knobs(settings=(*self.formula(w, facts(fp)).settings, PDL))
@@ -85,9 +64,16 @@ class CudaKernel(Candidate):
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
         defined = (f"-D{macro}={knobs[name]}" for name, macro in self.macros.items())
         return NativeRecipe(
-            source=f"cuda/{self.source}.cu",
-            entry=self.source,
+            source=f"{self.folder}/{self.source}.cu",
+            entry=self.entry,
             flags=(*cuda.target_flags(facts(fp).cc), f"-DAUTOSEL_{w.dtype.upper()}", *defined),
             knob_args=self.knob_args,
             operands=self.operands,
         )
+
+
+class CudaKernel(NvccKernel):
+    """A kernel of kernels/cuda/."""
+
+    backend: Backend = "CUDA_EXT"
+    folder = "cuda"

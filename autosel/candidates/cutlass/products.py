@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from autosel.candidates.base import Candidate
-from autosel.candidates.cuda.base import PDL, CudaKernel
+from autosel.candidates.cuda.base import NvccKernel
 from autosel.knobs.gpu import cutlass as forms
 from autosel.knobs.gpu import gemm
-from autosel.knobs.gpu.facts import VECTOR_BYTES, Formula, GpuFacts, Limits, facts
+from autosel.knobs.gpu.facts import VECTOR_BYTES, GpuFacts
 from autosel.knobs.gpu.gemv import projection
-from autosel.native import cuda, cutlass
-from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Knobs, NativeRecipe, Recipe, Rejected, Support, Workload
+from autosel.native import cutlass
+from autosel.values import DTYPE_BYTES, Backend, Fingerprint, Workload
 
 HOPPER = (9, 0)
 SIDES = {"linear": ("N", "K"), "lm_head": ("V", "d")}  # dimensions whose rows are read and written 16 bytes at a time
 
 
-class CutlassKernel(Candidate):
-    """A kernel `kernels/cutlass/<source>.cu`: its entry takes the op's arguments, the result, then `knob_args`.
-
-    The knobs in `macros` are compiled in as the macro named there: one instantiation per build.
-    """
+class CutlassKernel(NvccKernel):
+    """A kernel of kernels/cutlass/: one instantiation per build."""
 
     backend: Backend = "CUTLASS"
+    folder = cutlass.FOLDER
 
-    def __init__(
-        self,
-        op: str,
-        entry: str,
-        source: str,
-        *,
-        formula: Formula,
-        knob_args: tuple[str, ...],
-        macros: Mapping[str, str],
-        limits: Limits,
-    ) -> None:
-        self.op, self.entry, self.source, self.formula, self.macros = op, entry, source, formula, macros
-        self.name, self.knob_args, self.limits = f"cutlass:{source}", (*knob_args, "pdl"), limits
-        # The requirements of any CUDA kernel on workload, device and compiler.
-        self._cuda = CudaKernel(
-            op, source, formula=formula, knob_args=knob_args, limits=limits, dtypes=("bf16", "fp16")
-        )
-
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        answer = self._cuda.supports(w, fp)
-        why = cutlass.why_not()
-        return answer if isinstance(answer, Rejected) or not why else Rejected(reason=why)
-
-    def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
-        return Knobs(settings=(*self.formula(w, facts(fp)).settings, PDL))
-
-    def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        defined = (f"-D{macro}={knobs[name]}" for name, macro in self.macros.items())
-        return NativeRecipe(
-            source=f"{cutlass.FOLDER}/{self.source}.cu",
-            entry=self.entry,
-            flags=(*cuda.target_flags(facts(fp).cc), f"-DAUTOSEL_{w.dtype.upper()}", *defined),
-            knob_args=self.knob_args,
-        )
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        return super().why_not(w, fp) or cutlass.why_not()
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -89,13 +52,15 @@ def _ampere(w: Workload, f: GpuFacts) -> str:
     return _tiles(w, f)
 
 
+HALVES = ("bf16", "fp16")
 ENTRIES = (("linear", "gemm"), ("lm_head", "lm_head"))  # one build serves both
 KERNELS = (
     *(
         CutlassKernel(
             op,
-            f"{entry}_sm90",
             "gemm_sm90",
+            entry=f"{entry}_sm90",
+            dtypes=HALVES,
             formula=forms.hopper,
             knob_args=("split_k", "sms"),
             macros={
@@ -113,8 +78,9 @@ KERNELS = (
     *(
         CutlassKernel(
             op,
-            f"{entry}_sm80",
             "gemm_sm80",
+            entry=f"{entry}_sm80",
+            dtypes=HALVES,
             formula=forms.ampere,
             knob_args=("split_k",),
             macros={"rows": "AUTOSEL_ROWS", "columns": "AUTOSEL_COLUMNS", "stages": "AUTOSEL_STAGES"},

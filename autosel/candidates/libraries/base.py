@@ -7,23 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from autosel import devices
-from autosel.candidates.base import Candidate
+from autosel.candidates.gpu import GpuCandidate, capability
 from autosel.candidates.probe import PROBE_S, fault
-from autosel.values import (
-    Accepted,
-    Backend,
-    Fingerprint,
-    Knobs,
-    PythonRecipe,
-    Recipe,
-    Rejected,
-    Support,
-    Workload,
-)
+from autosel.devices.stack import version_of
+from autosel.values import Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +40,8 @@ class Library:
 
     def version(self) -> str:
         """Return the installed version; "" if it is not installed."""
-        return next((v for v in map(_installed, (self.distribution, self.renamed)) if v), "")
+        names = filter(None, (self.distribution, self.renamed))
+        return next((found for name in names if (found := version_of(name))), "")
 
     def why_not(self, cc: tuple[int, int]) -> str:
         """Return why it cannot be called on a device of this compute capability, or ""."""
@@ -64,15 +55,6 @@ class Library:
             needed = f"compute capability {spelled(self.least_cc)}{most}"
             return f"{self.distribution} needs {needed}; the device has {spelled(cc)}"
         return unimportable(self, found)
-
-
-def _installed(distribution: str) -> str:
-    if not distribution:
-        return ""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def parsed(version: str) -> tuple[int, ...]:
@@ -111,7 +93,7 @@ def imported(module: str, needs: Sequence[str]) -> None:
 # --- the candidate ----------------------------------------------------------------------------------------------------
 
 
-class LibraryKernel(Candidate):
+class LibraryKernel(GpuCandidate):
     """`<file>:<function>`: a function of the file that wraps the library.
 
     `limits(w, cc)` returns why it cannot run w, or "".
@@ -127,25 +109,19 @@ class LibraryKernel(Candidate):
         limits: Limits = lambda w, cc: "",
         dtypes: tuple[str, ...] = ("bf16", "fp16"),
         writes_out: bool = True,
-        deterministic: bool = True,
     ) -> None:
         self.op, self.name, self.library, self.backend = op, name, library, backend
-        self.limits, self.dtypes = limits, dtypes
-        self.writes_out, self.deterministic = writes_out, deterministic
-        self.function, self.first_call_s = name.partition(":")[2], library.compiles_s
+        self.limits, self.dtypes, self.noun = limits, dtypes, f"a kernel of {library.distribution}"
+        self.writes_out, self.first_call_s = writes_out, library.compiles_s
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        if w.dtype not in self.dtypes:
-            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if not devices.runs(fp.kind, "CUDA"):
-            return Rejected(reason=f"a kernel of {self.library.distribution}; the device is a CPU")
-        major, _, minor = str(fp.identity["cc"]).partition(".")
-        cc = (int(major), int(minor or 0))
-        why = self.limits(w, cc) or self.library.why_not(cc)
-        return Rejected(reason=why) if why else Accepted()
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        if why := super().why_not(w, fp):
+            return why
+        cc = capability(fp)
+        return self.limits(w, cc) or self.library.why_not(cc)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
-        return PythonRecipe(target=f"{PACKAGE}.{self.name.partition(':')[0]}:{self.function}")
+        return PythonRecipe(target=f"{PACKAGE}.{self.name}")
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------
@@ -212,3 +188,10 @@ def whole_cache(w: Workload, _: tuple[int, int]) -> str:
     if w.trait("window", 0) or w.trait("softcap", 0.0):
         return "no window and no softcap in this call"
     return "" if w["S"] == 1 else f"supports one position per call; the workload has S = {w['S']}"
+
+
+def narrow_heads(w: Workload, widest: int) -> str:
+    """Accept heads up to `widest` elements in steps of 8."""
+    if w["D"] > widest or w["D"] % 8:
+        return f"supports heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
+    return ""

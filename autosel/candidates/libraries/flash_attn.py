@@ -7,9 +7,10 @@ and also returns values for training. Their window counts the keys before the qu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from autosel.candidates.libraries.base import Library, LibraryKernel, Limits, aligned
+from autosel.candidates.libraries.base import Library, LibraryKernel, Limits, aligned, narrow_heads
 from autosel.values import Workload
 
 if TYPE_CHECKING:
@@ -38,184 +39,91 @@ WIDEST_HEAD = 256
 WIDEST_HEAD_BY_CUTE = {9: 256}  # 128 elsewhere
 
 
-def attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """Call flash-attn on [B, length, heads, D] views of the operands."""
-    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
-    return _called(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
-
-
-def paged_attn(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    return _called(q, k_pages, v_pages, block_table, lengths, scale, window, softcap)
-
-
 def _called(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor | None,
-    lengths: Tensor | int,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Any, scale: float, window: int, softcap: float
 ) -> Tensor:
     from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
-    made: Tensor = flash_attn_with_kvcache(
-        aligned(q.transpose(1, 2)),
-        aligned(k),
-        aligned(v),
-        cache_seqlens=lengths,
-        block_table=block_table,
-        softmax_scale=scale or None,
-        causal=True,
-        window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=softcap,
-    )
-    return made.transpose(1, 2)
-
-
-# --- 3 ----------------------------------------------------------------------------------------------------------------
-
-
-def attn_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
-    return _called_3(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
-
-
-def paged_attn_3(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    return _called_3(q, k_pages, v_pages, block_table.contiguous(), lengths, scale, window, softcap)
+    span = (window - 1, 0) if window else (-1, -1)
+    cache = {"cache_seqlens": lengths, "block_table": table}
+    return _attended(flash_attn_with_kvcache, q, k, v, scale, span, softcap, **cache)
 
 
 def _called_3(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    page_table: Tensor | None,
-    lengths: Tensor | int,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Any, scale: float, window: int, softcap: float
 ) -> Tensor:
     from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found,unused-ignore]
 
-    made: Tensor = flash_attn_with_kvcache(
-        aligned(q.transpose(1, 2)),
-        aligned(k),
-        aligned(v),
-        cache_seqlens=lengths,
-        page_table=page_table,
-        softmax_scale=scale or None,
-        causal=True,
-        window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=softcap,
-    )
-    return made.transpose(1, 2)
-
-
-# --- 4 ----------------------------------------------------------------------------------------------------------------
-
-
-def attn_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
-    return _called_4(q, keys, values, None, lengths, scale, window, softcap)
-
-
-def paged_attn_4(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    max_len: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    return _called_4(q, k_pages, v_pages, block_table.contiguous(), lengths, scale, window, softcap)
+    span = (window - 1, 0) if window else (-1, -1)
+    cache = {"cache_seqlens": lengths, "page_table": None if table is None else table.contiguous()}
+    return _attended(flash_attn_with_kvcache, q, k, v, scale, span, softcap, **cache)
 
 
 def _called_4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    page_table: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Any, scale: float, window: int, softcap: float
 ) -> Tensor:
     from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
 
-    made = flash_attn_varlen_func(
+    span = (window - 1, 0) if window else (None, None)
+    own = None if isinstance(lengths, int) else lengths  # all as long as the cache
+    cache = {"seqused_k": own, "page_table": None if table is None else table.contiguous()}
+    # num_splits=0: as many as its heuristic chooses
+    return _attended(flash_attn_varlen_func, q, k, v, scale, span, softcap, num_splits=0, **cache)
+
+
+def _attended(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, span: tuple[Any, Any], softcap: float, **cache: Any
+) -> Tensor:
+    """Call flash-attn on q[B,Hq,S,D], and on pages or a contiguous cache [.., tokens, Hkv, D]."""
+    made = function(
         aligned(q.transpose(1, 2)),
         aligned(k),
         aligned(v),
-        seqused_k=lengths,
-        page_table=page_table,
         softmax_scale=scale or None,
         causal=True,
-        window_size=(window - 1, 0) if window else (None, None),
+        window_size=span,
         softcap=softcap,
-        num_splits=0,  # as many as its heuristic chooses
+        **cache,
     )
     out: Tensor = made[0] if isinstance(made, tuple) else made
     return out.transpose(1, 2)
+
+
+def _ops(called: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return `attn` and `paged_attn` by the call of one generation."""
+
+    def attn(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, max_len: int, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        keys, values = (t[:, :, :max_len].transpose(1, 2) for t in (k, v))
+        return called(q, keys, values, None, max_len if lengths is None else lengths, scale, window, softcap)
+
+    def paged_attn(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        max_len: int,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        return called(q, k_pages, v_pages, block_table, lengths, scale, window, softcap)
+
+    return attn, paged_attn
+
+
+attn, paged_attn = _ops(_called)
+attn_3, paged_attn_3 = _ops(_called_3)
+attn_4, paged_attn_4 = _ops(_called_4)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
 def _heads(w: Workload, _: tuple[int, int]) -> str:
-    if w["D"] > WIDEST_HEAD or w["D"] % 8:
-        return f"supports heads up to {WIDEST_HEAD} wide in steps of 8; the workload's are {w['D']}"
-    return ""
+    return narrow_heads(w, WIDEST_HEAD)
 
 
 def _pages(w: Workload, cc: tuple[int, int]) -> str:
@@ -226,10 +134,7 @@ def _pages(w: Workload, cc: tuple[int, int]) -> str:
 
 
 def _heads_4(w: Workload, cc: tuple[int, int]) -> str:
-    widest = WIDEST_HEAD_BY_CUTE.get(cc[0], 128)
-    if w["D"] > widest or w["D"] % 8:
-        return f"supports heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
-    return ""
+    return narrow_heads(w, WIDEST_HEAD_BY_CUTE.get(cc[0], 128))
 
 
 def _kernel(op: str, function: str, library: Library, limits: Limits) -> LibraryKernel:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autosel import devices
-from autosel.candidates.base import Candidate
+from autosel.candidates.gpu import GpuCandidate, capability
+from autosel.candidates.libraries.base import narrow_heads
 from autosel.candidates.probe import device, fault
 from autosel.devices.cuda import nvml
-from autosel.values import Accepted, Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Rejected, Support, Workload
+from autosel.values import Backend, Fingerprint, Knobs, PythonRecipe, Recipe, Workload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,27 +25,23 @@ KERNELS_OF_SDPA = {
 }
 
 
-class Forced(Candidate):
+class Forced(GpuCandidate):
     """`sdpa:<kernel>`, for attention over a cache that is read completely: flash accepts no mask."""
 
     backend: Backend = "TORCH"
+    dtypes = ("bf16", "fp16")
+    noun = "a CUDA kernel of PyTorch's"
 
     def __init__(self, op: str, what: str) -> None:
         self.op, self.what, self.name = op, what, f"sdpa:{what}"
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        why = self._why_not(w, fp)
-        return Rejected(reason=why) if why else Accepted()
-
-    def _why_not(self, w: Workload, fp: Fingerprint) -> str:
-        if w.dtype not in ("bf16", "fp16"):
-            return f"supports bf16, fp16; the workload is {w.dtype}"
-        if not devices.runs(fp.kind, "CUDA"):
-            return "a CUDA kernel of PyTorch's; the device is a CPU"
-        major, _, minor = str(fp.identity["cc"]).partition(".")
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        if why := super().why_not(w, fp):
+            return why
+        cc = capability(fp)
         least = KERNELS_OF_SDPA[self.what][1]
-        if (int(major), int(minor or 0)) < least:
-            return f"needs compute capability {least[0]}.{least[1]}; the device has {major}.{minor or 0}"
+        if cc < least:
+            return f"needs compute capability {least[0]}.{least[1]}; the device has {cc[0]}.{cc[1]}"
         if w.trait("softcap", 0.0):
             return "SDPA has no softcap"
         if self.what == "efficient" and w["Hq"] != w["Hkv"]:
@@ -55,7 +51,7 @@ class Forced(Candidate):
         if self.op == "prefill_attn" and 0 < int(w.trait("window", 0)) < w["S"]:
             return "without a mask it supports no window"
         keys = w["L"] if self.op == "attn" else w["S"]
-        why = _no_cudnn(w, keys, (int(major), int(minor or 0))) if self.what == "cudnn" else ""
+        why = _no_cudnn(w, keys, cc) if self.what == "cudnn" else ""
         return why or unusable(self.what, fp)
 
     def recipe(self, w: Workload, fp: Fingerprint, knobs: Knobs) -> Recipe:
@@ -92,9 +88,7 @@ def called(what: str, kind: str, cc: str) -> None:
 def _no_cudnn(w: Workload, keys: int, cc: tuple[int, int]) -> str:
     """Return why PyTorch would not use cuDNN's kernel, by its own checks, or ""."""
     widest = 256 if cc == (9, 0) else 128
-    if w["D"] > widest or w["D"] % 8:
-        return f"supports heads up to {widest} wide in steps of 8; the workload's are {w['D']}"
-    return "its kernel needs more than one key" if keys == 1 else ""
+    return narrow_heads(w, widest) or ("its kernel needs more than one key" if keys == 1 else "")
 
 
 def _attn(kernel: str) -> Callable[..., Any]:

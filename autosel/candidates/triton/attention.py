@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from autosel.candidates.gpu import SCALED_HEADS
 from autosel.candidates.triton.base import TritonKernel, also, fixed, shared, without_e4m3
 from autosel.knobs.gpu import attention, rows
 from autosel.knobs.gpu.facts import GpuFacts
 from autosel.values import Knob, Workload
 
 WIDEST_HEAD = 512
-SCALED_HEADS = (
-    "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
-)  # fmt: skip
 LEAST_ROWS = 16  # rows per program
 MOST_PARTS = 65_535  # programs along a grid's second and third dimension
 

@@ -5,31 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from autosel import devices, extras
-from autosel.candidates.base import Candidate
+from autosel import extras
+from autosel.candidates.gpu import GpuCandidate, too_long
 from autosel.candidates.source import TRITON_KERNELS
 from autosel.formats import PLAIN
 from autosel.knobs.gpu.facts import Formula, GpuFacts, Limits, facts
-from autosel.values import (
-    Accepted,
-    Backend,
-    Fingerprint,
-    Knob,
-    Knobs,
-    PythonRecipe,
-    Recipe,
-    Rejected,
-    Support,
-    Workload,
-)
+from autosel.values import Backend, Fingerprint, Knob, Knobs, PythonRecipe, Recipe, Workload
 
-MOST_ELEMENTS = 2**31 - 1  # per dimension: kernels index within one in 32 bits
 LEAST_CC = (8, 0)  # bf16 and asynchronous copies
 E4M3_CC = (8, 9)
 NO_TRITON = f"Triton is not installed; install it:  {extras.gpu_command()}"
 
 
-class TritonKernel(Candidate):
+class TritonKernel(GpuCandidate):
     """A kernel `kernels/triton/<source>.py`, called by the function of the same name.
 
     The function takes the op's arguments, or `operands` (`w.codes`, ...) instead, then outputs and knobs. `formula`
@@ -38,6 +26,8 @@ class TritonKernel(Candidate):
     """
 
     backend: Backend = "TRITON"
+    dtypes = ("bf16", "fp16", "fp32")
+    noun = "a Triton kernel"
 
     def __init__(
         self,
@@ -47,32 +37,21 @@ class TritonKernel(Candidate):
         formula: Formula,
         limits: Limits = lambda w, f: "",
         variant: str = "",
-        dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32"),
         formats: tuple[str, ...] = (PLAIN,),
         cache_formats: tuple[str, ...] = (PLAIN,),
         operands: tuple[str, ...] = (),
     ) -> None:
-        self.op, self.source, self.formula, self.limits, self.dtypes = op, source, formula, limits, dtypes
+        self.op, self.source, self.formula, self.limits = op, source, formula, limits
         self.formats, self.cache_formats, self.operands = frozenset(formats), frozenset(cache_formats), operands
         self.name = f"triton:{source}" + (f"@{variant}" if variant else "")
 
-    def supports(self, w: Workload, fp: Fingerprint) -> Support:
-        if w.dtype not in self.dtypes:
-            return Rejected(reason=f"supports {', '.join(self.dtypes)}; the workload is {w.dtype}")
-        if not devices.runs(fp.kind, "CUDA"):
-            return Rejected(reason="a Triton kernel; the device is a CPU")
-        too_long = [name for name, size in w.dims if size > MOST_ELEMENTS]
-        if too_long:
-            return Rejected(reason=f"{too_long[0]} = {w[too_long[0]]} is above 2^31 - 1")
+    def why_not(self, w: Workload, fp: Fingerprint) -> str:
+        if why := super().why_not(w, fp) or too_long(w):
+            return why
         f = facts(fp)
         if f.cc < LEAST_CC:
-            return Rejected(reason=f"needs compute capability 8.0 or later; the device has {f.cc[0]}.{f.cc[1]}")
-        why = self.limits(w, f)
-        if why:
-            return Rejected(reason=why)
-        if find_spec("triton") is None:
-            return Rejected(reason=NO_TRITON)
-        return Accepted()
+            return f"needs compute capability 8.0 or later; the device has {f.cc[0]}.{f.cc[1]}"
+        return self.limits(w, f) or (NO_TRITON if find_spec("triton") is None else "")
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
         return self.formula(w, facts(fp))

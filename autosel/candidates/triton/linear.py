@@ -71,9 +71,9 @@ KERNELS = (
         formats=("fp8_e4m3-row",),
         operands=("x", "w.codes", "w.scales", "bias", "residual"),
     ),
-    TritonKernel(
-        "norm_qkv", "norm_qkv", formula=fused, limits=_at_most(MOST_FUSED, "above, a separate norm is faster")
+    *(
+        TritonKernel(op, op, formula=fused, limits=_at_most(MOST_FUSED, "above, a separate norm is faster"))
+        for op in ("norm_qkv", "gate_up")
     ),
-    TritonKernel("gate_up", "gate_up", formula=fused, limits=_at_most(MOST_FUSED, "above, a separate norm is faster")),
     TritonKernel("lm_head", "lm_head", formula=head, limits=_head),
 )

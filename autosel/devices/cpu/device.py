@@ -49,7 +49,7 @@ class Cpu(Device):
             place = None if within is None else (within.data_ptr(), within.nbytes)
             return probe.load().read(torch.get_num_threads(), seconds, place)
         except BuildError:  # without a compiler: numpy's rate, a lower bound
-            return [probe.read_rate(torch.get_num_threads(), seconds)]
+            return [probe.read_without_compiler(torch.get_num_threads(), seconds)]
 
     def drifted(self, fp: Fingerprint, *, seconds: float = 0.1) -> Drift:
         """Raises BuildError without a compiler for the probes."""

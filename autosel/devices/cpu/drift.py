@@ -34,17 +34,15 @@ def drifted(fp: Fingerprint, seconds: float) -> Drift:
 
 
 def _look_read(stored: Rate | None, cpus: int, seconds: float) -> float:
-    return _quantile(probe.load().read(cpus, seconds), "B/s") / stored.value if stored and _native(stored) else 1.0
+    if stored is None or probe.SOURCE not in stored.source:
+        return 1.0
+    return _quantile(probe.load().read(cpus, seconds), "B/s") / stored.value
 
 
 def _look_join(stored: Rate | None, cpus: int, seconds: float) -> float:
     if stored is None:
         return 1.0
     return stored.value / _quantile(probe.load().windows("fork_join", cpus, seconds=seconds), "s")
-
-
-def _native(rate: Rate) -> bool:
-    return probe.SOURCE in rate.source
 
 
 def _quantile(figures: list[float], unit: str) -> float:

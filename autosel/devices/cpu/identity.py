@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from functools import cache
 
 from autosel.devices import stack, store
-from autosel.devices.cpu import machine, neighbours, noise, probe
+from autosel.devices.cpu import machine, neighbours, probe
+from autosel.devices.cpu.neighbours import Neighbours
 from autosel.errors import BuildError
-from autosel.values import CONTENDED_CORES, Fingerprint, Rate, digest
+from autosel.values import CONTENDED_CORES, CONTENDED_STEAL, Fingerprint, Rate, digest
 
 LOOK_S = 0.2  # duration at which other work is ten times the resolution of the counters
+# (p90 - p10) / median of the read windows. Alone on two cloud machines with 2 cores it was 0.09 to 0.31; with one other
+# busy process 0.44 to 1.3. Neighbours on the other side of a hypervisor show here alone.
+SPREAD_LIMIT = 0.4
 
 
 def take(*, refresh: bool = False) -> Fingerprint:
@@ -56,7 +60,24 @@ def _measured(known: Fingerprint, before_it: Mapping[str, Rate]) -> Fingerprint:
     except (BuildError, MemoryError) as error:
         rates = probe.measure_without_compiler(machine.identity())
         notes = (f"rates by numpy: {str(error).splitlines()[0]}",)
-    noisy = noise.reasons(neighbours.between(before, neighbours.read()), rates)
+    noisy = noise(neighbours.between(before, neighbours.read()), rates)
     fp = dataclasses.replace(known, rates={**before_it, **rates}, contended=bool(noisy), notes=(*notes, *noisy))
     trouble = store.write(fp)
     return dataclasses.replace(fp, notes=(*fp.notes, trouble)) if trouble else fp
+
+
+def noise(found: Neighbours, rates: Mapping[str, Rate]) -> tuple[str, ...]:
+    """Return why a measurement is contended. `found`: what others took meanwhile."""
+    told = []
+    if found.cores > CONTENDED_CORES:
+        by = f": {', '.join(found.by)}" if found.by else ""
+        told.append(f"other processes kept {found.cores:.1f} cores busy (limit: {CONTENDED_CORES:g}){by}")
+    if found.stolen > CONTENDED_STEAL:
+        told.append(
+            f"{100 * found.stolen:.1f} % of CPU time went to other guests (limit: {100 * CONTENDED_STEAL:.0f} %)"
+        )
+    spreads = {name: r.spread for name, r in rates.items() if name.startswith("read_bytes_per_s@")}
+    if spreads and max(spreads.values()) > SPREAD_LIMIT:
+        worst = max(spreads, key=lambda name: spreads[name])
+        told.append(f"windows of {worst} spread by {100 * spreads[worst]:.0f} % (limit: {100 * SPREAD_LIMIT:.0f} %)")
+    return tuple(told)

@@ -121,21 +121,6 @@ def flags(identity: Mapping[str, Any]) -> tuple[str, ...]:
     return ("-Wl,--as-needed", *ISA_FLAGS[best_isa(identity["isa"])])
 
 
-# --- the physical ceiling --------------------------------------------------------------------------------------------
-
-
-def read_rate(threads: int, seconds: float = 0.01, *, digest: str = "") -> float:
-    """Return the bytes/s of the best window of a read probe of `seconds`: the upper limit of every kernel that reads
-    memory.
-
-    Cheap after a process's first call, which maps a buffer (about 0.1 s). Without a compiler by numpy: a lower bound.
-    """
-    try:
-        return max(load(digest).read(threads, seconds))
-    except BuildError:
-        return max(_numpy_windows(_numpy_read, threads, seconds))
-
-
 # --- all rates -------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +205,11 @@ def _last_level(probes: Probes, threads: int, seconds: float) -> list[float]:
 
 
 # --- without a compiler ----------------------------------------------------------------------------------------------
+
+
+def read_without_compiler(threads: int, seconds: float) -> float:
+    """Return the bytes/s of the best window by numpy: a lower bound."""
+    return max(_numpy_windows(_numpy_read, threads, seconds))
 
 
 def measure_without_compiler(identity: Mapping[str, Any], *, budget_s: float = 0.8) -> dict[str, Rate]:

@@ -173,7 +173,8 @@ class ProbeBench:
             latency = rates.latency_beside_s(ramp, best)
             self.notes.append(f"the loaded latency is taken from the ramp's nearest point: {error}")
         self.keep("dram_latency_s", "s", [latency])
-        by_count = [SweepPoint(size=n, value=self._read_rate_of(n)) for n in self._sm_counts()]
+        # one block per SM reading DRAM
+        by_count = [SweepPoint(size=n, value=size / self.swept(partial(self._read, n))) for n in self._sm_counts()]
         self.keep("saturating_sms", "count", [float(rates.sms_to_saturate(by_count))])
 
     def best_read(self, windows: int = WINDOWS, window_s: float = WINDOW_S) -> float:
@@ -210,10 +211,6 @@ class ProbeBench:
 
     def _sm_counts(self) -> list[int]:
         return sorted({max(1, round(self.sms * k / 8)) for k in range(1, 9)})
-
-    def _read_rate_of(self, blocks: int) -> float:
-        """Return bytes/s of one block per SM reading DRAM, on `blocks` SMs."""
-        return float(self.data.nbytes) / self.swept(partial(self._read, blocks))
 
     # --- caches -----------------------------------------------------------------------------------------------------
 

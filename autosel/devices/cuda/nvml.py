@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autosel import extras, settings
 from autosel.devices.cuda import libcuda
 from autosel.errors import UsageError
 
+T = TypeVar("T")
 DRIVER = Path("/sys/module/nvidia/version")
 MEMORY_STEP_BYTES = 256 << 20  # driver versions reserve different amounts: identity rounds them away
 # FLOP per clock and SM of dense bf16 with fp32 accumulation: NVIDIA's architecture whitepapers (A100, Ada, Hopper,
@@ -196,7 +197,8 @@ def _from_nvml(
             memory_clock_max_hz=1e6
             * (_maybe(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM)) or 0),
             ecc=_maybe(nvml, lambda: bool(nvml.nvmlDeviceGetEccMode(board)[0])),
-            mig_profile=_profile(_text(nvml.nvmlDeviceGetName(slice_))) if slice_ else None,
+            # 1g.18gb of `NVIDIA H200 MIG 1g.18gb`
+            mig_profile=_text(nvml.nvmlDeviceGetName(slice_)).rpartition("MIG ")[2] if slice_ else None,
             power_limit_w=_maybe(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(board) / 1e3),
             driver=_text(nvml.nvmlSystemGetDriverVersion()),
             uuid=_text(nvml.nvmlDeviceGetUUID(slice_ or board)),
@@ -234,11 +236,6 @@ def plain_uuid(text: str) -> str:
     return text.partition("-")[2].replace("-", "").lower()
 
 
-def _profile(name: str) -> str:
-    """Return `1g.18gb` of `NVIDIA H200 MIG 1g.18gb`."""
-    return name.rpartition("MIG ")[2]
-
-
 def _maybe(nvml: Any, ask: Any) -> Any:
     """Return None if this device or driver does not support the query, or does not permit it."""
     try:
@@ -271,21 +268,27 @@ def driver() -> str:
 def slowdown(uuid: str) -> str:
     """Return why the device now runs slower than it could (heat, power brake), or "". Read around a measurement, which
     stays valid if NVML has no answer."""
+
+    def reasons(nvml: Any, handle: Any) -> str:
+        if uuid.startswith("MIG-"):  # a slice has no clock
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        return reasons_of(_clock_events(nvml, handle))
+
+    return _answer(uuid, reasons, "")
+
+
+def _answer(uuid: str, ask: Callable[[Any, Any], T], unknown: T) -> T:
+    """Return `ask(nvml, handle)` for a device; `unknown` if NVML has no answer."""
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
+        try:
+            return ask(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError:
-        return ""
-    try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        if uuid.startswith("MIG-"):  # a slice has no clock
-            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        return reasons_of(_clock_events(nvml, handle))
-    except nvml.NVMLError:
-        return ""
-    finally:
-        nvml.nvmlShutdown()
+        return unknown
 
 
 def _clock_events(nvml: Any, handle: Any) -> int:
@@ -299,38 +302,16 @@ def _clock_events(nvml: Any, handle: Any) -> int:
 def is_shared(uuid: str) -> bool:
     """Return True if another process computes on the device, or if it is a slice next to others. False if NVML does not
     tell."""
-    import pynvml as nvml
 
-    if uuid.startswith("MIG-"):
-        return True
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return False
-    try:
-        computing = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
-        return any(process.pid != os.getpid() for process in computing)
-    except nvml.NVMLError:
-        return False
-    finally:
-        nvml.nvmlShutdown()
+    def others(nvml: Any, handle: Any) -> bool:
+        return any(process.pid != os.getpid() for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+    return uuid.startswith("MIG-") or _answer(uuid, others, False)
 
 
 def free_bytes(ordinal: int) -> int | None:
     """Return a device's free memory without creating a CUDA context; None if NVML does not know it."""
-    import pynvml as nvml
-
-    uuid = read(ordinal).uuid
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid.encode())).free)
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
+    return _answer(read(ordinal).uuid, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).free), None)
 
 
 def energy_counter(uuid: str) -> Callable[[], int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from autosel import models, resources
 from autosel.candidates.base import support_of
-from autosel.candidates.cpp import attention, linear, rows, sampling
+from autosel.candidates.cpp import attention, linear, rows
 from autosel.candidates.cpp.base import CppKernel
 from autosel.errors import BuildError
 from autosel.models.workloads import ASKED_OPS, CACHE_OPS, STEP_OPS, WEIGHT_OPS
@@ -32,7 +32,7 @@ from autosel.testing.mutants.cpp import SourceChange, changes
 from autosel.testing.mutants.equivalent import SOURCE_REASONS
 from autosel.values import Accepted, DTypeName, Failed, Fingerprint, NativeRecipe, Passed, Workload
 
-KERNELS: Sequence[CppKernel] = (*rows.KERNELS, *linear.KERNELS, *attention.KERNELS, *sampling.KERNELS)
+KERNELS: Sequence[CppKernel] = (*rows.KERNELS, *linear.KERNELS, *attention.KERNELS)
 COMPUTES_NOTHING = ("ffi.h", "argument.h", "plain_c.h", "tensor.h", "team.h", "openmp.h", "rest.h", "placement.h")
 MODELS, BATCHES, CONTEXT, PROMPT = ("llama-1b", "gemma3-1b"), (1, 4, 8, 16), 4096, 512
 MOST_BYTES = 64 << 20
