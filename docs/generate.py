@@ -587,8 +587,6 @@ def devices() -> str:
 
 
 def device_sources() -> str:
-    import json
-
     from autosel import resources
 
     parts = []
@@ -680,13 +678,6 @@ def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
 def mutants() -> str:
     """Return the last stored output of `python -m autosel.testing.mutants --json`."""
     found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "mutants.json").read_text())
-    rows = []
-    for op in found["ops"]:
-        checks = ", ".join(f"{check} {n}" for check, n in op["killed"].items())
-        killed = sum(op["killed"].values())
-        rows.append((op["op"], op["mutants"], killed, len(op["equivalent"]), len(op["survived"]), checks))
-    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
-    rows.append(("**all**", *totals, ""))
     reasons = [
         f"- `{op['op']}`, {name}: {why} ({op['points']:,} points)"
         for op in found["ops"]
@@ -694,8 +685,19 @@ def mutants() -> str:
     ]
     state = _state(found["ops"], found.get("seed", 0))
     told = f"{state}. An equivalent mutant agreed with the reference at so many points of the domains:"
-    head = ("op", "mutants", "killed", "equivalent", "survived", "by which check")
-    return "\n".join([table(head, rows), "", told, "", *reasons])
+    return "\n".join([_killed("op", {op["op"]: op for op in found["ops"]}), "", told, "", *reasons])
+
+
+def _killed(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of the mutants of ops or kernels, and their sums."""
+    rows = []
+    for name, one in found.items():
+        checks = ", ".join(f"{check} {n}" for check, n in one["killed"].items())
+        killed = sum(one["killed"].values())
+        rows.append((name, one["mutants"], killed, len(one["equivalent"]), len(one["survived"]), checks))
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
+    rows.append(("**all**", *totals, ""))
+    return table((what, "mutants", "killed", "equivalent", "survived", "by which check"), rows)
 
 
 def mutants_source() -> str:
@@ -704,14 +706,6 @@ def mutants_source() -> str:
     if not path.is_file():
         return "No results of `--source --json` are stored yet."
     found = json.loads(path.read_text())
-    rows = []
-    for kernel in found["kernels"]:
-        checks = ", ".join(f"{check} {n}" for check, n in kernel["killed"].items())
-        killed = sum(kernel["killed"].values())
-        counts = (kernel["mutants"], killed, len(kernel["equivalent"]), len(kernel["survived"]))
-        rows.append((f"`{kernel['kernel']}`", *counts, checks))
-    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
-    rows.append(("**all**", *totals, ""))
     reasons = dict.fromkeys((name, why) for k in found["kernels"] for name, why in k["equivalent"].items())
     same, refused = (sum(k[what] for k in found["kernels"]) for what in ("same", "refused"))
     from autosel.testing.mutants.source import KERNELS
@@ -721,9 +715,9 @@ def mutants_source() -> str:
         f"{state}; on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: "
         f"{refused} changes that do not compile, {same} that compile to the same machine code. Equivalent:"
     )
-    head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")
     lines = [f"- `{name.partition(' | ')[0]}`, {name.partition(' | ')[2]}: {why}" for name, why in reasons]
-    return "\n".join([table(head, rows), "", told, "", *lines])
+    killed = _killed("kernel", {code(k["kernel"]): k for k in found["kernels"]})
+    return "\n".join([killed, "", told, "", *lines])
 
 
 def mutants_reverse() -> str:
@@ -786,6 +780,8 @@ def _compiled_for() -> str:
 
 def _checked_by(folder: str, name: str) -> str:
     """Return the checks of a source by the tests in tests/compile/; "" for a file that is not a kernel."""
+    from tests.compile import targets
+
     if folder == "triton":
         from autosel.candidates.registry import own_candidates
 
@@ -796,8 +792,6 @@ def _checked_by(folder: str, name: str) -> str:
         texts = [p.read_text() for p in (ROOT / "tests" / "compile").glob(pattern)]
         if any(f'"{name}"' in text or f"cuda/{name}.cu" in text for text in texts):
             told.append(what)
-    from tests.compile import targets
-
     return "; ".join([*told, *(["PTX run"] if name in targets.run_as_ptx() else [])])
 
 
