@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autosel import devices, dispatch, fingerprint, models, settings
+from autosel import devices, dispatch, fingerprint, models
 from autosel.candidates import arms
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
@@ -43,7 +42,10 @@ from autosel.knobs.gpu.persistent import Prediction
 from autosel.ledger.store import open_ledger
 from autosel.models.shape import ModelShape
 from autosel.values import Accepted, DTypeName, Fingerprint, Passed, Rejected
+from tests import homes
+from tests.compile.cupy_stand_in import HostEvent
 from tests.compile.emulate import emulated
+from tests.llama import write_config
 
 PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
 SIZES = {"d": 32, "I": 48, "V": 97, "Hq": 4, "Hkv": 2, "D": 16, "max_context": 256}
@@ -462,35 +464,13 @@ class ToThisCpu(TorchFunctionMode):
         return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
 
 
-class HostEvent:
-    """An event that is complete when recorded, because threads of this CPU finish earlier work first."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0
-
-    def record(self) -> None:
-        self.at = time.perf_counter_ns()
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        return (end.at - self.at) / 1e6
-
-
 @pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide a new ledger; compiled kernels are shared."""
-    made, shared = tmp_path / "home", settings.home()
-    made.mkdir(mode=0o700)
+    home.mkdir(mode=0o700)
     for name in ("native", "emulated"):
-        (shared / name).mkdir(parents=True, exist_ok=True)
-        (made / name).symlink_to(shared / name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(made))
+        (home / name).symlink_to(homes.shared(name))
     monkeypatch.setattr(dispatch, "_stack", [])  # this process still serves from another home
-    settings.read.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.read.cache_clear()
 
 
 @pytest.fixture
@@ -526,10 +506,9 @@ def test_a_run_on_a_gpu_from_the_command_line_gives_a_valid_certificate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     timed(ops=20.0, graph=15.0, cuda=18.0)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config |= {"vocab_size": 97, "max_position_embeddings": 256, "hidden_act": "silu", "rms_norm_eps": 1e-5}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 256}
+    write_config(tmp_path, **heads, **sizes)
     words = ["run", "--model", str(tmp_path), "--dtype", "fp32", "--seq", "14", "--iters", "3", "--device", "cuda"]
     certificates = str(tmp_path / "certificates.jsonl")
     assert run([*words, "--certify", certificates, "--json"]) == 0
