@@ -391,21 +391,34 @@ def test_a_launch_is_not_blamed_where_the_step_op_by_op_fails_after_it(
     assert "unspecified launch failure" in caught.value.why and "took longer than" in caught.value.why
 
 
-def test_a_graph_with_other_logits_is_not_used(
-    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
+def with_other_logits(ops: Step) -> Any:
+    def replay() -> None:
+        ops.run()
+        ops.logits.add_(1.0)
+
+    return replay
+
+
+def impossible(ops: Step) -> Any:
+    raise UsageError("the step cannot be captured as a graph", why="it synchronises")
+
+
+@pytest.mark.parametrize(
+    ("captured", "note", "error"),
+    [
+        (with_other_logits, "no graph: ", pytest.raises(ParityError, match="the logits of the graph")),
+        (impossible, "no graph: it synchronises", pytest.raises(UsageError, match="cannot be captured")),
+    ],
+    ids=["other logits", "no capture"],
+)
+def test_a_graph_that_fails_is_not_used_and_is_an_error_if_it_was_required(
+    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch, captured: Any, note: str, error: Any
 ) -> None:
-    def captured(ops: Step) -> Any:
-        def replay() -> None:
-            ops.run()
-            ops.logits.add_(1.0)
-
-        return replay
-
     monkeypatch.setattr(graph, "captured", captured)
     monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
     made = measure(plan_of(), load_weights(plan_of()))
-    assert made.mode_key.startswith("eager.") and any("no graph: " in note for note in made.notes)
-    with pytest.raises(ParityError, match="the logits of the graph"):
+    assert made.mode_key.startswith("eager.") and any(note in told for told in made.notes)
+    with error:
         measure(plan_of(step="graph"), load_weights(plan_of()))
 
 
@@ -432,20 +445,6 @@ def test_a_graph_is_captured_again_when_the_length_changes(steps: tuple[Step, La
     replayed.run()
     replayed.settle()
     assert captures == [14, 15]
-
-
-def test_a_step_that_cannot_be_captured_runs_in_another_form_unless_a_graph_was_required(
-    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def captured(ops: Step) -> Any:
-        raise UsageError("the step cannot be captured as a graph", why="it synchronises")
-
-    monkeypatch.setattr(graph, "captured", captured)
-    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
-    made = measure(plan_of(), load_weights(plan_of()))
-    assert made.mode_key.startswith("eager.") and any("no graph: it synchronises" in note for note in made.notes)
-    with pytest.raises(UsageError, match="cannot be captured"):
-        measure(plan_of(step="graph"), load_weights(plan_of()))
 
 
 # --- from the command line to the certificate ------------------------------------------------------------------------
