@@ -87,9 +87,11 @@ def start(checkout: Path, *arguments: str, python: tuple[str, ...] = (sys.execut
     return subprocess.Popen(command, cwd=folder or checkout, env=offline(**more), stdout=pipe, stderr=pipe, text=True)
 
 
-def run(checkout: Path, *arguments: str, **more) -> subprocess.CompletedProcess[str]:
+def run(checkout: Path, *arguments: str, code: int = 0, **more) -> subprocess.CompletedProcess[str]:
+    """Run it as `start` does, and check its exit code."""
     process = start(checkout, *arguments, **more)
     out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -202,7 +204,6 @@ def test_without_a_verb_it_tunes_and_shows_the_environment(checkout):
 
 def test_wheel_prints_a_line_that_installs_the_wheel(checkout, tmp_path):
     told = run(checkout, "wheel")
-    assert told.returncode == 0, told.stderr
     pip, command, *words = shlex.split(told.stdout)
     assert (pip, command, Path(words[0]).parent) == ("pip", "install", checkout / "dist")
     in_venv(checkout, "-m", "pip", command, "--target", str(tmp_path), *words)
@@ -211,7 +212,6 @@ def test_wheel_prints_a_line_that_installs_the_wheel(checkout, tmp_path):
 
 def test_without_a_compiler_it_warns_and_continues(checkout):
     started = run(checkout, PATH="/nowhere", CXX="", AUTOSEL_CXX="")
-    assert started.returncode == 0
     assert "warning: no C++ compiler found" in started.stderr
 
 
@@ -222,24 +222,21 @@ def test_from_elsewhere_the_spelling_is_the_callers_path(checkout, tmp_path):
 
 def test_a_module_in_the_callers_folder_does_not_replace_ours(checkout, tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
-    told = run(checkout, "status", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
+    run(checkout, "status", folder=tmp_path)
 
 
 def test_another_pyproject_is_installed_again_into_the_same_environment(checkout):
     (checkout / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
     before, marker = stamp_of(checkout), checkout / ".venv" / "kept"
     marker.write_text("")
-    again = run(checkout, "status")
-    assert again.returncode == 0, again.stderr
+    run(checkout, "status")
     assert stamp_of(checkout)["inputs"] != before["inputs"]
     assert marker.exists()
 
 
 def test_a_reused_torch_stays_when_another_environment_is_active(checkout):
     (checkout / "hatch_build.py").write_text("# changed\n")
-    again = run(checkout, "status", python=BARE)
-    assert again.returncode == 0, again.stderr
+    run(checkout, "status", python=BARE)
     assert stamp_of(checkout)["options"]["reuse_torch"] and all(imported(checkout, "torch", "sympy"))
 
 
@@ -275,8 +272,7 @@ def test_an_environment_behind_a_link_is_never_deleted(tmp_path):
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("")
     (checkout / ".venv").symlink_to(elsewhere)
-    refused = run(checkout, "status")
-    assert refused.returncode == 1
+    refused = run(checkout, "status", code=1)
     assert f"error: .venv is a link to {elsewhere}" in refused.stderr and "remove the link" in refused.stderr
     assert (elsewhere / "kept").exists() and (checkout / ".venv").is_symlink()
 
@@ -284,7 +280,6 @@ def test_an_environment_behind_a_link_is_never_deleted(tmp_path):
 def test_it_runs_from_the_checkout_if_pip_cannot_build_and_nothing_is_missing(checkout):
     (checkout / "pyproject.toml").write_text(PYPROJECT.replace("requires = []", 'requires = ["autosel-none"]'))
     again = run(checkout, "status")
-    assert again.returncode == 0, again.stderr
     assert "running from the checkout" in again.stderr
     assert json.loads(again.stdout)["arguments"] == ["status"]
 
@@ -296,14 +291,13 @@ def test_a_dependency_that_cannot_be_installed_is_an_error_with_pips_message_and
         BACKEND.replace("Version: 0\\n", "Version: 0\\nRequires-Dist: autosel-none\\n")
     )
     before = stamp_of(checkout)
-    failed = run(checkout, "status")
-    assert failed.returncode == 1
+    failed = run(checkout, "status", code=1)
     assert failed.stdout == ""
     assert "error: autosel and its dependencies cannot be installed" in failed.stderr
     assert "No matching distribution found for autosel-none" in failed.stderr
     assert str(checkout / ".venv" / "autosel-setup.log") in failed.stderr
     assert stamp_of(checkout) == before
-    assert run(checkout, "status").returncode == 1, "a failed set-up has a stamp"
+    run(checkout, "status", code=1)  # a failed set-up has no stamp
 
 
 # --- without network, from a folder of wheels ------------------------------------------------------------------------
@@ -381,8 +375,7 @@ def releases(checkout: Path) -> dict[str, str]:
 def test_the_release_of_the_lock_is_installed_though_there_is_a_newer_one(index):
     checkout, wheels, lines = index
     write_lock(checkout, *lines)
-    done = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
-    assert done.returncode == 0, done.stderr
+    run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
     stamp, there = stamp_of(checkout), releases(checkout)
     assert (stamp["torch"], stamp["lock"]) == ("2.13.0+cpu", LOCK)
     assert (there["torch"], there["gadget"], there["widget"]) == ("2.13.0", "1.0", "3.0")
@@ -396,7 +389,7 @@ def test_the_release_of_the_lock_is_installed_though_there_is_a_newer_one(index)
 def test_another_lock_is_installed_into_the_same_environment(index):
     checkout, wheels, (_, widget) = index
     write_lock(checkout, gadget(wheels, "2.0"), widget)
-    assert run(checkout, "--wheelhouse", str(wheels), "status", python=BARE).returncode == 0
+    run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
     assert releases(checkout)["gadget"] == "2.0"
 
 
@@ -405,8 +398,7 @@ def test_another_file_under_the_locked_version_is_refused(index):
     checkout, wheels, (old, widget) = index
     write_lock(checkout, old.replace("sha256:", "sha256:0")[:-8] + "  # all", widget)
     before = stamp_of(checkout)
-    refused = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
-    assert refused.returncode == 1
+    refused = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE, code=1)
     assert "do not match the hashes" in refused.stderr.lower()
     assert stamp_of(checkout) == before and releases(checkout)["gadget"] == "2.0"
 
@@ -415,8 +407,7 @@ def test_another_file_under_the_locked_version_is_refused(index):
 def test_a_requirement_that_the_lock_lacks_is_not_left_out_in_silence(index):
     checkout, wheels, (_, widget) = index
     write_lock(checkout, widget)
-    refused = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
-    assert refused.returncode == 1
+    refused = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE, code=1)
     assert f"{LOCK} lacks gadget" in refused.stderr and "locks/generate.py" in refused.stderr
 
 
@@ -424,14 +415,13 @@ def test_a_requirement_that_the_lock_lacks_is_not_left_out_in_silence(index):
 def test_without_the_lock_it_is_todays_releases_from_then_on(index):
     checkout, wheels, lines = index
     write_lock(checkout, *lines)
-    assert run(checkout, "--wheelhouse", str(wheels), "status", python=BARE).returncode == 0
+    run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
     assert releases(checkout)["gadget"] == "1.0"
     (checkout / LOCK).unlink()
     gadget(wheels, "3.0")
     write_lock(checkout, *lines)
     for words in (["--wheelhouse", str(wheels), "--no-lock", "status"], ["status"]):
         done = run(checkout, *words, python=BARE)
-        assert done.returncode == 0, done.stderr
         assert stamp_of(checkout)["lock"] == "" and stamp_of(checkout)["options"]["no_lock"]
     assert done.stderr == "", "the environment keeps the option"
 
@@ -459,14 +449,12 @@ def test_todays_releases_are_tried_in_a_separate_environment_and_listed(index, s
         file.write(f"[project.optional-dependencies]\n{extras}")
     (checkout / "tests").mkdir()
     before = contents(checkout)
-    tried = run(checkout, "--wheelhouse", str(wheels), "test", "--tier", "newest", "-x", python=BARE)
-    assert tried.returncode == 1
+    tried = run(checkout, "--wheelhouse", str(wheels), "test", "--tier", "newest", "-x", python=BARE, code=1)
     assert tried.stdout.startswith("3.0 ") and tried.stdout.endswith(" -x\n")
     assert f"releases that differ from {LOCK}: 1" in tried.stderr and "gadget 1.0 -> 3.0" in tried.stderr
     assert "with today's releases tests fail" in tried.stderr
     gadget(wheels, "4.0")
     again = run(checkout, "--wheelhouse", str(wheels), "test", "--tier", "newest", python=BARE)
-    assert again.returncode == 0, again.stderr
     assert "gadget 1.0 -> 4.0" in again.stderr, "a newer release must be found"
     assert contents(checkout) == before, ".venv is unchanged"
 
@@ -559,8 +547,7 @@ def test_a_torch_that_cannot_be_reused_is_an_error_not_a_download(script, host, 
 
 def test_to_reuse_a_missing_torch_is_an_error(tmp_path):
     checkout = make_checkout(tmp_path)
-    refused = run(checkout, "--reuse-torch", "status", python=BARE)
-    assert refused.returncode == 1
+    refused = run(checkout, "--reuse-torch", "status", python=BARE, code=1)
     assert "the active environment has no torch to reuse" in refused.stderr
     assert not (tmp_path / ".venv").exists()
 
@@ -571,8 +558,7 @@ def test_to_reuse_a_missing_torch_is_an_error(tmp_path):
 @pytest.fixture(scope="module")
 def unused(index):
     checkout, wheels, _ = index
-    done = run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
-    assert done.returncode == 0, done.stderr
+    run(checkout, "--wheelhouse", str(wheels), "status", python=BARE)
     return checkout
 
 
@@ -619,14 +605,12 @@ def test_an_environment_in_use_is_not_changed(used, how):
     else:
         process = start_one(str(binaries / "python") if how == "by its path" else ".venv/bin/python")
     before = change(checkout)
-    refused = run(checkout, "status", python=BARE)
-    assert refused.returncode == 1
+    refused = run(checkout, "status", python=BARE, code=1)
     assert "error: .venv is in use, and would have to change: pyproject.toml, run or the lock" in refused.stderr
     assert f"process {process.pid}: " in refused.stderr and "stop it" in refused.stderr
     assert contents(checkout) == before
     end(process)
-    again = run(checkout, "status", python=BARE)
-    assert again.returncode == 0, again.stderr
+    run(checkout, "status", python=BARE)
 
 
 def test_a_running_verb_prevents_changes_also_from_other_containers(used, monkeypatch, script):
@@ -777,8 +761,7 @@ def test_which_torch_can_be_reused(script, version, cuda, gpu, good):
 )
 def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
     checkout = make_checkout(tmp_path)
-    told = run(checkout, *arguments)
-    assert told.returncode == 2
+    told = run(checkout, *arguments, code=2)
     assert told.stderr.startswith("error: ")
     assert says in told.stderr
     assert not (checkout / ".venv").exists()
@@ -799,12 +782,11 @@ def test_a_mistake_is_a_usage_error_before_any_work(tmp_path, arguments, says):
 def test_help_needs_no_environment_and_does_not_change_one(tmp_path, words, says):
     checkout = make_checkout(tmp_path)
     told = run(checkout, *words)
-    assert told.returncode == 0
     assert says in told.stdout
     assert not (checkout / ".venv").exists()
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / "autosel-installing").write_text("in pieces")
-    assert run(checkout, *words).returncode == 0
+    run(checkout, *words)
     assert [p.name for p in (checkout / ".venv").iterdir()] == ["autosel-installing"]
 
 
@@ -814,7 +796,6 @@ def test_help_of_gpu_needs_no_environment(tmp_path):
         shutil.copytree(CHECKOUT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(SCRIPT, tmp_path / "run")
     told = run(tmp_path, "gpu", "--help", python=BARE)
-    assert told.returncode == 0, told.stderr
     assert "--stage" in told.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["autosel", "benchmarks", "run"]
 
