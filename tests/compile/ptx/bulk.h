@@ -135,9 +135,11 @@ void each_part(const TensorMap& m, const std::vector<int64_t>& at, uint64_t shar
   }
 }
 
-inline std::vector<int64_t> coordinates(Thread& t, const Operand& o) {
+inline std::vector<int64_t> coordinates(Thread& t, const Operand& o, const TensorMap& m) {
   std::vector<int64_t> at;
   for (uint32_t s : o.inner.at(0).many) at.push_back(as<int32_t>(t.slots[s]));
+  if (at.size() != m.rank)
+    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
   return at;
 }
 
@@ -145,9 +147,7 @@ inline std::vector<int64_t> coordinates(Thread& t, const Operand& o) {
 // hint]
 inline void load_tensor(Thread& t, const Instruction& i) {
   const TensorMap m = map_at(t, word(t, i.operands[1]));
-  const std::vector<int64_t> at = coordinates(t, i.operands[1]);
-  if (at.size() != m.rank)
-    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
+  const std::vector<int64_t> at = coordinates(t, i.operands[1], m);
   const uint64_t to = word(t, i.operands[0]) & 0xffffffff, barrier = word(t, i.operands[2]) & 0xffffffff;
   check_alignment(to, 128, "shared");
   uint32_t blocks = 1u << to / kWindow;
@@ -187,9 +187,7 @@ inline void load_tensor(Thread& t, const Instruction& i) {
 // cp.async.bulk.tensor.Nd.global.shared::cta.bulk_group [map, {at}], [from]
 inline void store_tensor(Thread& t, const Instruction& i) {
   const TensorMap m = map_at(t, word(t, i.operands[0]));
-  const std::vector<int64_t> at = coordinates(t, i.operands[0]);
-  if (at.size() != m.rank)
-    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
+  const std::vector<int64_t> at = coordinates(t, i.operands[0], m);
   const uint64_t from = word(t, i.operands[1]) & 0xffffffff;
   check_alignment(from, 128, "shared");
   Block& b = *t.block;

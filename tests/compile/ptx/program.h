@@ -246,21 +246,10 @@ inline Variable variable_of(const std::string& declaration) {
   for (std::string w = word(); !w.empty(); w = word()) {
     if (w == ".align")
       v.align = std::max(v.align, size_t(atoi(word().c_str())));
-    else if (w == ".ptr")
-      continue;
     else if (w[0] == '.' && type_named(w.substr(1)) != Type::none)
       element = bytes_of(type_named(w.substr(1)));
-    else if (w[0] != '.' && v.name.empty())
-      v.name = w;
     else if (w[0] != '.')
       v.name += w;
-    // An alignment after `.ptr` is the alignment of the memory that it points to.
-    if (w == ".ptr") break;
-  }
-  if (v.name.empty()) {  // after `.ptr`: the last word
-    std::string last;
-    for (std::string w = word(); !w.empty(); w = word()) last = w;
-    v.name = last;
   }
   v.bytes = element;
   v.align = std::max(v.align, element);
@@ -498,9 +487,7 @@ class Parser {
         return s;
       });
     if (text == "WARP_SZ") return again(text, [&] { return slot(32); });
-    if (text[0] == '0' && (text[1] == 'f' || text[1] == 'F') && text.size() == 10)
-      return again(text, [&] { return slot(strtoull(text.c_str() + 2, nullptr, 16)); });
-    if (text[0] == '0' && (text[1] == 'd' || text[1] == 'D') && text.size() == 18)
+    if (text[0] == '0' && ((strchr("fF", text[1]) && text.size() == 10) || (strchr("dD", text[1]) && text.size() == 18)))
       return again(text, [&] { return slot(strtoull(text.c_str() + 2, nullptr, 16)); });
     if (isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-') {
       if (text.find('.') != std::string::npos) {
@@ -547,10 +534,7 @@ class Parser {
         o.many.push_back(one == "_" ? kNone : scalar(one, type));
       return o;
     }
-    if (text[0] == '!') {
-      o = operand(trimmed(std::string_view(text).substr(1)), type), o.negated = true;
-      return o;
-    }
+    if (text[0] == '!') return o = operand(trimmed(std::string_view(text).substr(1)), type), o.negated = true, o;
     size_t bar = text.find('|');
     if (bar != std::string::npos) {
       const std::string one = trimmed(std::string_view(text).substr(0, bar)),
