@@ -88,12 +88,7 @@ def pages() -> list[Path]:
 def rewrite(*, write: bool) -> Iterator[Path]:
     """Yield each page with an outdated block; rewrite it if `write`."""
     for path in pages():
-        text = path.read_text()
-        made = BLOCK.sub(_block, text)
-        if made != text:
-            if write:
-                path.write_text(made)
-            yield path
+        yield from _update(path, BLOCK.sub(_block, path.read_text()), write=write)
 
 
 def rewrite_headers(*, write: bool) -> Iterator[Path]:
@@ -101,13 +96,16 @@ def rewrite_headers(*, write: bool) -> Iterator[Path]:
     rewrite it if `write`."""
     ran = {name for _, name, _ in _outcomes()}
     for path in gpu_sources():
-        text = path.read_text()
         told = RAN if f"{path.parent.name}:{path.stem}" in ran else NEVER_RAN
-        made = STATUS.sub(rf"\g<1>{told}", text, count=1)
-        if made != text:
-            if write:
-                path.write_text(made)
-            yield path
+        yield from _update(path, STATUS.sub(rf"\g<1>{told}", path.read_text(), count=1), write=write)
+
+
+def _update(path: Path, text: str, *, write: bool) -> Iterator[Path]:
+    """Yield the file if it has another text; write this one if `write`."""
+    if text != path.read_text():
+        if write:
+            path.write_text(text)
+        yield path
 
 
 def gpu_sources() -> list[Path]:
@@ -383,15 +381,8 @@ def crossings() -> str:
 def guard() -> str:
     """Return the docstrings of the guard's modules."""
     folder = ROOT / "autosel" / "guard"
-    names = ("rate", "spot", "call", "judge", "replay", "detector", "watch", "held")
-    parts = [_whole(folder / f"{name}.py") for name in names]
-    return "\n\n".join(p for p in parts if p) or "This version has no runtime guard."
-
-
-def _whole(file: Path) -> str:
-    """Return a module's docstring under a heading."""
-    words = ast.get_docstring(ast.parse(file.read_text())) if file.is_file() else ""
-    return f"### guard/{file.name}\n\n{words}" if words else ""
+    files = [folder / f"{name}.py" for name in ("rate", "spot", "call", "judge", "replay", "detector", "watch", "held")]
+    return "\n\n".join(f"### guard/{f.name}\n\n{ast.get_docstring(ast.parse(f.read_text()))}" for f in files)
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
@@ -587,8 +578,6 @@ def devices() -> str:
 
 
 def device_sources() -> str:
-    import json
-
     from autosel import resources
 
     parts = []
@@ -660,11 +649,7 @@ def figures() -> str:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from figures import markdown, stored
 
-    found = stored()
-    return (
-        "\n\n".join(markdown(document) for document in found)
-        or "No results of `benchmarks/figures.py --write` are stored yet."
-    )
+    return "\n\n".join(map(markdown, stored())) or "No results of `benchmarks/figures.py --write` are stored yet."
 
 
 def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
@@ -677,16 +662,13 @@ def _state(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> str:
     return "; ".join(told).capitalize()
 
 
+def _stored(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
+
+
 def mutants() -> str:
     """Return the last stored output of `python -m autosel.testing.mutants --json`."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "cpu" / "mutants.json").read_text())
-    rows = []
-    for op in found["ops"]:
-        checks = ", ".join(f"{check} {n}" for check, n in op["killed"].items())
-        killed = sum(op["killed"].values())
-        rows.append((op["op"], op["mutants"], killed, len(op["equivalent"]), len(op["survived"]), checks))
-    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
-    rows.append(("**all**", *totals, ""))
+    found = _stored("mutants")
     reasons = [
         f"- `{op['op']}`, {name}: {why} ({op['points']:,} points)"
         for op in found["ops"]
@@ -694,24 +676,24 @@ def mutants() -> str:
     ]
     state = _state(found["ops"], found.get("seed", 0))
     told = f"{state}. An equivalent mutant agreed with the reference at so many points of the domains:"
-    head = ("op", "mutants", "killed", "equivalent", "survived", "by which check")
-    return "\n".join([table(head, rows), "", told, "", *reasons])
+    return "\n".join([_killed("op", {op["op"]: op for op in found["ops"]}), "", told, "", *reasons])
+
+
+def _killed(what: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of the mutants of ops or kernels, and their sums."""
+    rows = []
+    for name, one in found.items():
+        checks = ", ".join(f"{check} {n}" for check, n in one["killed"].items())
+        killed = sum(one["killed"].values())
+        rows.append((name, one["mutants"], killed, len(one["equivalent"]), len(one["survived"]), checks))
+    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
+    rows.append(("**all**", *totals, ""))
+    return table((what, "mutants", "killed", "equivalent", "survived", "by which check"), rows)
 
 
 def mutants_source() -> str:
     """Return the last stored output of `python -m autosel.testing.mutants --source --json`."""
-    path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-source.json"
-    if not path.is_file():
-        return "No results of `--source --json` are stored yet."
-    found = json.loads(path.read_text())
-    rows = []
-    for kernel in found["kernels"]:
-        checks = ", ".join(f"{check} {n}" for check, n in kernel["killed"].items())
-        killed = sum(kernel["killed"].values())
-        counts = (kernel["mutants"], killed, len(kernel["equivalent"]), len(kernel["survived"]))
-        rows.append((f"`{kernel['kernel']}`", *counts, checks))
-    totals = [sum(int(row[i]) for row in rows) for i in range(1, 5)]
-    rows.append(("**all**", *totals, ""))
+    found = _stored("mutants-source")
     reasons = dict.fromkeys((name, why) for k in found["kernels"] for name, why in k["equivalent"].items())
     same, refused = (sum(k[what] for k in found["kernels"]) for what in ("same", "refused"))
     from autosel.testing.mutants.source import KERNELS
@@ -721,17 +703,14 @@ def mutants_source() -> str:
         f"{state}; on {found['isa']}; {len(found['kernels'])} of {len(KERNELS)} kernels. Not counted: "
         f"{refused} changes that do not compile, {same} that compile to the same machine code. Equivalent:"
     )
-    head = ("kernel", "mutants", "killed", "equivalent", "survived", "by which check")
     lines = [f"- `{name.partition(' | ')[0]}`, {name.partition(' | ')[2]}: {why}" for name, why in reasons]
-    return "\n".join([table(head, rows), "", told, "", *lines])
+    killed = _killed("kernel", {code(k["kernel"]): k for k in found["kernels"]})
+    return "\n".join([killed, "", told, "", *lines])
 
 
 def mutants_reverse() -> str:
     """Return the last stored output of `python -m autosel.testing.mutants --reverse --json`."""
-    path = ROOT / "benchmarks" / "results" / "cpu" / "mutants-reverse.json"
-    if not path.is_file():
-        return "No results of `--reverse --json` are stored yet."
-    found = json.loads(path.read_text())
+    found = _stored("mutants-reverse")
     rows = []
     for op in found["ops"]:
         for name, survivor in op["survivors"].items():
@@ -786,6 +765,8 @@ def _compiled_for() -> str:
 
 def _checked_by(folder: str, name: str) -> str:
     """Return the checks of a source by the tests in tests/compile/; "" for a file that is not a kernel."""
+    from tests.compile import targets
+
     if folder == "triton":
         from autosel.candidates.registry import own_candidates
 
@@ -796,8 +777,6 @@ def _checked_by(folder: str, name: str) -> str:
         texts = [p.read_text() for p in (ROOT / "tests" / "compile").glob(pattern)]
         if any(f'"{name}"' in text or f"cuda/{name}.cu" in text for text in texts):
             told.append(what)
-    from tests.compile import targets
-
     return "; ".join([*told, *(["PTX run"] if name in targets.run_as_ptx() else [])])
 
 

@@ -12,11 +12,6 @@ from autosel.ops.contract import Inputs, Op
 from autosel.ops.stored import leaves
 from autosel.values import Workload
 
-SCALED_ROWS = ("x", "w.codes", "w.scales", "bias", "residual")
-SCALED_HEADS = (
-    "q", "k.codes", "v.codes", "k.scales", "v.scales", "lengths", "max_len", "scale", "window", "softcap",
-)  # fmt: skip
-
 
 def passed(op: Op, inputs: Inputs, operands: Sequence[str] = ()) -> list[Any]:
     """Return the values of `operands` in order, or of the op's arguments if a kernel names none."""

@@ -28,16 +28,9 @@ __device__ __forceinline__ bool beats(const Best& a, const Best& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
-template <class T> struct Logits {
-  Matrix<T> y;
-  __device__ __forceinline__ void operator()(int64_t m, int64_t n, const float (&v)[1]) const {
-    y.row(m)[n] = narrow<T>(v[0]);
-  }
-};
-
 template <class T, int M, bool Aligned>
 __global__ void __launch_bounds__(kThreads, kResident<Aligned>)
-    lm_head_logits(Matrix<const T> x, Weights<T, 1> w, Logits<T> keep) {
+    lm_head_logits(Matrix<const T> x, Weights<T, 1> w, Keep<T> keep) {
   release_dependents();
   Projector<T, T, 1, M, Aligned> projector(w);
   Plain<T, M, Aligned> source(x, int(blockIdx.y) * kMostRows);
@@ -108,7 +101,7 @@ void lm_head(TensorView x, TensorView w, int64_t greedy, TensorView out, int64_t
       check_form(out, "token", x, 1);
       AUTOSEL_CHECK(is(out, kDLInt, 64) && out.size(0) == from.rows, "token must be int64[" << from.rows << "]");
     }
-    Logits<T> keep = greedy ? Logits<T>{} : Logits<T>{matrix<T>(out, "logits", x, from.rows, v)};
+    Keep<T> keep = greedy ? Keep<T>{} : Keep<T>{matrix<T>(out, "logits", x, from.rows, v)};
     check_sizes(from, weights.part[0]);
     Stream stream(x);
     by_rows(from.rows, [&](auto rows) {

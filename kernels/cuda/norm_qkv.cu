@@ -15,13 +15,6 @@
 namespace autosel {
 namespace {
 
-template <class T> struct Keep {
-  Matrix<T> y;
-  __device__ __forceinline__ void operator()(int64_t m, int64_t n, const float (&v)[1]) const {
-    y.row(m)[n] = narrow<T>(v[0]);
-  }
-};
-
 template <class T, int M, bool Aligned>
 __global__ void __launch_bounds__(kThreads, kResident<Aligned>)
     norm_qkv_rows(Matrix<const T> x, const T* gain, float eps, float offset, Weights<T, 1> w, Keep<T> keep) {

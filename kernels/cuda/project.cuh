@@ -257,6 +257,14 @@ template <class T, class W, int Parts, int M, bool Aligned> struct Projector {
   }
 };
 
+// Stores sums without an addend.
+template <class T> struct Keep {
+  Matrix<T> y;
+  __device__ __forceinline__ void operator()(int64_t m, int64_t n, const float (&v)[1]) const {
+    y.row(m)[n] = narrow<T>(v[0]);
+  }
+};
+
 // --- host -----------------------------------------------------------------------------------------------------------
 
 struct Plan {

@@ -19,7 +19,9 @@ from autosel.triton_kernels.project import LANES, MOST_ROWS, stream, tile_shape
 
 
 @triton.jit
-def _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
+def _finish(sums, m, n, inside, scale, bias, residual, y, stride_r, stride_y):
+    if scale is not None:
+        sums *= tl.load(scale + n, mask=inside, other=0.0)
     if bias is not None:
         sums += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -27,9 +29,10 @@ def _finish(sums, m, n, inside, bias, residual, y, stride_r, stride_y):
     tl.store(row(y, m, stride_y) + n, sums.to(y.dtype.element_ty), mask=inside)
 
 
+# For fp8 weights (gemv_fp8.py), `scale` holds one scale per row of w; otherwise it is None.
 @triton.jit
 def _gemv(
-    x, w, bias, residual, y, part, counter, N, K, stride_x, stride_w, stride_r, stride_y,
+    x, w, scale, bias, residual, y, part, counter, N, K, stride_x, stride_w, stride_r, stride_y,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -45,7 +48,7 @@ def _gemv(
         sums = stream(at, at, inside, x, x, 0.0, begin, end, stride_x, M, BN, BK, False, False, PDL)[0]
         for m in tl.static_range(M):
             if SPLIT == 1:
-                _finish(tl.sum(sums[m], 1), m, n, inside, bias, residual, y, stride_r, stride_y)
+                _finish(tl.sum(sums[m], 1), m, n, inside, scale, bias, residual, y, stride_r, stride_y)
             else:
                 tl.store(part + (split * M + m) * N + n, tl.sum(sums[m], 1), mask=inside)
         if SPLIT > 1:
@@ -54,7 +57,7 @@ def _gemv(
                     whole = tl.zeros((BN,), tl.float32)
                     for s in tl.static_range(SPLIT):
                         whole += tl.load(part + (s * M + m) * N + n, mask=inside, other=0.0, cache_modifier=".cg")
-                    _finish(whole, m, n, inside, bias, residual, y, stride_r, stride_y)
+                    _finish(whole, m, n, inside, scale, bias, residual, y, stride_r, stride_y)
 
 
 def gemv(
@@ -70,12 +73,18 @@ def gemv(
         exactly("bias", bias, (n,), x.dtype)
     if residual is not None:
         exactly("residual", residual, (m, n), x.dtype)
-    bn, bk = tile_shape(m, x.element_size(), threads, unroll, rows_per_warp)
+    tile = tile_shape(m, x.element_size(), threads, unroll, rows_per_warp)
+    return launch(x, w, None, bias, residual, y, tile, threads=threads, split_k=split_k, grid=grid, pdl=pdl)
+
+
+def launch(x, w, scale, bias, residual, y, tile, *, threads, split_k, grid, pdl):
+    """Launch the kernel for operands that were already checked; `tile` = [rows of w, depth] of a program."""
+    (m, k), n, (bn, bk) = x.shape, w.shape[0], tile
     blocks, split = triton.cdiv(n, bn), max(1, min(split_k, triton.cdiv(k, bk)))
     part = partials(x, split * m * n) if split > 1 else y
     counter = counters(x, blocks) if split > 1 else y
     _gemv[(min(grid, blocks * split),)](
-        x, w, bias, residual, y, part, counter, n, k, x.stride(0), w.stride(0),
+        x, w, scale, bias, residual, y, part, counter, n, k, x.stride(0), w.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0),
         M=m, BN=bn, BK=bk, SPLIT=split, PDL=pdl, num_warps=threads // LANES, launch_pdl=pdl, enable_fp_fusion=True,
     )  # fmt: skip

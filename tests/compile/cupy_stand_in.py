@@ -131,6 +131,21 @@ class Event:
     def synchronize(self) -> None: ...
 
 
+class HostEvent:
+    """Act like PyTorch's event; complete when recorded, because threads of this CPU finish earlier work first."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = time.perf_counter_ns()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end.at - self.at) / 1e6
+
+
 class Device:
     def __init__(self, ordinal: int = 0) -> None:
         self.id = ordinal

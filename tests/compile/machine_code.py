@@ -2,63 +2,65 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from autosel import resources, settings
+from autosel import resources
 from autosel.native.compile import sources_digest
-from autosel.native.cuda import Nvcc, find_nvcc, headers, target_flags
-from tests.compile.emulate import includes, keep
+from autosel.native.cuda import headers, target_flags
+from tests.compile.emulate import includes, keep, kept, output_of, tools
+
+# An instruction counts as the first of these that its opcode starts with. Assembler names: CUDA Binary Utilities.
+OF_INTEREST = (
+    "LDG.E.NA.LTC128B.128", "LDG.E.128", "LDG", "LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS", "STG.E.128", "STG", "LDS.128",
+    "LDS", "LDSM", "STS", "LDL", "STL", "SHFL", "BAR", "FFMA", "HMMA", "QMMA", "F2FP", "MUFU", "DFMA", "DMUL", "ATOMG",
+    "RED", "ACQBULK", "PREEXIT", "CCTL",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One kernel's machine code. `order`: the listed instructions, once each, in order of first appearance."""
+    """One kernel's machine code."""
 
     name: str  # demangled, without return type and arguments
     registers: int
     stack_bytes: int  # including the functions that it calls
     spill_bytes: int
     shared_bytes: int  # static
-    instructions: Mapping[str, int]  # opcode up to its first modifiers that matter -> count
-    order: tuple[str, ...]
+    instructions: Mapping[str, int]  # opcode up to its first modifiers that matter, in order of appearance -> count
 
 
 def functions(source: str, cc: tuple[int, int], *macros: str) -> tuple[Function, ...]:
     """Return every __global__ function of kernels/cuda/<source>.cu for one target; cached by digest of all inputs."""
-    nvcc = find_nvcc()
-    assert nvcc is not None
+    _, nvcc = tools()
     flags = ["-std=c++17", "-O3", *target_flags(cc), *(f"-D{m}" for m in macros)]
-    reader = Path(__file__).read_bytes()
-    text = "\0".join([sources_digest(f"cuda/{source}.cu"), nvcc.version, *flags])
-    kept = settings.home() / "machine-code" / f"{source}-{hashlib.sha256(reader + text.encode()).hexdigest()[:24]}.json"
-    if not kept.is_file():
-        found = _compiled(nvcc, resources.kernels() / "cuda" / f"{source}.cu", flags)
-        keep(kept, json.dumps([asdict(f) for f in found]))
-    return tuple(Function(**{**f, "order": tuple(f["order"])}) for f in json.loads(kept.read_text()))
+    parts = (Path(__file__).read_bytes(), sources_digest(f"cuda/{source}.cu"), nvcc.version, *flags)
+    file = kept(f"machine-code/{source}", "json", *parts)
+    if not file.is_file():
+        flags += [*headers(nvcc), *(i for i in includes() if i.startswith("-I")), "-Xptxas", "-v"]
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            said = output_of(nvcc.path, *flags, "-cubin", f"{resources.kernels()}/cuda/{source}.cu", "-o", str(cubin))
+            found = read_functions(said, cubin)
+        with keep(file) as made:
+            made.write_text(json.dumps([asdict(f) for f in found]))
+    return tuple(Function(**row) for row in json.loads(file.read_text()))
 
 
-def _compiled(nvcc: Nvcc, source: Path, flags: list[str]) -> list[Function]:
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        only = [i for i in includes() if i.startswith("-I")]
-        words = [*flags, *headers(nvcc), *only, "-Xptxas", "-v", "-cubin", str(source), "-o", str(cubin)]
-        command = [nvcc.path, *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[:4000]
-        code = _instructions(cubin)
-    usage = _usage(done.stderr)
+def read_functions(said: str, cubin: Path, kinds: Sequence[str] = OF_INTEREST) -> tuple[Function, ...]:
+    """Return the functions of a cubin, with the output of ptxas -v about them."""
+    usage, code = _usage(said), _instructions(cubin)
     names = _demangled(list(usage))
-    return [Function(name=names[n], **usage[n], **code.get(n, _counted([]))) for n in usage]
+    return tuple(Function(name=names[n], **usage[n], instructions=_counted(code.get(n, []), kinds)) for n in usage)
 
 
 def _usage(log: str) -> dict[str, dict[str, int]]:
@@ -86,63 +88,40 @@ def _demangled(names: list[str]) -> dict[str, str]:
     filt = shutil.which("c++filt") or shutil.which("cu++filt")
     if filt is None or not names:
         return {n: n for n in names}
-    told = subprocess.run(
-        [filt], input="\n".join(names), capture_output=True, text=True, timeout=20
-    ).stdout.splitlines()
+    told = subprocess.run([filt], input="\n".join(names), capture_output=True, text=True, timeout=20).stdout
     short = {}
-    for mangled, full in zip(names, told, strict=True):
+    for mangled, full in zip(names, told.splitlines(), strict=True):
         text = re.sub(r"\(anonymous namespace\)::|autosel::", "", full).removeprefix("void ")
         short[mangled] = text.partition("(")[0]
     return short
 
 
-# --- instructions ----------------------------------------------------------------------------------------------------
-
-# An instruction counts as the first of these that its opcode starts with. Assembler names: CUDA Binary Utilities.
-OF_INTEREST = (
-    "LDG.E.NA.LTC128B.128", "LDG.E.128", "LDG", "LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS", "STG.E.128", "STG", "LDS.128",
-    "LDS", "LDSM", "STS", "LDL", "STL", "SHFL", "BAR", "FFMA", "HMMA", "QMMA", "F2FP", "MUFU", "DFMA", "DMUL", "ATOMG",
-    "RED", "ACQBULK", "PREEXIT", "CCTL",
-)  # fmt: skip
-
-
-def disassembler() -> str | None:
-    """Return nvdisasm: next to nvcc, on PATH, from pip, or from Triton's wheel."""
-    nvcc = find_nvcc()
-    places = [nvcc.home / "bin"] if nvcc else []
+def _disassembler() -> str:
+    """Return nvdisasm: on PATH, next to nvcc, from pip, or from Triton's wheel."""
+    places = [tools()[1].home / "bin"]
     for package, below in (("nvidia", "*/bin"), ("triton", "backends/nvidia/bin")):
         found = importlib.util.find_spec(package)
         for folder in (found.submodule_search_locations or ()) if found else ():
             places += sorted(Path(folder).glob(below))
-    beside = next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").is_file()), None)
-    return shutil.which("nvdisasm") or beside
-
-
-def _instructions(cubin: Path) -> dict[str, dict[str, Any]]:
-    tool = disassembler()
+    tool = shutil.which("nvdisasm", path=os.pathsep.join([os.environ["PATH"], *map(str, places)]))
     assert tool is not None, "no nvdisasm: pip install nvidia-cuda-nvdisasm, or triton"
-    done = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[:1000]
+    return tool
+
+
+def _instructions(cubin: Path) -> dict[str, list[str]]:
+    """Return the opcodes of each function, by mangled name."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
-    for line in done.stdout.splitlines():
+    for line in output_of(_disassembler(), "-c", str(cubin)).splitlines():
         section = re.match(r"\s*\.section\s+\.text\.(\S+?),", line)
         if section:
             current = found.setdefault(section.group(1), [])
         opcode = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)
         if opcode:
             current.append(opcode.group(1))
-    return {name: _counted(opcodes) for name, opcodes in found.items()}
+    return found
 
 
-def _counted(opcodes: list[str]) -> dict[str, Any]:
-    counts: dict[str, int] = {"total": len(opcodes)}
-    order: list[str] = []
-    for opcode in opcodes:
-        kind = next((k for k in OF_INTEREST if opcode.startswith(k) and opcode[len(k) : len(k) + 1] in ("", ".")), None)
-        if kind is None:
-            continue
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind not in order:
-            order.append(kind)
-    return {"instructions": counts, "order": tuple(order)}
+def _counted(opcodes: list[str], kinds: Sequence[str]) -> dict[str, int]:
+    found = (next((k for k in kinds if f"{opcode}.".startswith(f"{k}.")), "") for opcode in opcodes)
+    return dict(Counter(kind for kind in found if kind))

@@ -16,11 +16,12 @@ unsigned neighbour = 0;  // a process that computes on every board, or 0
 int slow_looks = 0;  // how many more times the board reports a slowdown by heat; it always reports a power cap (0x4)
 static char board, other, slices[7];
 static int is_other(Handle d) { return (char*)d == &other; }
-static int count(void) { const char* n = getenv("SLICES"); return n ? atoi(n) : 0; }
-static int shared(void) { return getenv("SHARED") != NULL; }
+static int setting(const char* name) { const char* n = getenv(name); return n ? atoi(n) : 0; }
+static int count(void) { return setting("SLICES"); }
+static int shared(void) { return setting("SHARED"); }
 static int is_slice(Handle d) { return (char*)d >= slices && (char*)d < slices + sizeof slices; }
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return getenv("INIT") ? atoi(getenv("INIT")) : OK; }
+int nvmlInitWithFlags(unsigned flags) { (void)flags; return setting("INIT"); }
 int nvmlShutdown(void) { return OK; }
 const char* nvmlErrorString(int code) { return code == NOT_FOUND ? "Not Found" : "Not Supported"; }
 int nvmlSystemGetDriverVersion(char* text, unsigned room) { snprintf(text, room, "580.65.06"); return OK; }

@@ -8,11 +8,8 @@ a CUDA runtime whose device is the interpreter.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,11 +19,12 @@ from typing import Any, Literal
 
 import torch
 
-from autosel import resources, settings
+from autosel import resources
 from autosel.native import cutlass
-from autosel.native.compile import find_compiler, sources_digest
-from autosel.native.cuda import architecture, find_nvcc, headers
-from tests.compile.emulate import HERE, includes
+from autosel.native.compile import sources_digest
+from autosel.native.cuda import architecture, headers
+from tests.compile import emulate
+from tests.compile.emulate import HERE, includes, kept, tools
 
 Order = Literal["early", "late", "mixed"]
 ORDERS: tuple[Order, ...] = ("early", "late", "mixed")
@@ -51,9 +49,7 @@ class Built:
     def entry(self, name: str) -> Callable[..., None]:
         """Return the entry. All memory that it touches must lie in its tensors, except for a step's, whose program
         holds addresses."""
-        import tvm_ffi
-
-        function: Callable[..., Any] = getattr(tvm_ffi.load_module(str(self.path)), name)
+        function = emulate.entry_of(self.path, name)
 
         def call(*args: Any) -> None:
             turn = next(self.calls)
@@ -137,58 +133,38 @@ def _opened(path: Path, cc: tuple[int, int]) -> Built:
 
 def _linked(source: str, macros: tuple[str, ...], cc: tuple[int, int]) -> Path:
     made, runtime = _object(source, macros, cc), interpreter()
-    linked = made.with_name(f"{made.stem}-{runtime.stem}.so")
-    if linked.is_file():
-        return linked
-    compiler = find_compiler()
-    assert compiler is not None
     library = next(word for word in includes() if word.startswith("-L"))
-    # -Bsymbolic: a process may hold a real CUDA runtime as well
-    command = [compiler.path, "-shared", "-Wl,-Bsymbolic", str(made), str(runtime), library, "-ltvm_ffi", "-o"]
-    return _made(command, linked)
+    linked = made.with_name(f"{made.stem}-{runtime.stem}.so")
+    return emulate.built(linked, *_linker(), str(made), str(runtime), library, "-ltvm_ffi", "-o")
+
+
+def _linker() -> tuple[str, ...]:
+    return tools()[0].path, "-shared", "-Wl,-Bsymbolic"  # a process may hold a real CUDA runtime as well
 
 
 def interpreter() -> Path:
     """Return the compiled device with its CUDA runtime."""
-    compiler, nvcc = find_compiler(), find_nvcc()
-    assert compiler is not None
-    assert nvcc is not None
-    hasher = hashlib.sha256("\0".join((compiler.version, nvcc.version, *RUNTIME_FLAGS)).encode())
-    for part in (RUNTIME, *PARTS):
-        hasher.update(part.read_bytes())
-    made = settings.home() / "emulated" / f"ptx-{hasher.hexdigest()[:16]}.o"
-    system = ["-isystem", str(nvcc.home / "include")]
-    return made if made.is_file() else _made([compiler.path, *RUNTIME_FLAGS, *system, str(RUNTIME), "-o"], made)
+    compiler, nvcc = tools()
+    sources = (part.read_bytes() for part in (RUNTIME, *PARTS))
+    made = kept("emulated/ptx", "o", compiler.version, nvcc.version, *RUNTIME_FLAGS, *sources)
+    return emulate.built(
+        made, compiler.path, *RUNTIME_FLAGS, "-isystem", str(nvcc.home / "include"), str(RUNTIME), "-o"
+    )
 
 
 def _object(source: str, macros: tuple[str, ...], cc: tuple[int, int]) -> Path:
-    compiler, nvcc, found = find_compiler(), find_nvcc(), cutlass.find_headers()
-    assert compiler is not None
-    assert nvcc is not None
+    (compiler, nvcc), found = tools(), cutlass.find_headers()
     file = resources.kernels() / f"{source}.cu"
     name = architecture(cc)
     flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", f"arch=compute_{name},code=compute_{name}"]
     flags += ["--no-compress", "-cudart", "none", "-DAUTOSEL_DEVICE=kDLCPU", *(f"-D{m}" for m in macros)]
     parts = (sources_digest(str(file)), compiler.version, nvcc.version, found.text if found else "", *flags)
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    made = settings.home() / "emulated" / f"{file.stem}-ptx-{digest}.o"
-    if made.is_file():
-        return made
+    made = kept(f"emulated/{file.stem}-ptx", "o", *parts)
     places = [word for word in includes() if word.startswith("-I")]
     if found is not None:
         places += ["-isystem", str(found.include)]
     words = [*flags, *headers(nvcc), *places, "-c", str(file), "-o"]
-    return _made([nvcc.path, "-ccbin", compiler.path, *words], made)
-
-
-def _made(command: list[str], made: Path) -> Path:
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        output = Path(folder) / made.name
-        done = subprocess.run([*command, str(output)], capture_output=True, text=True, timeout=580)
-        assert done.returncode == 0, done.stderr[:4000]
-        output.rename(made)
-    return made
+    return emulate.built(made, nvcc.path, "-ccbin", compiler.path, *words)
 
 
 # --- PTX written by a test ------------------------------------------------------------------------------------------
@@ -199,12 +175,8 @@ HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 @cache
 def bare() -> Built:
     """Return the device without a kernel."""
-    compiler, runtime = find_compiler(), interpreter()
-    assert compiler is not None
-    linked = runtime.with_suffix(".so")
-    if not linked.is_file():
-        _made([compiler.path, "-shared", "-Wl,-Bsymbolic", str(runtime), "-o"], linked)
-    return _opened(linked, HOPPER)
+    runtime = interpreter()
+    return _opened(emulate.built(runtime.with_suffix(".so"), *_linker(), str(runtime), "-o"), HOPPER)
 
 
 def launch(

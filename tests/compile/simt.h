@@ -115,7 +115,6 @@ struct Fiber {
 struct Block {
   uint3 at{};
   unsigned waiting = 0, done = 0;
-  bool any = false, agreed = false;  // of what the threads brought to a barrier, and to the last one
   char* shared = nullptr;
 };
 
@@ -190,7 +189,7 @@ inline void give_way() {
 inline void pass(unsigned block) {
   Machine& m = machine();
   Block& b = m.blocks[block];
-  b.waiting = 0, b.agreed = b.any, b.any = false;
+  b.waiting = 0;
   for (unsigned i = 0; i < threads_of_block(); ++i) {
     Fiber& f = m.fibers[block * threads_of_block() + i];
     if (f.state == State::at_barrier) f.state = State::runs;
@@ -220,12 +219,6 @@ inline void barrier() {
     return;
   }
   pass(self().block);
-}
-
-inline bool barrier_or(bool yes) {
-  own().any = own().any || yes;
-  barrier();
-  return own().agreed;
 }
 
 // Until the kernels ahead have ended.
@@ -555,7 +548,6 @@ inline char* shared_memory() { return simt::own().shared; }
 }  // namespace autosel
 
 inline void __syncthreads() { simt::barrier(); }
-inline int __syncthreads_or(int yes) { return simt::barrier_or(yes != 0); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { simt::vote(mask, true); }
 inline void __threadfence() { simt::fence(); }
 template <class T> T __shfl_sync(unsigned mask, T v, int from) { return simt::shuffle(mask, v, unsigned(from)); }
@@ -566,13 +558,8 @@ template <class T> T __shfl_up_sync(unsigned mask, T v, unsigned by) {
   const unsigned lane = simt::machine().now % simt::kWarp;
   return simt::shuffle(mask, v, lane >= by ? lane - by : lane);
 }
-template <class T> T __shfl_down_sync(unsigned mask, T v, unsigned by) {
-  const unsigned lane = simt::machine().now % simt::kWarp;
-  return simt::shuffle(mask, v, lane + by < simt::kWarp ? lane + by : lane);
-}
 inline unsigned __ballot_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0); }
 inline int __any_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0) != 0; }
-inline int __all_sync(unsigned mask, int yes) { return simt::vote(mask, yes != 0) == 0xffffffffu; }
 
 template <class T> T atomicAdd(T* at, std::type_identity_t<T> v) { T old = *at; *at = T(old + v); return old; }
 template <class T> T atomicOr(T* at, std::type_identity_t<T> v) { T old = *at; *at = T(old | v); return old; }
@@ -584,12 +571,9 @@ inline unsigned atomicInc(unsigned* at, unsigned most) { return simt::count_in(a
 template <class A, class B> std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float __fdividef(float a, float b) { return a / b; }
 inline void sincospif(float x, float* s, float* c) { *s = float(std::sin(M_PI * double(x))), *c = float(std::cos(M_PI * double(x))); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __float_as_uint(float x) { return simt::unpack<unsigned>(simt::pack(x)); }
 inline float __uint_as_float(unsigned x) { return simt::unpack<float>(simt::pack(x)); }
 template <class T> T __ldcg(const T* p) { return *p; }
-template <class T> T __ldg(const T* p) { return *p; }

@@ -37,5 +37,4 @@ def run_as_ptx() -> set[str]:
     """Return our sources whose PTX the tests run."""
     from tests.compile.test_ptx_kernels import KERNELS
 
-    sources = {"linear": "gemv", "linear fp8_e4m3-row": "gemv_fp8"}
-    return {sources.get(name, name) for kernels in KERNELS.values() for name, _ in kernels} | OTHERS
+    return {name for kernels in KERNELS.values() for name, _ in kernels} | OTHERS

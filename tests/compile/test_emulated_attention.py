@@ -5,7 +5,7 @@ Half of the kernels run each day, in one dtype and at one shape, which change to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,22 @@ from torch import Tensor
 from autosel.ops import OPS
 from autosel.ops.contract import Case, Inputs, Mismatch
 from autosel.ops.stored import tensors
-from autosel.parity.truth import run_baseline
 from autosel.values import DTypeName, Workload
 from tests import drawn
+from tests.compile import cuda_kernels
+from tests.compile.cuda_kernels import DTYPES, Battery, Knobs, faults, results_of, workload
 from tests.compile.emulate import emulated, one_dtype
-from tests.operands import SCALED_HEADS, passed
 
-DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 KERNELS = {
-    "attn_decode": "attn",
-    "attn_decode_mma": "attn",
-    "attn_decode_fp8": "attn",
-    "paged_attn_decode": "paged_attn",
-    "paged_attn_decode_mma": "paged_attn",
-}
+    source: cuda_kernels.KERNELS[source]
+    for source in (
+        "attn_decode", "attn_decode_mma", "attn_decode_fp8", "paged_attn_decode", "paged_attn_decode_mma",
+    )
+}  # fmt: skip
 
 
 def builds(kernel: str) -> list[tuple[str, DTypeName]]:
-    return [(kernel, dtype) for dtype in DTYPES if not (kernel.endswith("_mma") and dtype == "fp32")]
+    return [(kernel, dtype) for dtype in DTYPES if dtype in KERNELS[kernel].dtypes]
 
 
 EACH = {kernel: partial(builds, kernel) for kernel in KERNELS}
@@ -41,7 +39,7 @@ EACH = {kernel: partial(builds, kernel) for kernel in KERNELS}
 
 def batteries(kernel: str) -> list[tuple[str, DTypeName, int]]:
     """Return the choices: a shape of SHAPES, by number, and a dtype."""
-    return [(*build, shape) for build in builds(kernel) for shape in range(len(SHAPES[KERNELS[kernel]]))]
+    return [(*build, shape) for build in builds(kernel) for shape in range(len(SHAPES[KERNELS[kernel].op]))]
 
 
 CONTIGUOUS = {kernel: found for kernel, found in EACH.items() if kernel.startswith("attn")}
@@ -56,42 +54,30 @@ SHAPES: dict[str, list[tuple[dict[str, int], dict[str, Any]]]] = {
 CUTS = ((64, 3, 1 << 20, 0), (32, 2, 32, 0), (64, 2, 77, 1), (128, 8, 128, 0), (32, 2, 9, 0))
 
 
-def workload(kernel: str, dtype: DTypeName, dims: dict[str, int], **traits: Any) -> Workload:
-    """Return the workload in the format of the cache that the kernel reads."""
-    cache = {"cache": "fp8_e4m3-head"} if kernel == "attn_decode_fp8" else {}
-    return OPS[KERNELS[kernel]].workload(dtype, dims, **traits, **cache)
-
-
-def run(kernel: str, w: Workload, inputs: Inputs, cut: Sequence[int]) -> Tensor:
-    op = OPS[KERNELS[kernel]]
-    (out,) = op.allocate(w, fill=float("nan"))
-    assert out is not None
-    operands = SCALED_HEADS if kernel == "attn_decode_fp8" else ()
-    emulated(kernel, kernel, one_dtype(w.dtype))(*passed(op, inputs, operands), out, *cut)
+def run(kernel: str, w: Workload, inputs: Inputs, cut: Knobs) -> Tensor:
+    entry = emulated(kernel, kernel, one_dtype(w.dtype))
+    (out,) = results_of(entry, w, inputs, cut, KERNELS[kernel].operands)
     return out
 
 
-def failure(kernel: str, made: Case, cut: Sequence[int]) -> Mismatch | None:
-    op = OPS[KERNELS[kernel]]
-    baseline = run_baseline(op, made.make(11))
-    got = run(kernel, made.workload, made.make(11), cut)
-    found = op.verify(made.make(11), [got], baseline)
-    return found if isinstance(found, Mismatch) else None
+def battery(kernel: str, dtype: DTypeName, shape: int) -> Battery:
+    op, cuts = OPS[KERNELS[kernel].op], itertools.cycle(CUTS[shape:] + CUTS[:shape])
+    dims, traits = SHAPES[op.name][shape]
+    for made in op.cases(workload(kernel, dtype, dims, **traits)):
+        yield made, next(cuts)
+
+
+def failure(kernel: str, made: Case, cut: Knobs) -> Mismatch | None:
+    entry = emulated(kernel, kernel, one_dtype(made.workload.dtype))
+    return cuda_kernels.failure(entry, made, cut, KERNELS[kernel].operands)
 
 
 @pytest.mark.in_turns(
     {kernel: partial(batteries, kernel) for kernel in KERNELS}, label=lambda choice: named(map(str, choice)), days=8
 )
 def test_attention_meets_its_contract_in_every_case(choice: tuple[str, DTypeName, int]) -> None:
-    kernel, dtype, shape = choice
-    op, wrong = OPS[KERNELS[kernel]], []
-    dims, traits = SHAPES[op.name][shape]
-    for number, made in enumerate(op.cases(workload(kernel, dtype, dims, **traits))):
-        cut = CUTS[(number + shape) % len(CUTS)]
-        found = failure(kernel, made, cut)
-        if found is not None:
-            wrong.append(f"{made.workload.key} {made.name}, {cut}: {found.check}: {found.reason}")
-    assert not wrong, "\n".join(wrong)
+    kernel, _, _ = choice
+    assert faults(battery(*choice), partial(failure, kernel)) == []
 
 
 @pytest.mark.in_turns(CONTIGUOUS, label=named)
@@ -100,7 +86,7 @@ def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> N
     kernel, dtype = choice
     if kernel.endswith("_mma") and width > 256:
         return  # refused: see the next test
-    op = OPS[KERNELS[kernel]]
+    op = OPS[KERNELS[kernel].op]
     for number, group in enumerate((1, 3, 8, 24)):
         w = workload(kernel, dtype, {**CACHE, "Hq": 2 * group, "D": width, "L": 83})
         inputs = op.inputs(w, 3)
@@ -113,7 +99,7 @@ def test_any_head_width_is_right(width: int, choice: tuple[str, DTypeName]) -> N
     ("kernel", "width"), [("attn_decode", 1032), ("attn_decode_mma", 257), ("attn_decode_fp8", 2064)]
 )
 def test_a_width_that_does_not_fit_registers_is_refused(kernel: str, width: int) -> None:
-    op = OPS[KERNELS[kernel]]
+    op = OPS[KERNELS[kernel].op]
     w = workload(kernel, "bf16", {**CACHE, "D": width, "L": 8})
     with pytest.raises(ValueError, match="too wide"):
         run(kernel, w, op.inputs(w, 3), CUTS[0])
@@ -132,7 +118,7 @@ def test_nan_that_causality_or_a_window_hides_stays_hidden(dtype: DTypeName) -> 
 
 @pytest.mark.parametrize("kernel", drawn.share(["attn_decode_fp8", "attn_decode", "attn_decode_mma"], days=3))
 def test_nan_beyond_the_lengths_does_not_reach_the_result(kernel: str) -> None:
-    op = OPS[KERNELS[kernel]]
+    op = OPS[KERNELS[kernel].op]
     w = workload(kernel, "bf16", {"B": 3, "Hq": 8, "Hkv": 2, "S": 2, "D": 128, "L": 200}, ragged=True)
     inputs = op.inputs(w, 3)
     clean = [run(kernel, w, inputs, cut) for cut in CUTS]
@@ -154,7 +140,7 @@ def test_more_tiles_of_query_rows_split_the_keys_into_fewer_parts(kernel: str) -
 @pytest.mark.parametrize("kernel", drawn.share(["attn_decode", "attn_decode_mma", "attn_decode_fp8"], days=3))
 def test_the_order_in_which_ctas_arrive_does_not_change_a_bit(kernel: str) -> None:
     """Run blocks forwards in one call and backwards in the next."""
-    op = OPS[KERNELS[kernel]]
+    op = OPS[KERNELS[kernel].op]
     w = workload(kernel, "bf16", {**CACHE, "L": 500})
     inputs = op.inputs(w, 3)
     for cut in CUTS:

@@ -5,9 +5,6 @@ The libraries are replaced at their interfaces (nvml_stand_in.c, cupy_stand_in.p
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import pytest
 
 from autosel import fingerprint
@@ -23,14 +20,6 @@ from tests.compile.test_emulated_probes import (
 )
 
 __all__ = ["nvml_library", "played", "probes"]  # fixtures
-
-
-@pytest.fixture
-def initially() -> Iterator[object]:
-    """Set the result of nvmlInit for the C library, which reads the environment of the process."""
-    libc = ctypes.CDLL(None)
-    yield lambda code: libc.setenv(b"INIT", str(code).encode(), 1)
-    libc.unsetenv(b"INIT")
 
 
 @pytest.mark.parametrize("order", [BOARDS, BOARDS[::-1]], ids=["by PCI address", "fastest first"])
@@ -81,9 +70,8 @@ def test_a_name_that_cuda_does_not_know_is_reported_with_the_variable(
         (999, "nvidia-smi"),
     ],
 )
-def test_each_failure_of_nvml_has_its_own_fix(played: Played, initially: object, code: int, todo: str) -> None:
-    played()
-    initially(code)  # type: ignore[operator]
+def test_each_failure_of_nvml_has_its_own_fix(played: Played, code: int, todo: str) -> None:
+    played(init=code)
     with pytest.raises(UsageError) as error:
         nvml.read(0)
     assert error.value.what == "NVML does not answer" and todo in error.value.todo

@@ -6,20 +6,22 @@ By default it runs one build and dtype, which change each day; --every-target ru
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
 from autosel.native import cutlass
-from autosel.ops import OPS, eager
-from autosel.ops.contract import Case, Mismatch
+from autosel.ops import OPS
+from autosel.ops.contract import Case
 from autosel.ops.linear import projection_cases
 from autosel.values import DTypeName, Workload
 from tests import drawn
+from tests.compile.cuda_kernels import failure, faults
 from tests.compile.cutlass_asked import builds
-from tests.compile.cutlass_builds import emulated, overlapped
+from tests.compile.emulate import emulated, one_dtype, overlapped
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 
@@ -59,32 +61,44 @@ def choices() -> list[tuple[DTypeName, Tile]]:
 in_turns = pytest.mark.in_turns(choices, label=lambda c: f"{c[0]} " + ",".join(map(str, c[1])))
 
 
+def macros(dtype: str, build: Tile) -> list[str]:
+    return [one_dtype(dtype), *(f"AUTOSEL_{name}={value}" for name, value in zip(SIDES, build, strict=True))]
+
+
 def product(dtype: str, build: Tile, entry: str = "gemm_sm80") -> Any:
-    macros = (f"AUTOSEL_{name}={value}" for name, value in zip(SIDES, build, strict=True))
-    return emulated("gemm_sm80", entry, f"AUTOSEL_{dtype.upper()}", *macros)
+    return emulated("cutlass/gemm_sm80", entry, *macros(dtype, build))
 
 
-def failure(entry: Any, made: Case, plan: tuple[int, int]) -> Mismatch | None:
-    outputs = [o for o in OP.allocate(made.workload, fill=float("nan")) if o is not None]
-    entry(*OP.arguments(made.make(11)), *outputs, *plan)
-    found = OP.verify(made.make(11), outputs, (eager.linear(*OP.arguments(made.make(11))),))
-    return found if isinstance(found, Mismatch) else None
+def cases(dtype: DTypeName, days: int = 1) -> Iterator[Case]:
+    """Yield the cases of a product, or their share for today."""
+    for dims, traits in SHAPES:
+        w = OP.workload(dtype, dims, **traits)
+        whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
+        yield from drawn.share([*whole, *(OP.cases(w) if dims["M"] == 5 else ())], days=days)
+
+
+def grid_case(dtype: DTypeName, rows: int, columns: int, depth: int) -> Case:
+    w = OP.workload(dtype, {"M": rows, "N": columns, "K": depth}, residual=True)
+    return Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
+
+
+def check_logits(entry: Any, head: Any, dtype: DTypeName, *plan: int) -> None:
+    """Check that logits are the bits of the projection."""
+    inputs = OP.inputs(OP.workload(dtype, {"M": 3, "N": 200, "K": 136}), 4)
+    one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
+    entry(inputs["x"], inputs["w"], None, None, one, *plan)
+    head(inputs["x"], inputs["w"], 0, other, *plan)
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="logits, not tokens"):
+        head(inputs["x"], inputs["w"], 1, other, *plan)
 
 
 @in_turns
 def test_the_product_meets_its_contract_in_every_case(choice: tuple[DTypeName, Tile]) -> None:
     """Run a third of the cases a day."""
-    (dtype, build), wrong, turn = choice, [], 0
-    entry = product(dtype, build)
-    for dims, traits in SHAPES:
-        w = OP.workload(dtype, dims, **traits)
-        whole = projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
-        for made in drawn.share([*whole, *(OP.cases(w) if dims["M"] == 5 else ())], days=3):
-            plan, turn = PLANS[turn % len(PLANS)], turn + 1
-            found = failure(entry, made, plan)
-            if found is not None:
-                wrong.append(f"{made.workload.key} {made.name}, {build} {plan}: {found.check}: {found.reason}")
-    assert not wrong, "\n".join(wrong)
+    dtype, build = choice
+    battery = zip(cases(dtype, days=3), itertools.cycle(PLANS), strict=False)
+    assert faults(battery, partial(failure, product(dtype, build))) == []
 
 
 @in_turns
@@ -93,8 +107,7 @@ def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_
 ) -> None:
     """Run nine or more tiles of w, the last one ragged, and several of x; each output is computed by one CTA."""
     dtype, build = choice
-    w = OP.workload(dtype, {"M": build[1] + 3, "N": 9 * build[0] + 40, "K": 72}, residual=True)
-    made = Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
+    made = grid_case(dtype, build[1] + 3, 9 * build[0] + 40, 72)
     for plan in PLANS[:2]:
         assert failure(product(dtype, build), made, plan) is None
 
@@ -102,14 +115,7 @@ def test_more_tiles_than_a_group_and_more_columns_than_a_tile_are_each_computed_
 @in_turns
 def test_logits_are_the_bits_of_the_projection(choice: tuple[DTypeName, Tile]) -> None:
     dtype, build = choice
-    inputs = OP.inputs(OP.workload(dtype, {"M": 3, "N": 200, "K": 136}), 4)
-    one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
-    product(dtype, build)(inputs["x"], inputs["w"], None, None, one, 2, 0)
-    head = product(dtype, build, "lm_head_sm80")
-    head(inputs["x"], inputs["w"], 0, other, 2, 0)
-    assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="logits, not tokens"):
-        head(inputs["x"], inputs["w"], 1, other, 2, 0)
+    check_logits(product(dtype, build), product(dtype, build, "lm_head_sm80"), dtype, 2, 0)
 
 
 @in_turns
@@ -135,7 +141,7 @@ def test_oversized_operands_are_refused_before_the_launch(choice: tuple[DTypeNam
 def test_products_in_a_chain_may_start_before_the_ones_they_read(choice: tuple[DTypeName, Tile]) -> None:
     """Run split products, which share one workspace, and unaligned rows; the last writes what the first reads."""
     dtype, build = choice
-    entry, macros = product(dtype, build), [f"AUTOSEL_{n}={v}" for n, v in zip(SIDES, build, strict=True)]
+    entry = product(dtype, build)
     for width, split in ((192, 3), (50, 1)):
         inputs = OP.inputs(OP.workload(dtype, {"M": 5, "N": width, "K": width}), 7)
         alone, chained = (
@@ -143,7 +149,7 @@ def test_products_in_a_chain_may_start_before_the_ones_they_read(choice: tuple[D
         )
         for i in range(3):
             entry(alone[i], inputs["w"], None, None, alone[(i + 1) % 3], split, 0)
-        with overlapped("gemm_sm80", f"AUTOSEL_{dtype.upper()}", *macros):
+        with overlapped("cutlass/gemm_sm80", *macros(dtype, build)):
             for i in range(3):
                 entry(chained[i], inputs["w"], None, None, chained[(i + 1) % 3], split, 1)
         assert all(torch.equal(one, other) for one, other in zip(alone, chained, strict=True))

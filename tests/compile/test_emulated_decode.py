@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autosel import devices, dispatch, fingerprint, models, settings
+from autosel import devices, dispatch, fingerprint, models
 from autosel.candidates import arms
 from autosel.candidates.cuda import step as kernel
 from autosel.candidates.cuda.step import Entries, StepBuild
@@ -43,7 +42,10 @@ from autosel.knobs.gpu.persistent import Prediction
 from autosel.ledger.store import open_ledger
 from autosel.models.shape import ModelShape
 from autosel.values import Accepted, DTypeName, Fingerprint, Passed, Rejected
+from tests import homes
+from tests.compile.cupy_stand_in import HostEvent
 from tests.compile.emulate import emulated
+from tests.llama import write_config
 
 PRESETS = {"llama": "llama-1b", "qwen3": "qwen3-1.7b", "gemma3": "gemma3-1b"}
 SIZES = {"d": 32, "I": 48, "V": 97, "Hq": 4, "Hkv": 2, "D": 16, "max_context": 256}
@@ -389,21 +391,34 @@ def test_a_launch_is_not_blamed_where_the_step_op_by_op_fails_after_it(
     assert "unspecified launch failure" in caught.value.why and "took longer than" in caught.value.why
 
 
-def test_a_graph_with_other_logits_is_not_used(
-    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
+def with_other_logits(ops: Step) -> Any:
+    def replay() -> None:
+        ops.run()
+        ops.logits.add_(1.0)
+
+    return replay
+
+
+def impossible(ops: Step) -> Any:
+    raise UsageError("the step cannot be captured as a graph", why="it synchronises")
+
+
+@pytest.mark.parametrize(
+    ("captured", "note", "error"),
+    [
+        (with_other_logits, "no graph: ", pytest.raises(ParityError, match="the logits of the graph")),
+        (impossible, "no graph: it synchronises", pytest.raises(UsageError, match="cannot be captured")),
+    ],
+    ids=["other logits", "no capture"],
+)
+def test_a_graph_that_fails_is_not_used_and_is_an_error_if_it_was_required(
+    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch, captured: Any, note: str, error: Any
 ) -> None:
-    def captured(ops: Step) -> Any:
-        def replay() -> None:
-            ops.run()
-            ops.logits.add_(1.0)
-
-        return replay
-
     monkeypatch.setattr(graph, "captured", captured)
     monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
     made = measure(plan_of(), load_weights(plan_of()))
-    assert made.mode_key.startswith("eager.") and any("no graph: " in note for note in made.notes)
-    with pytest.raises(ParityError, match="the logits of the graph"):
+    assert made.mode_key.startswith("eager.") and any(note in told for told in made.notes)
+    with error:
         measure(plan_of(step="graph"), load_weights(plan_of()))
 
 
@@ -432,20 +447,6 @@ def test_a_graph_is_captured_again_when_the_length_changes(steps: tuple[Step, La
     assert captures == [14, 15]
 
 
-def test_a_step_that_cannot_be_captured_runs_in_another_form_unless_a_graph_was_required(
-    on_h200: None, captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def captured(ops: Step) -> Any:
-        raise UsageError("the step cannot be captured as a graph", why="it synchronises")
-
-    monkeypatch.setattr(graph, "captured", captured)
-    monkeypatch.setattr(launch, "predict", lambda *_: Prediction(graph_s=1e-3, launch_s=0.99e-3))
-    made = measure(plan_of(), load_weights(plan_of()))
-    assert made.mode_key.startswith("eager.") and any("no graph: it synchronises" in note for note in made.notes)
-    with pytest.raises(UsageError, match="cannot be captured"):
-        measure(plan_of(step="graph"), load_weights(plan_of()))
-
-
 # --- from the command line to the certificate ------------------------------------------------------------------------
 
 
@@ -462,35 +463,13 @@ class ToThisCpu(TorchFunctionMode):
         return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
 
 
-class HostEvent:
-    """An event that is complete when recorded, because threads of this CPU finish earlier work first."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0
-
-    def record(self) -> None:
-        self.at = time.perf_counter_ns()
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        return (end.at - self.at) / 1e6
-
-
 @pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Provide a new ledger; compiled kernels are shared."""
-    made, shared = tmp_path / "home", settings.home()
-    made.mkdir(mode=0o700)
+    home.mkdir(mode=0o700)
     for name in ("native", "emulated"):
-        (shared / name).mkdir(parents=True, exist_ok=True)
-        (made / name).symlink_to(shared / name)
-    monkeypatch.setenv("AUTOSEL_HOME", str(made))
+        (home / name).symlink_to(homes.shared(name))
     monkeypatch.setattr(dispatch, "_stack", [])  # this process still serves from another home
-    settings.read.cache_clear()
-    yield
-    monkeypatch.undo()
-    settings.read.cache_clear()
 
 
 @pytest.fixture
@@ -526,10 +505,9 @@ def test_a_run_on_a_gpu_from_the_command_line_gives_a_valid_certificate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     timed(ops=20.0, graph=15.0, cuda=18.0)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config |= {"vocab_size": 97, "max_position_embeddings": 256, "hidden_act": "silu", "rms_norm_eps": 1e-5}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 256}
+    write_config(tmp_path, **heads, **sizes)
     words = ["run", "--model", str(tmp_path), "--dtype", "fp32", "--seq", "14", "--iters", "3", "--device", "cuda"]
     certificates = str(tmp_path / "certificates.jsonl")
     assert run([*words, "--certify", certificates, "--json"]) == 0

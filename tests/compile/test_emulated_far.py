@@ -19,9 +19,9 @@ from autosel.parity.stage import FAR, far_strides, place, room_for
 from autosel.values import DTypeName
 from autosel.workers.arena import Arena
 from tests import drawn
+from tests.compile.cuda_kernels import DTYPES, KERNELS, compiled_in, workload
 from tests.compile.emulate import emulated, one_dtype
-from tests.compile.test_emulated_knobs import COMPILED_IN, DTYPES, KERNELS, SMALL, asked
-from tests.operands import traits_of
+from tests.compile.test_emulated_knobs import SMALL, asked
 
 # Rows of whole 16-byte vectors in every dtype; parity's case has other rows.
 ALIGNED: dict[str, dict[str, int]] = {
@@ -38,18 +38,16 @@ def far(kernel: CudaKernel, dtype: DTypeName, *, aligned: bool) -> tuple[Case, M
     """A case, and the strides of its operands whose rows are far apart."""
     op = OPS[kernel.op]
     if aligned:
-        w = op.workload(dtype, ALIGNED[kernel.op], **traits_of(kernel))
+        w = workload(kernel.source, dtype, ALIGNED[kernel.op])
         return Case(name="far rows", workload=w, make=lambda seed: op.inputs(w, seed)), {"x": (APART, 1)}
-    found = far_case([*op.cases(op.workload(dtype, SMALL[kernel.op], **traits_of(kernel)))])
+    found = far_case([*op.cases(workload(kernel.source, dtype, SMALL[kernel.op]))])
     assert found is not None
     return found, far_strides(found.make(1))
 
 
 def failure(kernel: CudaKernel, case: Case, strides: Mapping[str, Sequence[int]]) -> str:
     op, inputs = OPS[kernel.op], case.make(7)
-    entry = emulated(
-        kernel.source, kernel.source, *(COMPILED_IN if kernel.macros else ()), one_dtype(case.workload.dtype)
-    )
+    entry = emulated(kernel.source, kernel.source, *compiled_in(kernel.source), one_dtype(case.workload.dtype))
     outputs_bytes = sum(o.nbytes for o in op.allocate(case.workload) if o is not None)
     with Arena(room_for(inputs, strides, outputs_bytes), touched_bytes=FAR_TOUCHED_BYTES) as arena:
         placed = place(arena, op, case.workload, inputs, strides=strides)
@@ -72,15 +70,16 @@ def dtypes(kernel: CudaKernel) -> list[DTypeName]:
     return supported if drawn.every else [supported[drawn.turn() // DAYS % len(supported)]]
 
 
-@pytest.mark.parametrize("source", drawn.share(list(KERNELS), days=DAYS))
-def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
-    kernel = KERNELS[source]
-    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=False)) for dtype in dtypes(kernel)}
-    assert not any(wrong.values()), wrong
+WHOLE_VECTORS = [source for source, kernel in KERNELS.items() if kernel.op in ALIGNED]
 
 
-@pytest.mark.parametrize("source", drawn.share([s for s, kernel in KERNELS.items() if kernel.op in ALIGNED], days=DAYS))
-def test_the_code_for_rows_of_whole_vectors_reaches_rows_beyond_two_to_the_31_elements(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "aligned"),
+    [(s, False) for s in drawn.share(list(KERNELS), days=DAYS)]
+    + [(s, True) for s in drawn.share(WHOLE_VECTORS, days=DAYS)],
+)
+def test_a_kernel_reaches_rows_beyond_two_to_the_31_elements(source: str, aligned: bool) -> None:
+    """Run the code for any rows, or for rows of whole vectors (`aligned`)."""
     kernel = KERNELS[source]
-    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=True)) for dtype in dtypes(kernel)}
+    wrong = {dtype: failure(kernel, *far(kernel, dtype, aligned=aligned)) for dtype in dtypes(kernel)}
     assert not any(wrong.values()), wrong

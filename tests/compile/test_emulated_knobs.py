@@ -11,20 +11,16 @@ from functools import cache, partial
 
 import pytest
 
-from autosel.candidates.cuda.base import CudaKernel
-from autosel.candidates.registry import own_candidates
 from autosel.fingerprint import known
 from autosel.models.presets import PRESETS
 from autosel.models.workloads import workloads
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from autosel.values import Accepted, DTypeName
+from tests.compile.cuda_kernels import DTYPES, KERNELS, compiled_in, results_of, workload
 from tests.compile.emulate import emulated, one_dtype
-from tests.operands import for_kernel, passed, traits_of
+from tests.operands import for_kernel
 
-KERNELS = {c.source: c for c in own_candidates() if isinstance(c, CudaKernel)}
-DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
-COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
 SHARE = 12  # results of a formula that run per day
 BATCHES = (1, 2, 3, 8, 32, 256)
 CACHE = {"B": 2, "Hq": 8, "Hkv": 2, "S": 1, "D": 128, "L": 300}
@@ -75,13 +71,11 @@ def test_a_kernel_is_right_with_all_knobs_its_formula_gives(choice: tuple[str, D
     (source, dtype, first), wrong = choice, []
     kernel = KERNELS[source]
     op = OPS[kernel.op]
-    w = op.workload(dtype, SMALL[kernel.op], **traits_of(kernel))
-    entry = emulated(source, source, *(COMPILED_IN if kernel.macros else ()), one_dtype(dtype))
+    w = workload(source, dtype, SMALL[kernel.op])
+    entry = emulated(source, source, *compiled_in(source), one_dtype(dtype))
     for knobs in asked(source)[first::SHARE]:
-        inputs = op.inputs(w, 7)
-        outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
-        entry(*passed(op, inputs, kernel.operands), *outputs, *knobs, 0)
-        found = op.verify(op.inputs(w, 7), outputs or [inputs["k_cache"], inputs["v_cache"]])
+        results = results_of(entry, w, op.inputs(w, 7), (*knobs, 0), kernel.operands)
+        found = op.verify(op.inputs(w, 7), results)
         if isinstance(found, Mismatch):
             wrong.append(f"{knobs}: {found.check}: {found.reason}")
     assert not wrong, "\n".join(wrong)

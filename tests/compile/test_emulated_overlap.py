@@ -23,11 +23,6 @@ Calls = Iterator[tuple[str, tuple[Any, ...]]]  # entry, arguments without the la
 NAN = float("nan")
 
 
-def drawn(seed: int, **shapes: tuple[int, ...]) -> Tensors:
-    made = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=made).to(torch.bfloat16) for name, shape in shapes.items()}
-
-
 def ring(t: Tensors, names: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Run three calls, each from one of three buffers to the next."""
     for i in range(3):
@@ -120,18 +115,15 @@ def attention(kernel: str) -> Callable[[Tensors], Calls]:
         lengths = torch.tensor([12], dtype=torch.int32)
         for q, o in ring(t, "abc"):
             heads = [x[:1].view(1, 4, 1, 64) for x in (q, o)]
+            k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
+            more: list[Tensor] = []
             if kernel.startswith("paged"):
                 k, v = (t[n].view(3, 4, 2, 64) for n in "kv")
-                table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
-                yield kernel, (heads[0], k, v, table, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
-            else:
-                k, v = (t[n].view(1, 2, 12, 64) for n in "kv")
-                if kernel.endswith("fp8"):
-                    scales = [torch.full((2,), 0.1), torch.full((2,), 0.2)]
-                    k, v = ((x * 10).to(torch.float8_e4m3fn) for x in (k, v))
-                    yield kernel, (heads[0], k, v, *scales, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
-                    continue
-                yield kernel, (heads[0], k, v, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
+                more = [torch.tensor([[2, 0, 1]], dtype=torch.int32)]
+            if kernel.endswith("fp8"):
+                k, v = ((x * 10).to(torch.float8_e4m3fn) for x in (k, v))
+                more = [torch.full((2,), 0.1), torch.full((2,), 0.2)]
+            yield kernel, (heads[0], k, v, *more, lengths, 12, 0.0, 0, 0.0, heads[1], 16, 2, 5)
 
     return calls
 
@@ -142,9 +134,10 @@ ATTENTION = ("attn_decode", "attn_decode_fp8", "attn_decode_mma", "paged_attn_de
 
 
 def operands() -> Tensors:
-    made = drawn(
-        5, a=(3, 256), d=(3, 256), gain=(256,), w=(256, 256), up=(256, 256), k=(1536,), v=(1536,), logits=(2, 300)
-    )
+    draw = torch.Generator().manual_seed(5)
+    shapes = {"a": (3, 256), "d": (3, 256), "gain": (256,), "w": (256, 256), "up": (256, 256)}
+    shapes |= {"k": (1536,), "v": (1536,), "logits": (2, 300)}
+    made = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
     made["w"], made["up"] = made["w"] / 16, made["up"] / 16
     made["w8"] = (made["w"] * 10).to(torch.float8_e4m3fn)
     made |= {name: torch.full((3, 256), NAN, dtype=torch.bfloat16) for name in "bcef"}

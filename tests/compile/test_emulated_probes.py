@@ -12,7 +12,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from autosel import devices, fingerprint
 from autosel.devices import store
@@ -36,7 +36,8 @@ from autosel.errors import UsageError
 from autosel.native.compile import find_compiler
 from autosel.values import Fingerprint
 from tests.compile import cupy_stand_in
-from tests.compile.emulate import HERE, _built
+from tests.compile.cupy_stand_in import HostEvent
+from tests.compile.emulate import HERE, library
 from tests.compile.machine_code import functions
 
 SLICE_2 = bytes.fromhex("0102020405060708090a0b0c0d0e0f10")  # of nvml_stand_in.c
@@ -52,7 +53,7 @@ RATES = {
 
 @pytest.fixture(scope="module")
 def probes() -> Path:
-    return _built(str(HERE / "probes_host"), ())
+    return library(str(HERE / "probes_host"))
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +80,15 @@ PLAIN_CDLL = ctypes.CDLL  # before a test changes it
 
 @pytest.fixture
 def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    """Simulate a device on this machine: `slices` of a board with MIG, `uuid` as CUDA reports it."""
+    """Simulate a device on this machine: `slices`, `shared`, `init` of nvml_stand_in.c; `uuid` as CUDA reports it."""
     import pynvml
 
-    load = ctypes.CDLL
-
-    def play(*, slices: int = 0, **given: Any) -> None:
+    def play(*, slices: int = 0, shared: int = 0, init: int = 0, **given: Any) -> None:
         for name, module in cupy_stand_in.modules(probes, **given).items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(pynvml, "nvmlLib", load(str(nvml_library)))
+        monkeypatch.setattr(pynvml, "nvmlLib", PLAIN_CDLL(str(nvml_library)))
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        monkeypatch.setattr(gpu_bench.ctypes, "CDLL", lambda name: load(str(probes)))
+        monkeypatch.setattr(gpu_bench.ctypes, "CDLL", lambda name: PLAIN_CDLL(str(probes)))
         # A launch here has ended when it returns, so a wait for the gate never succeeds.
         less = {"WINDOWS": 2, "WINDOW_S": 1e-4, "WARM_UP_S": 1e-3, "BLOCK_BYTES": 1 << 18, "GATE_TICKS": 10_000}
         less |= {"SWEEP_WINDOWS": 2, "SWEEP_WINDOW_S": 1e-4, "CHUNKED_BYTES": 1 << 22}
@@ -99,20 +98,19 @@ def played(probes: Path, nvml_library: Path, home: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(gpu_arithmetic, "STEPS", 64)
         monkeypatch.setattr(gpu_arithmetic, "PRODUCT_STEPS", 64)
         monkeypatch.setattr(cupy_stand_in, "FREE_BYTES", 4 << 20)
-        set_slices(slices)
-
+        set_for_libraries(SLICES=slices, SHARED=shared, INIT=init)
         for name in ("COOLING_LEAST_S", "COOLING_MOST_S", "COOLING_STEP_S"):
             monkeypatch.setattr(gpu, name, 0.0)
 
     yield play
-    set_slices(0)
+    set_for_libraries(SLICES=0, SHARED=0, INIT=0)
     slow(0)
 
 
-def set_slices(count: int) -> None:
-    """Set the slices for the C library, which reads the environment of the process."""
-    libc = ctypes.CDLL(None)
-    libc.setenv(b"SLICES", str(count).encode(), 1)
+def set_for_libraries(**variables: int) -> None:
+    """Set variables for C libraries, which read the environment of the process."""
+    for name, value in variables.items():
+        PLAIN_CDLL(None).setenv(name.encode(), str(value).encode(), 1)
 
 
 def slow(looks: int) -> None:
@@ -170,67 +168,40 @@ def test_a_reader_can_be_used_repeatedly(played: Played) -> None:
     assert rate() > 0 and rate() > 0
 
 
-def test_matrix_rates_are_measured_on_the_right_device(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let PyTorch multiply on this CPU; a clock provides the times of its events."""
-    import torch
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = time.perf_counter()
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, end: Event) -> float:
-            return (end.at - self.at) * 1e3
-
+@pytest.fixture
+def bench(played: Played) -> ProbeBench:
     played()
-    cupy = sys.modules["cupy"]
-    assert str(gpu_arithmetic.torch_device(cupy)) == "cuda:0"
-    stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext(), "Event": Event}
+    return ProbeBench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
+
+
+@pytest.fixture
+def multiplying(bench: ProbeBench, monkeypatch: pytest.MonkeyPatch) -> ProbeBench:
+    """Let PyTorch multiply on this CPU; a clock provides the times of its events."""
+    assert str(gpu_arithmetic.torch_device(bench.cupy)) == "cuda:0"
+    stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext(), "Event": HostEvent}
     for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
     monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
-    made = ProbeBench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
-    gpu_arithmetic.matrix(made)
-    assert set(made.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
-    assert all(rate.value > 0 for rate in made.rates.values())
+    return bench
+
+
+def test_matrix_rates_are_measured_on_the_right_device(multiplying: ProbeBench) -> None:
+    gpu_arithmetic.matrix(multiplying)
+    assert set(multiplying.rates) == {"bf16_matrix_flops", "fp8_matrix_flops"}
+    assert all(rate.value > 0 for rate in multiplying.rates.values())
 
 
 def test_with_a_library_without_fp8_products_only_that_rate_is_missing(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    multiplying: ProbeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     def refuses(*_: object, **__: object) -> None:
         raise RuntimeError("no such product for this device")
 
-    played()
-    stand_ins = {"is_available": lambda: True, "device": lambda device: contextlib.nullcontext()}
-    for name, value in {**stand_ins, "empty_cache": lambda: None}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "_scaled_mm", refuses)
-    monkeypatch.setattr(gpu_arithmetic, "torch_device", lambda cupy: torch.device("cpu"))
-    monkeypatch.setattr(gpu_arithmetic, "MATRIX_SIDE", 64)
-    made = ProbeBench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
-    monkeypatch.setattr(torch.cuda, "Event", Ticking)
-    gpu_arithmetic.matrix(made)
-    assert set(made.rates) == {"bf16_matrix_flops"}
-    assert any("no such product" in note for note in made.notes)
-
-
-class Ticking:
-    def __init__(self, enable_timing: bool) -> None: ...
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: Ticking) -> float:
-        return 1.0
+    gpu_arithmetic.matrix(multiplying)
+    assert set(multiplying.rates) == {"bf16_matrix_flops"}
+    assert any("no such product" in note for note in multiplying.notes)
 
 
 def test_a_slice_of_a_board_is_found_by_its_uuid(played: Played) -> None:
@@ -239,10 +210,18 @@ def test_a_slice_of_a_board_is_found_by_its_uuid(played: Played) -> None:
     assert nvml.read(0).memory_bytes == 18 << 30
 
 
-def test_a_uuid_that_ends_at_its_first_zero_still_names_its_slice(played: Played) -> None:
-    """Shorten the UUID, because Cython makes a C string of CUDA's sixteen bytes."""
-    played(slices=1, uuid=bytes.fromhex("01020004050607080900000000000000"))
-    assert nvml.read(0).uuid.startswith("MIG-01020004")
+@pytest.mark.parametrize(
+    ("slices", "uuid", "named"),
+    [
+        (1, bytes.fromhex("01020004050607080900000000000000"), "MIG-01020004"),
+        (3, SLICE_2 + b"\x07\x08", "MIG-01020204"),  # the bytes after it in CUDA's structure
+    ],
+    ids=["shorter", "longer"],
+)
+def test_a_uuid_of_another_length_still_names_its_slice(played: Played, slices: int, uuid: bytes, named: str) -> None:
+    """Check this, because Cython makes a C string of CUDA's sixteen bytes, which ends at a zero."""
+    played(slices=slices, uuid=uuid)
+    assert nvml.read(0).uuid.startswith(named)
 
 
 def test_an_ambiguous_slice_is_refused(played: Played) -> None:
@@ -250,12 +229,6 @@ def test_an_ambiguous_slice_is_refused(played: Played) -> None:
     with pytest.raises(UsageError) as error:
         nvml.read(0)
     assert "3 slices, 0 with CUDA's UUID" in error.value.why
-
-
-def test_a_uuid_without_a_zero_is_cut_where_it_ends(played: Played) -> None:
-    """Cut it, because a C string would include the bytes after it in CUDA's structure."""
-    played(slices=3, uuid=SLICE_2 + b"\x07\x08")
-    assert nvml.read(0).uuid.startswith("MIG-01020204")
 
 
 def test_a_slice_of_a_slowed_board_is_slowed(played: Played) -> None:
@@ -279,13 +252,8 @@ def test_a_board_counts_its_energy_and_a_slice_does_not(played: Played) -> None:
 
 
 def test_a_chip_that_shares_its_hosts_memory_is_described_by_cuda(played: Played) -> None:
-    played()
-    libc = ctypes.CDLL(None)
-    libc.setenv(b"SHARED", b"1", 1)
-    try:
-        found, free = nvml.read(0), nvml.free_bytes(0)
-    finally:
-        libc.unsetenv(b"SHARED")
+    played(shared=1)
+    found, free = nvml.read(0), nvml.free_bytes(0)
     assert found.memory_bytes == 128 << 30 and found.ecc is None and free is None
     assert nvml.peak_read_bytes_per_s(found) == 0.0  # not reported
 
@@ -402,12 +370,6 @@ def test_a_slice_shares_its_memory(played: Played) -> None:
 # --- what each probe does ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def bench(played: Played) -> ProbeBench:
-    played()
-    return ProbeBench(cupy=sys.modules["cupy"], identity=nvml.identity_of(nvml.read(0)))
-
-
 def test_data_is_random_to_its_last_word(bench: ProbeBench) -> None:
     assert bench.data.nbytes == 1 << 20
     assert len(numpy.unique(numpy.array(bench.data))) > bench.data.size // 8
@@ -457,21 +419,19 @@ def test_all_blocks_meet_at_the_toolkits_barrier(bench: ProbeBench) -> None:
 
 
 def test_only_the_barriers_figure_is_missing_if_it_does_not_compile(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    bench: ProbeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played()
-    cupy, plain = sys.modules["cupy"], sys.modules["cupy"].RawModule
+    plain = bench.cupy.RawModule
 
     def no_header(code: str, options: tuple[str, ...], enable_cooperative_groups: bool = False) -> Any:
         if enable_cooperative_groups:
             raise RuntimeError("cannot open source file cooperative_groups.h")
         return plain(code, options)
 
-    monkeypatch.setattr(cupy, "RawModule", no_header)
-    made = ProbeBench(cupy=cupy, identity=nvml.identity_of(nvml.read(0)))
-    gpu_cost.measure(made)
-    assert "grid_sync_s" not in made.rates and "flag_barrier_s" in made.rates
-    assert any("cooperative_groups.h" in note for note in made.notes)
+    monkeypatch.setattr(bench.cupy, "RawModule", no_header)
+    gpu_cost.measure(bench)
+    assert "grid_sync_s" not in bench.rates and "flag_barrier_s" in bench.rates
+    assert any("cooperative_groups.h" in note for note in bench.notes)
 
 
 def test_rates_of_missing_instructions_are_not_measured(bench: ProbeBench) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autosel.ops import OPS, eager
-from autosel.ops.contract import Case, Mismatch, Op
+from autosel.ops import OPS
+from autosel.ops.contract import Case, Mismatch
 from autosel.values import DTypeName
 from tests import drawn
+from tests.compile import cuda_kernels
+from tests.compile.cuda_kernels import DTYPES, Battery, Knobs, faults, results_of
 from tests.compile.emulate import emulated
 from tests.cpu.row_claims import (
     SAMPLING,
@@ -24,8 +26,6 @@ from tests.cpu.row_claims import (
     sample_without_distribution,
     update_residual_in_place,
 )
-
-DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 
 ROWS = ((512, 4, 0), (32, 1, 1), (96, 3, 0), (1024, 2, 0))  # threads, grid, pdl
 # op -> its shape, traits in all combinations, alternating knobs
@@ -41,29 +41,22 @@ SHAPES: dict[str, tuple[dict[str, int], dict[str, tuple[Any, ...]], tuple[tuple[
 }
 
 
-def failure(op: Op, made: Case, knobs: tuple[int, ...]) -> Mismatch | None:
-    """Run one case into outputs full of NaN; judge it by float64 and by PyTorch's error."""
-    inputs = made.make(11)
-    outputs = [o for o in op.allocate(made.workload, fill=float("nan")) if o is not None]
-    emulated(op.name, op.name)(*op.arguments(inputs), *outputs, *knobs)
-    baseline = getattr(eager, op.name)(*op.arguments(made.make(11)))
-    results = outputs or [inputs["k_cache"], inputs["v_cache"]]
-    found = op.verify(made.make(11), results, baseline if isinstance(baseline, tuple) else (baseline,))
-    return found if isinstance(found, Mismatch) else None
+def battery(name: str, dtype: DTypeName) -> Battery:
+    op, (dims, traits, knobs) = OPS[name], SHAPES[name]
+    turns = itertools.cycle(knobs)
+    for values in itertools.product(*traits.values()):
+        for made in op.cases(op.workload(dtype, dims, **dict(zip(traits, values, strict=True)))):
+            yield made, next(turns)
+
+
+def failure(made: Case, knobs: Knobs) -> Mismatch | None:
+    name = made.workload.op
+    return cuda_kernels.failure(emulated(name, name), made, knobs)
 
 
 @pytest.mark.parametrize(("name", "dtype"), drawn.share(list(itertools.product(SHAPES, DTYPES)), days=8))
 def test_a_row_kernel_meets_its_contract_in_every_case(name: str, dtype: DTypeName) -> None:
-    op, (dims, traits, knobs) = OPS[name], SHAPES[name]
-    wrong, turn = [], 0
-    for values in itertools.product(*traits.values()):
-        w = op.workload(dtype, dims, **dict(zip(traits, values, strict=True)))
-        for made in op.cases(w):
-            chosen, turn = knobs[turn % len(knobs)], turn + 1
-            found = failure(op, made, chosen)
-            if found is not None:
-                wrong.append(f"{made.workload.key} {made.name}, {chosen}: {found.check}: {found.reason}")
-    assert not wrong, "\n".join(wrong)
+    assert faults(battery(name, dtype), failure) == []
 
 
 @pytest.mark.parametrize(("what", "settings"), SAMPLING, ids=[s[0] for s in SAMPLING])
@@ -90,9 +83,7 @@ def test_a_long_row_is_normalised_whether_registers_hold_it_or_not(width: int) -
         op = OPS[name]
         w = op.workload("bf16", {"M": 2, "d": width})
         inputs = op.inputs(w, 5)
-        outputs = [o for o in op.allocate(w, fill=float("nan")) if o is not None]
-        emulated(name, name)(*op.arguments(inputs), *outputs, 1024, 2, 0)
-        found = op.verify(inputs, outputs)
+        found = op.verify(inputs, results_of(emulated(name, name), w, inputs, (1024, 2, 0)))
         assert not isinstance(found, Mismatch), found
 
 

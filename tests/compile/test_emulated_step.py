@@ -175,10 +175,8 @@ class Scene:
         return (x.float() + normed).to(x.dtype)
 
     def _norm(self, x: Tensor, weight: Tensor, offset: float | None = None) -> Tensor:
-        flat, out = (
-            x.reshape(-1, x.shape[-1]).contiguous(),
-            torch.empty(x.numel() // x.shape[-1], x.shape[-1], dtype=x.dtype),
-        )
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        out = torch.empty_like(flat)
         offset = self.m.offset if offset is None else offset
         emulated("rmsnorm", "rmsnorm")(flat, weight, EPS, offset, out, 32, 2, 0)
         return out.reshape(x.shape)

@@ -12,8 +12,7 @@ import pytest
 
 from autosel.native import cutlass
 from tests.compile.cutlass_asked import Build, builds
-from tests.compile.cutlass_builds import compiled
-from tests.compile.cutlass_code import faults, recipe_of
+from tests.compile.cutlass_builds import compiled, faults, recipe_of
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 

@@ -5,23 +5,20 @@ By default a 48th of the cases of one build run, which change each day; --every-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
+import itertools
+from functools import cache, partial
 
 import pytest
 import torch
 
 from autosel.native import cutlass
-from autosel.ops.contract import Case
-from autosel.ops.linear import projection_cases
-from autosel.values import DTypeName
 from tests import drawn
+from tests.compile import cuda_kernels
+from tests.compile.cuda_kernels import failure
 from tests.compile.cutlass_asked import Build, builds
-from tests.compile.cutlass_builds import assembled
-from tests.compile.cutlass_code import faults, recipe_of
+from tests.compile.cutlass_builds import assembled, faults, recipe_of
 from tests.compile.ptx_machine import HOPPER, Built, built
-from tests.compile.test_emulated_cutlass import OP, SHAPES, WholeVectors, failure
+from tests.compile.test_emulated_cutlass import OP, cases, check_logits, grid_case
 
 pytestmark = pytest.mark.skipif(bool(cutlass.why_not()), reason=cutlass.why_not())
 PARTS = 48  # of the cases of a build, which take minutes; one part a day
@@ -46,40 +43,31 @@ def plans(build: Build) -> tuple[tuple[int, int, int], ...]:
     return ((1, 4 * wide, 0), *splits, (1, wide, 0))
 
 
+def sides(build: Build) -> tuple[int, int]:
+    """Return the rows and columns of the output that a cluster computes at a time."""
+    k = build.knobs
+    long, short = k["tile_m"] * k["cluster"], k["tile_n"]
+    return (short, long) if k["swap"] else (long, short)
+
+
 @pytest.mark.in_turns(choices, label=lambda b: b.label, days=2, shift=1)
 def test_the_product_has_the_expected_machine_code(choice: Build) -> None:
     wrong = faults(choice, assembled(product(choice).text(), HOPPER))
     assert not wrong, "\n".join([choice.label, *wrong])
 
 
-def cases(dtype: DTypeName) -> Iterator[Case]:
-    for dims, traits in SHAPES:
-        w = OP.workload(dtype, dims, **traits)
-        yield from projection_cases(OP, WholeVectors(w), weights=("w",), width="K")  # type: ignore[arg-type]
-        if dims["M"] == 5:
-            yield from OP.cases(w)
-
-
 @pytest.mark.in_turns(choices, label=lambda b: b.label, days=3)
 def test_the_product_meets_its_contract_in_every_case(choice: Build, request: pytest.FixtureRequest) -> None:
-    wrong, entry = [], product(choice).entry("gemm_sm90")
     parts = range(PARTS) if request.config.getoption("--every-target") else (drawn.turn() // len(choices()) % PARTS,)
-    for number, made in enumerate(cases(choice.dtype)):
-        plan = plans(choice)[number % len(plans(choice))]
-        found = failure(entry, made, plan) if number % PARTS in parts else None
-        if found is not None:
-            wrong.append(f"{made.workload.key} {made.name}, {plan}: {found.check}: {found.reason}")
-    assert not wrong, "\n".join(wrong)
+    battery = zip(cases(choice.dtype), itertools.cycle(plans(choice)), strict=False)
+    todays = (one for number, one in enumerate(battery) if number % PARTS in parts)
+    assert cuda_kernels.faults(todays, partial(failure, product(choice).entry("gemm_sm90"))) == []
 
 
 @in_turns
 def test_many_tiles_of_which_the_last_are_ragged_are_each_computed_once(choice: Build) -> None:
-    k, wide = choice.knobs, choice.knobs["cluster"]
-    sides = (k["tile_m"] * wide, k["tile_n"])
-    rows, columns = reversed(sides) if k["swap"] else sides
-    dims = {"M": rows + 8 + 3, "N": 2 * columns + 40, "K": 72 + 64 * k["stages"]}
-    w = OP.workload(choice.dtype, dims, residual=True)
-    made = Case(name="grid", workload=w, make=lambda seed: OP.inputs(w, seed), covers="the order of tiles")
+    rows, columns = sides(choice)
+    made = grid_case(choice.dtype, rows + 8 + 3, 2 * columns + 40, 72 + 64 * choice.knobs["stages"])
     for plan in plans(choice):
         assert failure(product(choice).entry("gemm_sm90"), made, plan) is None
 
@@ -98,25 +86,16 @@ def test_the_order_in_which_copies_and_products_end_does_not_change_a_bit(choice
 
 @in_turns
 def test_logits_are_the_bits_of_the_projection(choice: Build) -> None:
-    inputs = OP.inputs(OP.workload(choice.dtype, {"M": 3, "N": 200, "K": 136}), 4)
-    one, other = (torch.full((3, 200), float("nan"), dtype=inputs["x"].dtype) for _ in range(2))
-    plan = plans(choice)[0]
-    product(choice).entry("gemm_sm90")(inputs["x"], inputs["w"], None, None, one, *plan)
-    head: Any = product(choice).entry("lm_head_sm90")
-    head(inputs["x"], inputs["w"], 0, other, *plan)
-    assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="logits, not tokens"):
-        head(inputs["x"], inputs["w"], 1, other, *plan)
+    made = product(choice)
+    check_logits(made.entry("gemm_sm90"), made.entry("lm_head_sm90"), choice.dtype, *plans(choice)[0])
 
 
 @in_turns
 def test_the_product_has_no_races(choice: Build) -> None:
     """Run more tiles than CTAs, so that a ring's slots are reused."""
-    k, wide = choice.knobs, choice.knobs["cluster"]
-    sides = (k["tile_m"] * wide, k["tile_n"])
-    rows, columns = reversed(sides) if k["swap"] else sides
-    device = product(choice)
-    inputs = OP.inputs(OP.workload(choice.dtype, {"M": rows + 11, "N": columns + 40, "K": 72 + 64 * k["stages"]}), 4)
+    rows, columns = sides(choice)
+    device, depth = product(choice), 72 + 64 * choice.knobs["stages"]
+    inputs = OP.inputs(OP.workload(choice.dtype, {"M": rows + 11, "N": columns + 40, "K": depth}), 4)
     y = torch.full((rows + 11, columns + 40), float("nan"), dtype=inputs["x"].dtype)
     for plan in plans(choice):
         for _ in range(3):

@@ -7,25 +7,24 @@ One kernel per day runs in one dtype, for one compute capability and a share of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from autosel.ops import OPS
 from autosel.ops.contract import Case, Mismatch
 from autosel.values import DTypeName
 from tests.compile import emulate
 from tests.compile import test_emulated_attention as attention
 from tests.compile import test_emulated_linear as linear
 from tests.compile import test_emulated_rows as rows
+from tests.compile.cuda_kernels import Battery, Knobs, faults
 
 CAPABILITIES = ((9, 0), (8, 0), (8, 9), (12, 0))  # the compiled code differs between them
 SHARES = {"rows": 2, "products": 4, "attention": 8}
 
 Kernel = tuple[str, DTypeName]
 Choice = tuple[str, Kernel, tuple[int, int], int]
-Battery = Iterator[tuple[Case, Callable[[], Mismatch | None]]]
 KERNELS: dict[str, list[Kernel]] = {
     "rows": list(itertools.product(rows.SHAPES, rows.DTYPES)),
     "products": list(itertools.product(linear.WORKLOADS, linear.DTYPES)),
@@ -33,34 +32,19 @@ KERNELS: dict[str, list[Kernel]] = {
 }
 
 
-def of_rows(name: str, dtype: DTypeName) -> Battery:
-    dims, traits, plans = rows.SHAPES[name]
-    knobs = itertools.cycle(plans)
-    for values in itertools.product(*traits.values()):
-        for made in OPS[name].cases(OPS[name].workload(dtype, dims, **dict(zip(traits, values, strict=True)))):
-            yield made, partial(rows.failure, OPS[name], made, next(knobs))
-
-
-def of_products(name: str, dtype: DTypeName) -> Battery:
-    plans = itertools.cycle(linear.PLANS)
-    op, formats = linear.contract(name)
-    for dims, traits in linear.WORKLOADS[name]:
-        for made in op.cases(op.workload(dtype, dims, **traits, **formats)):
-            yield made, partial(linear.failure, op, made, linear.BUILDS[0], next(plans))
-
-
-def of_attention(name: str, dtype: DTypeName) -> Battery:
-    op, cuts = attention.KERNELS[name], itertools.cycle(attention.CUTS)
-    for dims, traits in attention.SHAPES[op]:
-        for made in OPS[op].cases(attention.workload(name, dtype, dims, **traits)):
-            yield made, partial(attention.failure, name, made, next(cuts))
-
-
-BATTERIES = {"rows": of_rows, "products": of_products, "attention": of_attention}
+def battery_of(family: str, name: str, dtype: DTypeName) -> tuple[Battery, Callable[[Case, Knobs], Mismatch | None]]:
+    """Return a kernel's cases, and the function that runs one and returns its fault."""
+    if family == "rows":
+        return rows.battery(name, dtype), rows.failure
+    if family == "products":
+        return linear.battery(name, dtype), partial(linear.failure, name, linear.BUILDS[0])
+    shapes = range(len(attention.SHAPES[attention.KERNELS[name].op]))
+    each = (attention.battery(name, dtype, shape) for shape in shapes)
+    return itertools.chain.from_iterable(each), partial(attention.failure, name)
 
 
 def choices() -> list[Choice]:
-    each = (itertools.product([f], KERNELS[f], CAPABILITIES, range(SHARES[f])) for f in BATTERIES)
+    each = (itertools.product([f], KERNELS[f], CAPABILITIES, range(SHARES[f])) for f in KERNELS)
     return list(itertools.chain.from_iterable(each))
 
 
@@ -73,9 +57,5 @@ def label(choice: Choice) -> str:
 def test_the_ptx_of_a_kernel_meets_its_contract(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     family, (name, dtype), capability, part = choice
     monkeypatch.setattr(emulate, "as_ptx", capability)
-    wrong = []
-    for made, failure in itertools.islice(BATTERIES[family](name, dtype), part, None, SHARES[family]):
-        found = failure()
-        if found is not None:
-            wrong.append(f"{made.workload.key} {made.name}: {found.check}: {found.reason}")
-    assert not wrong, "\n".join(wrong)
+    battery, failure = battery_of(family, name, dtype)
+    assert faults(itertools.islice(battery, part, None, SHARES[family]), failure) == []

@@ -15,37 +15,36 @@ pytest.importorskip("triton", reason="needs Triton: the `cross` extra")
 from autosel.ops import OPS
 from autosel.ops.contract import Mismatch
 from tests import drawn
+from tests.compile import cuda_kernels
+from tests.compile.cuda_kernels import compiled_in, results_of, workload
 from tests.compile.ptx_machine import built
 from tests.compile.ptx_triton import failures
 from tests.compile.triton_kernels import PLANS, Plan
-from tests.operands import SCALED_HEADS, SCALED_ROWS, passed
 
 CACHE = {"B": 1, "Hq": 8, "Hkv": 1, "S": 2, "D": 64, "L": 150}
 CUTS = ((32, 2, 32), (16, 3, 1 << 20), (64, 2, 77))  # tile, stages, chunk
 GRIDS = ((3, 1), (2, 4), (1, 2))  # grid, split_k
 ROWS = ((96, 3), (32, 2))  # threads, grid
 
-# kernel: op, shape, traits, knobs of a call except pdl, compile-time parameters
-Case = tuple[str, dict[str, int], dict[str, Any], tuple[tuple[int, ...], ...], tuple[str, ...]]
-COMPILED_IN = ("AUTOSEL_ROWS=1", "AUTOSEL_UNROLL=4")
-KERNELS: dict[str, Case] = {
-    "rmsnorm": ("rmsnorm", {"M": 3, "d": 520}, {}, ROWS, ()),
-    "add_rmsnorm": ("add_rmsnorm", {"M": 3, "d": 520}, {"sandwich": 1}, ROWS, ()),
-    "rope": ("rope", {"M": 3, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}, {}, ROWS, ()),
-    "swiglu": ("swiglu", {"M": 3, "I": 520}, {}, ((3,),), ()),
-    "geglu": ("geglu", {"M": 3, "I": 520}, {}, ((3,),), ()),
-    "sample": ("sample", {"B": 2, "V": 900, "L": 20}, {}, ((2,), (1,)), ()),
-    "kv_append": ("kv_append", {"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}, ((2,),), ()),
-    "gemv": ("linear", {"M": 3, "N": 30, "K": 1032}, {"residual": True}, GRIDS, COMPILED_IN),
-    "gemv_fp8": ("linear", {"M": 3, "N": 30, "K": 1040}, {"bias": True, "weight": "fp8_e4m3-row"}, GRIDS, COMPILED_IN),
-    "norm_qkv": ("norm_qkv", {"M": 3, "d": 520, "N": 30}, {}, GRIDS, COMPILED_IN),
-    "gate_up": ("gate_up", {"M": 3, "d": 520, "I": 30}, {}, GRIDS, COMPILED_IN),
-    "lm_head": ("lm_head", {"M": 3, "d": 520, "V": 70}, {"greedy": 1}, GRIDS, COMPILED_IN),
-    "attn_decode": ("attn", CACHE, {}, CUTS, ()),
-    "attn_decode_mma": ("attn", CACHE, {}, CUTS, ()),
-    "attn_decode_fp8": ("attn", CACHE, {"cache": "fp8_e4m3-head"}, CUTS, ()),
-    "paged_attn_decode": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
-    "paged_attn_decode_mma": ("paged_attn", {**CACHE, "page": 16}, {}, CUTS, ()),
+# kernel: shape, traits, knobs of a call except pdl
+KERNELS: dict[str, tuple[dict[str, int], dict[str, Any], tuple[tuple[int, ...], ...]]] = {
+    "rmsnorm": ({"M": 3, "d": 520}, {}, ROWS),
+    "add_rmsnorm": ({"M": 3, "d": 520}, {"sandwich": 1}, ROWS),
+    "rope": ({"M": 3, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}, {}, ROWS),
+    "swiglu": ({"M": 3, "I": 520}, {}, ((3,),)),
+    "geglu": ({"M": 3, "I": 520}, {}, ((3,),)),
+    "sample": ({"B": 2, "V": 900, "L": 20}, {}, ((2,), (1,))),
+    "kv_append": ({"B": 2, "Hkv": 2, "S": 3, "D": 64}, {"page": 16}, ((2,),)),
+    "gemv": ({"M": 3, "N": 30, "K": 1032}, {"residual": True}, GRIDS),
+    "gemv_fp8": ({"M": 3, "N": 30, "K": 1040}, {"bias": True}, GRIDS),
+    "norm_qkv": ({"M": 3, "d": 520, "N": 30}, {}, GRIDS),
+    "gate_up": ({"M": 3, "d": 520, "I": 30}, {}, GRIDS),
+    "lm_head": ({"M": 3, "d": 520, "V": 70}, {"greedy": 1}, GRIDS),
+    "attn_decode": (CACHE, {}, CUTS),
+    "attn_decode_mma": (CACHE, {}, CUTS),
+    "attn_decode_fp8": (CACHE, {}, CUTS),
+    "paged_attn_decode": ({**CACHE, "page": 16}, {}, CUTS),
+    "paged_attn_decode_mma": ({**CACHE, "page": 16}, {}, CUTS),
 }
 
 
@@ -85,10 +84,10 @@ def test_each_missing_barrier_and_fence_is_detected() -> None:
 
 class Kernel:
     def __init__(self, name: str, cc: tuple[int, int]) -> None:
-        op, dims, traits, self.knobs, macros = KERNELS[name]
-        self.op, self.device = OPS[op], built(f"cuda/{name}", *macros, cc=cc)
-        self.workload, self.entry = self.op.workload("bf16", dims, **traits), self.device.entry(name)
-        self.operands = {"gemv_fp8": SCALED_ROWS, "attn_decode_fp8": SCALED_HEADS}.get(name, ())
+        dims, traits, self.knobs = KERNELS[name]
+        self.device = built(f"cuda/{name}", *compiled_in(name), cc=cc)
+        self.workload, self.entry = workload(name, "bf16", dims, **traits), self.device.entry(name)
+        self.operands = cuda_kernels.KERNELS[name].operands
 
     def failures(self) -> list[str]:
         """Return the failures over all knobs, three times each, once for each order."""
@@ -96,12 +95,10 @@ class Kernel:
         return [f"{chosen}: {found}" for chosen, found in calls if found]
 
     def failure(self, chosen: tuple[int, ...]) -> str:
-        inputs = self.op.inputs(self.workload, 5)
-        outputs = [o for o in self.op.allocate(self.workload, fill=float("nan")) if o is not None]
+        op, w = OPS[self.workload.op], self.workload
         try:
-            self.entry(*passed(self.op, inputs, self.operands), *outputs, *chosen, 0)
+            results = results_of(self.entry, w, op.inputs(w, 5), (*chosen, 0), self.operands)
         except RuntimeError as error:
             return str(error)
-        results = outputs or [inputs["k_cache"], inputs["v_cache"]]
-        found = self.op.verify(self.op.inputs(self.workload, 5), results)
+        found = op.verify(op.inputs(w, 5), results)
         return f"{found.check}: {found.reason}" if isinstance(found, Mismatch) else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,146 +15,52 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from autosel.triton_kernels.add_rmsnorm import add_rmsnorm
-from autosel.triton_kernels.attn_decode import attn_decode
-from autosel.triton_kernels.attn_decode_fp8 import attn_decode_fp8
-from autosel.triton_kernels.attn_prefill import attn_prefill
-from autosel.triton_kernels.gate_up import gate_up
-from autosel.triton_kernels.geglu import geglu
-from autosel.triton_kernels.gemm import gemm
-from autosel.triton_kernels.gemv import gemv
-from autosel.triton_kernels.gemv_fp8 import gemv_fp8
-from autosel.triton_kernels.kv_append import kv_append
-from autosel.triton_kernels.lm_head import lm_head
-from autosel.triton_kernels.norm_qkv import norm_qkv
-from autosel.triton_kernels.paged_attn_decode import paged_attn_decode
-from autosel.triton_kernels.rmsnorm import rmsnorm
-from autosel.triton_kernels.rope import rope
-from autosel.triton_kernels.sample import sample
-from autosel.triton_kernels.swiglu import swiglu
+from autosel.ops import OPS
+from autosel.values import Scalar
+from tests.compile.triton_kernels import KERNELS
+from tests.operands import passed, traits_of
 
 Arguments = dict[str, Any]
 
 
-def bf16(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
+def call(source: str, dims: dict[str, int], **traits: Scalar) -> tuple[Callable[..., Any], Arguments]:
+    """Return a kernel's function, and valid operands and outputs by the names of its parameters."""
+    function = getattr(import_module(f"autosel.triton_kernels.{source}"), source)
+    kernel = next(k for k in KERNELS.values() if k.source == source)
+    op = OPS[kernel.op]
+    w = op.workload("bf16", dims, **traits, **traits_of(kernel))
+    values = [*passed(op, op.inputs(w, 0), kernel.operands), *op.allocate(w)]
+    return function, dict(zip(inspect.signature(function).parameters, values, strict=False))
 
 
-def fp32(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
-def int32(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def int64(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
-
-
-def _attn() -> Arguments:
-    cache = {"q": bf16(2, 4, 1, 64), "k": bf16(2, 2, 640, 64), "v": bf16(2, 2, 640, 64), "lengths": int32(2)}
-    return {**cache, "max_len": 640, "scale": 0.0, "window": 0, "softcap": 0.0, "o": bf16(2, 4, 1, 64)}
-
-
-def _attn_fp8() -> Arguments:
-    caches = {name: bf16(2, 2, 640, 64).to(torch.float8_e4m3fn) for name in ("k", "v")}
-    scales = {"k_scale": fp32(2), "v_scale": fp32(2)}
-    old = _attn()
-    return {"q": old["q"], **caches, **scales, **{n: old[n] for n in old if n not in ("q", "k", "v")}}
-
-
-def _paged_attn() -> Arguments:
-    pages = {"k": bf16(80, 16, 2, 64), "v": bf16(80, 16, 2, 64), "block_table": int32(2, 40), "lengths": int32(2)}
-    rest = {"max_len": 640, "scale": 0.0, "window": 0, "softcap": 0.0, "o": bf16(2, 4, 1, 64)}
-    return {"q": bf16(2, 4, 1, 64), **pages, **rest}
-
-
-def _prefill_attn() -> Arguments:
-    rows = {"q": bf16(2, 4, 32, 64), "k": bf16(2, 2, 32, 64), "v": bf16(2, 2, 32, 64)}
-    return {**rows, "scale": 0.0, "window": 0, "softcap": 0.0, "o": bf16(2, 4, 32, 64)}
-
-
-def _gemv_fp8() -> Arguments:
-    weights = {"w": bf16(64, 128).to(torch.float8_e4m3fn), "scale": fp32(64)}
-    return {"x": bf16(2, 128), **weights, "bias": bf16(64), "residual": bf16(2, 64), "y": bf16(2, 64)}
-
-
-def _kv_append() -> Arguments:
-    new = {"k": bf16(2, 2, 1, 64), "v": bf16(2, 2, 1, 64), "positions": int32(2)}
-    return {**new, "block_table": None, "k_cache": bf16(2, 2, 40, 64), "v_cache": bf16(2, 2, 40, 64)}
-
-
-def _kv_append_to_pages() -> Arguments:
-    pages = {"block_table": int32(2, 3), "k_cache": bf16(6, 16, 2, 64), "v_cache": bf16(6, 16, 2, 64)}
-    return {**_kv_append(), **pages}
-
-
-def _rope() -> Arguments:
-    rows = {"q": bf16(2, 4, 64), "k": bf16(2, 2, 64), "positions": int64(2), "inv_freq": fp32(32)}
-    return {**rows, "style": 0, "q_out": bf16(2, 4, 64), "k_out": bf16(2, 2, 64)}
-
-
-def _linear(m: int) -> Arguments:
-    return {"x": bf16(m, 128), "w": bf16(48, 128), "bias": bf16(48), "residual": bf16(m, 48), "y": bf16(m, 48)}
-
-
-def _norm_qkv(m: int) -> Arguments:
-    operands = {"x": bf16(m, 128), "norm_weight": bf16(128), "w": bf16(48, 128)}
-    return {**operands, "eps": 1e-5, "offset": 0.0, "y": bf16(m, 48)}
-
-
-def _gate_up(m: int) -> Arguments:
-    operands = {"x": bf16(m, 128), "norm_weight": bf16(128), "w_gate": bf16(48, 128), "w_up": bf16(48, 128)}
-    return {**operands, "eps": 1e-5, "offset": 0.0, "activation": 0, "y": bf16(m, 48)}
-
-
-def _lm_head(m: int, greedy: bool) -> Arguments:
-    return {"x": bf16(m, 128), "w": bf16(48, 128), "greedy": greedy, "out": int64(m) if greedy else bf16(m, 48)}
-
-
-def _sample() -> Arguments:
-    drawn = {"logits": bf16(2, 512), "history": int64(2, 15), "temperature": fp32(2), "top_k": int32(2)}
-    return {**drawn, "top_p": fp32(2), "repetition_penalty": fp32(2), "uniform": fp32(2), "token": int64(2)}
-
-
-def _rmsnorm() -> Arguments:
-    return {"x": bf16(2, 128), "weight": bf16(128), "eps": 1e-5, "offset": 0.0, "y": bf16(2, 128)}
-
-
-def _add_rmsnorm() -> Arguments:
-    operands = {"x": bf16(2, 128), "residual": bf16(2, 128), "weight": bf16(128)}
-    return {**operands, "eps": 1e-5, "offset": 0.0, "sandwich": 0, "y": bf16(2, 128), "new_residual": bf16(2, 128)}
-
-
-def _gated() -> Arguments:
-    return {"gate": bf16(2, 128), "up": bf16(2, 128)}
-
-
+HEADS = {"B": 2, "Hq": 4, "Hkv": 2, "S": 1, "D": 64, "L": 640}
+NEW = {"B": 2, "Hkv": 2, "S": 1, "D": 64}
+FEW, MANY = {"M": 2}, {"M": 12}
+LINEAR, QKV, GATE_UP, HEAD = {"N": 48, "K": 128}, {"d": 128, "N": 48}, {"d": 128, "I": 48}, {"V": 48, "d": 128}
 CALLS: dict[str, tuple[Callable[..., Any], Arguments]] = {
-    "attn_decode": (attn_decode, _attn()),
-    "attn_decode_fp8": (attn_decode_fp8, _attn_fp8()),
-    "paged_attn_decode": (paged_attn_decode, _paged_attn()),
-    "attn_prefill": (attn_prefill, _prefill_attn()),
-    "kv_append": (kv_append, _kv_append()),
-    "kv_append to pages": (kv_append, _kv_append_to_pages()),
-    "rope": (rope, _rope()),
-    "gemv": (gemv, _linear(2)),
-    "gemv_fp8": (gemv_fp8, _gemv_fp8()),
-    "gemm": (gemm, _linear(12)),
-    "norm_qkv, few rows": (norm_qkv, _norm_qkv(2)),
-    "norm_qkv, many rows": (norm_qkv, _norm_qkv(12)),
-    "gate_up, few rows": (gate_up, _gate_up(2)),
-    "gate_up, many rows": (gate_up, _gate_up(12)),
-    "lm_head, few rows": (lm_head, _lm_head(2, False)),
-    "lm_head, many rows": (lm_head, _lm_head(12, False)),
-    "lm_head, tokens of few rows": (lm_head, _lm_head(2, True)),
-    "lm_head, tokens of many rows": (lm_head, _lm_head(12, True)),
-    "sample": (sample, _sample()),
-    "rmsnorm": (rmsnorm, _rmsnorm()),
-    "add_rmsnorm": (add_rmsnorm, _add_rmsnorm()),
-    "swiglu": (swiglu, {**_gated(), "y": bf16(2, 128)}),
-    "geglu": (geglu, {**_gated(), "tanh": 1, "y": bf16(2, 128)}),
+    "attn_decode": call("attn_decode", HEADS, ragged=True),
+    "attn_decode_fp8": call("attn_decode_fp8", HEADS, ragged=True),
+    "paged_attn_decode": call("paged_attn_decode", {**HEADS, "page": 16}),
+    "attn_prefill": call("attn_prefill", {"B": 2, "Hq": 4, "Hkv": 2, "S": 32, "D": 64}),
+    "kv_append": call("kv_append", NEW),
+    "kv_append to pages": call("kv_append", NEW, page=16),
+    "rope": call("rope", {"M": 2, "Hq": 4, "Hkv": 2, "D": 64, "R": 64}),
+    "gemv": call("gemv", {**FEW, **LINEAR}, bias=True, residual=True),
+    "gemv_fp8": call("gemv_fp8", {**FEW, **LINEAR}, bias=True, residual=True),
+    "gemm": call("gemm", {**MANY, **LINEAR}, bias=True, residual=True),
+    "norm_qkv, few rows": call("norm_qkv", {**FEW, **QKV}),
+    "norm_qkv, many rows": call("norm_qkv", {**MANY, **QKV}),
+    "gate_up, few rows": call("gate_up", {**FEW, **GATE_UP}),
+    "gate_up, many rows": call("gate_up", {**MANY, **GATE_UP}),
+    "lm_head, few rows": call("lm_head", {**FEW, **HEAD}),
+    "lm_head, many rows": call("lm_head", {**MANY, **HEAD}),
+    "lm_head, tokens of few rows": call("lm_head", {**FEW, **HEAD}, greedy=1),
+    "lm_head, tokens of many rows": call("lm_head", {**MANY, **HEAD}, greedy=1),
+    "sample": call("sample", {"B": 2, "V": 512, "L": 15}),
+    "rmsnorm": call("rmsnorm", {"M": 2, "d": 128}),
+    "add_rmsnorm": call("add_rmsnorm", {"M": 2, "d": 128}),
+    "swiglu": call("swiglu", {"M": 2, "I": 128}),
+    "geglu": call("geglu", {"M": 2, "I": 128}, tanh=1),
 }
 OTHER = {
     torch.bfloat16: torch.float16,
@@ -214,10 +122,11 @@ def test_an_operand_that_would_be_misread_is_refused(
 
 
 def test_a_refusal_names_the_operand_and_what_it_should_be() -> None:
+    function, arguments = CALLS["attn_decode"]
     with pytest.raises(
         ValueError, match=r"^lengths is torch\.int64 of shape \(2,\), not torch\.int32 of shape \(2,\)$"
     ):
-        attn_decode(**{**_attn(), "lengths": int64(2)})
+        function(**{**arguments, "lengths": arguments["lengths"].long()})
 
 
 @pytest.mark.parametrize("call", ["attn_decode", "rope"])

@@ -152,9 +152,7 @@ class Interpreted(TritonKernel):
     """The same kernel, limits and knobs, run by Triton's interpreter on CPU tensors."""
 
     def __init__(self, kernel: TritonKernel) -> None:
-        self.op, self.name, self.source = kernel.op, kernel.name, kernel.source
-        self.formula, self.limits, self.dtypes = kernel.formula, kernel.limits, kernel.dtypes
-        self.formats, self.cache_formats, self.operands = kernel.formats, kernel.cache_formats, kernel.operands
+        vars(self).update(vars(kernel))
 
     def knobs(self, w: Workload, fp: Fingerprint) -> Knobs:
         """Return the knobs without programmatic dependent launch, which the interpreter does not support."""

@@ -5,31 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import flashinfer
+from flashinfer import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from torch import Tensor
 
-
-def rmsnorm(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
-) -> Tensor:
-    return flashinfer.rmsnorm(input, weight, eps, out)
-
-
-def gemma_rmsnorm(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
-) -> Tensor:
-    return flashinfer.gemma_rmsnorm(input, weight, eps, out)
-
-
-def fused_add_rmsnorm(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
-) -> None:
-    flashinfer.fused_add_rmsnorm(input, residual, weight, eps)
-
-
-def gemma_fused_add_rmsnorm(
-    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
-) -> None:
-    flashinfer.gemma_fused_add_rmsnorm(input, residual, weight, eps)
+__all__ = ["fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "rmsnorm"]  # with the same signatures
 
 
 def apply_rope_with_cos_sin_cache_inplace(

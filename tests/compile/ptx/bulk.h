@@ -49,11 +49,9 @@ inline void mbarrier_init(Thread& t, const Instruction& i) {
   if (count == 0 || count >= 1 << 20) throw Error("an mbarrier for " + std::to_string(count) + " arrivals");
   const uint64_t made = Phases::made(count, count, 0, false);
   memcpy(machine().shared(*t.block, word(t, i.operands[0]), 8, 8), &made, 8);
-  ++t.pc;
 }
 inline void mbarrier_end(Thread& t, const Instruction& i) {
   memset(machine().shared(*t.block, word(t, i.operands[0]), 8, 8), 0xff, 8);
-  ++t.pc;
 }
 // arrive[.expect_tx] state, [address][, count or bytes]; expect_tx, complete_tx [address], bytes
 inline void mbarrier_count(Thread& t, const Instruction& i) {
@@ -65,7 +63,6 @@ inline void mbarrier_count(Thread& t, const Instruction& i) {
   Block& owner = *t.block;
   if (at == 1 && i.operands[0].slot != kNone) put<uint64_t>(t, i.operands[0], phases_at(owner, address).parity());
   advance(owner, address, arrives ? (expects ? 1 : n) : 0, expects ? int64_t(n) : completes ? -int64_t(n) : 0, &t);
-  ++t.pc;
 }
 // try_wait, test_wait[.parity] p, [address], phase[, time]
 inline void mbarrier_wait(Thread& t, const Instruction& i) {
@@ -78,7 +75,6 @@ inline void mbarrier_wait(Thread& t, const Instruction& i) {
   if (over) machine().races.acquire(t.number, clocks_at(*t.block, address).over);
   t.stop = t.looks = !over;
   put<uint64_t>(t, i.operands[0], over);
-  ++t.pc;
 }
 // cp.async.mbarrier.arrive[.noinc] [address]: arrives when this thread's earlier copies are complete
 inline void copies_arrive(Thread& t, const Instruction& i) {
@@ -92,7 +88,6 @@ inline void copies_arrive(Thread& t, const Instruction& i) {
   auto works = std::make_shared<Begun>(std::move(t.copies));
   t.copies = Begun{};
   machine().begin([works, &b, &t, address] { works->commit(), works->leave(0), advance(b, address, 1, 0, &t); });
-  ++t.pc;
 }
 
 // --- tensors ---------------------------------------------------------------------------------------------------------
@@ -140,9 +135,11 @@ void each_part(const TensorMap& m, const std::vector<int64_t>& at, uint64_t shar
   }
 }
 
-inline std::vector<int64_t> coordinates(Thread& t, const Operand& o) {
+inline std::vector<int64_t> coordinates(Thread& t, const Operand& o, const TensorMap& m) {
   std::vector<int64_t> at;
   for (uint32_t s : o.inner.at(0).many) at.push_back(as<int32_t>(t.slots[s]));
+  if (at.size() != m.rank)
+    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
   return at;
 }
 
@@ -150,9 +147,7 @@ inline std::vector<int64_t> coordinates(Thread& t, const Operand& o) {
 // hint]
 inline void load_tensor(Thread& t, const Instruction& i) {
   const TensorMap m = map_at(t, word(t, i.operands[1]));
-  const std::vector<int64_t> at = coordinates(t, i.operands[1]);
-  if (at.size() != m.rank)
-    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
+  const std::vector<int64_t> at = coordinates(t, i.operands[1], m);
   const uint64_t to = word(t, i.operands[0]) & 0xffffffff, barrier = word(t, i.operands[2]) & 0xffffffff;
   check_alignment(to, 128, "shared");
   uint32_t blocks = 1u << to / kWindow;
@@ -187,15 +182,12 @@ inline void load_tensor(Thread& t, const Instruction& i) {
     }
   };
   machine().begin(work);
-  ++t.pc;
 }
 
 // cp.async.bulk.tensor.Nd.global.shared::cta.bulk_group [map, {at}], [from]
 inline void store_tensor(Thread& t, const Instruction& i) {
   const TensorMap m = map_at(t, word(t, i.operands[0]));
-  const std::vector<int64_t> at = coordinates(t, i.operands[0]);
-  if (at.size() != m.rank)
-    throw Error("a map of rank " + std::to_string(m.rank) + " with " + std::to_string(at.size()) + " coordinates");
+  const std::vector<int64_t> at = coordinates(t, i.operands[0], m);
   const uint64_t from = word(t, i.operands[1]) & 0xffffffff;
   check_alignment(from, 128, "shared");
   Block& b = *t.block;
@@ -213,7 +205,6 @@ inline void store_tensor(Thread& t, const Instruction& i) {
     });
   };
   t.bulk.add(machine().delays(), work, ends);
-  ++t.pc;
 }
 
 // cp.async.bulk.shared::cluster.global... [to], [from], bytes, [mbarrier]; ....global.shared::cta.bulk_group [to],
@@ -248,33 +239,29 @@ inline void copy_bulk(Thread& t, const Instruction& i) {
     machine().begin(work);
   else
     t.bulk.add(machine().delays(), work, ends);
-  ++t.pc;
 }
 
-inline void bulk_commit(Thread& t, const Instruction&) { t.bulk.commit(), ++t.pc; }
-inline void bulk_wait(Thread& t, const Instruction& i) { t.bulk.leave(size_t(t.slots[i.operands[0].slot])), ++t.pc; }
+inline void bulk_commit(Thread& t, const Instruction&) { t.bulk.commit(); }
+inline void bulk_wait(Thread& t, const Instruction& i) { t.bulk.leave(size_t(t.slots[i.operands[0].slot])); }
 inline void fence(Thread& t, const Instruction& i) {
   if (i.has("proxy")) t.fenced = machine().executed;
   if (i.has("acq_rel") || i.has("sc") || i.words[0] == "membar") machine().races.fence(t.number);
-  ++t.pc;
 }
 
 // barrier.cluster.arrive, barrier.cluster.wait: all threads of the cluster that have not ended
 inline void cluster_barrier(Thread& t, const Instruction& i) {
   Cluster& c = *t.block->cluster;
   if (i.words[2] == "arrive") {
-    c.arrived += 1, ++t.pc;
+    c.arrived += 1;
     t.phase = true;  // has arrived, not yet waited
     machine().races.release(t.number, c.coming);
     if (c.arrived >= c.alive) pass_cluster(c);
     return;
   }
-  if (!t.phase) {  // all have arrived
+  if (t.phase)
+    t.state = State::at_cluster;
+  else  // all have arrived
     machine().races.acquire(t.number, c.met);
-    ++t.pc;
-    return;
-  }
-  t.state = State::at_cluster;
 }
 
 }  // namespace ptx

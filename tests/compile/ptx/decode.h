@@ -55,8 +55,7 @@ inline Execute bitwise(Instruction& i) {
   const bool wide = bytes_of(i.type) == 8, negative = i.type == Type::s32 || i.type == Type::s64;
   if (op == "popc" || op == "clz" || (op == "bfind" && !negative))
     return wide ? count_bits<uint64_t> : count_bits<uint32_t>;
-  if (op == "bfe")
-    return wide ? (negative ? extract<int64_t> : extract<uint64_t>) : negative ? extract<int32_t> : extract<uint32_t>;
+  if (op == "bfe") return with_integer(i.type, [](auto v) -> Execute { return extract<decltype(v)>; });
   if (op == "bfi") return wide ? insert<uint64_t> : insert<uint32_t>;
   return nullptr;
 }
@@ -97,21 +96,17 @@ inline Execute memory(Instruction& i) {
     const bool alone = i.operands[0].many.empty();
     if (alone && (i.has("acquire") || i.has("relaxed") || i.has("volatile")) && !starts(space_of(i), "param"))
       return load_and_yield;
-    return memory_of<Load>(i.type);
+    return with_integer(in_memory(i.type), [](auto v) -> Execute { return load<decltype(v)>; });
   }
   if (op == "st") {
     const bool alone = i.operands[1].many.empty();
-    return alone && (i.has("release") || i.has("relaxed") || i.has("volatile")) ? store_and_yield
-                                                                                : memory_of<Store>(i.type);
+    if (alone && (i.has("release") || i.has("relaxed") || i.has("volatile"))) return store_and_yield;
+    return with_integer(in_memory(i.type), [](auto v) -> Execute { return store<decltype(v)>; });
   }
   if (op == "atom" || op == "red") {
     if (i.type == Type::f32) return atomic<float>;
     if (i.type == Type::f64) return atomic<double>;
-    if (i.type == Type::s32) return atomic<int32_t>;
-    if (i.type == Type::s64) return atomic<int64_t>;
-    if (i.type == Type::u32 || i.type == Type::b32) return atomic<uint32_t>;
-    if (i.type == Type::u64 || i.type == Type::b64) return atomic<uint64_t>;
-    return nullptr;
+    return with_integer(i.type, [](auto v) -> Execute { return atomic<decltype(v)>; });
   }
   if (starts(i.opcode, "cp.async.bulk.tensor")) return i.words[5] == "global" ? store_tensor : load_tensor;
   if (starts(i.opcode, "cp.async.bulk.commit_group")) return bulk_commit;
@@ -129,14 +124,7 @@ inline Execute memory(Instruction& i) {
     if (i.words[1] == "arrive" || i.words[1] == "expect_tx" || i.words[1] == "complete_tx") return mbarrier_count;
     return nullptr;
   }
-  if (op == "fence" || op == "membar" || starts(i.opcode, "fence")) {
-    for (const std::string& w : i.words)
-      if (starts(w, "proxy")) {
-        i.words.push_back("proxy");
-        break;
-      }
-    return fence;
-  }
+  if (op == "fence" || op == "membar") return fence;
   if (op == "prefetch" || op == "prefetchu" || op == "discard" || op == "applypriority" || op == "createpolicy")
     return nothing;
   return nullptr;

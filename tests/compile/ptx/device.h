@@ -221,12 +221,16 @@ inline cudaError_t allowed_now(const char* what) {
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
-inline const Allocation* allocation_of(const void* p, size_t bytes) {
+// The allocation that starts at this address, or the last one before it.
+inline const std::pair<char* const, Allocation>* allocation_before(const void* p) {
   auto& all = device().allocations;
-  auto at = all.upper_bound(static_cast<char*>(const_cast<void*>(p)));
-  if (at == all.begin()) return nullptr;
-  --at;
-  return static_cast<const char*>(p) + bytes <= at->first + at->second.bytes ? &at->second : nullptr;
+  auto next = all.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+  return next == all.begin() ? nullptr : &*std::prev(next);
+}
+
+inline const Allocation* allocation_of(const void* p, size_t bytes) {
+  auto at = allocation_before(p);
+  return at && static_cast<const char*>(p) + bytes <= at->first + at->second.bytes ? &at->second : nullptr;
 }
 
 inline cudaError_t allocate(void** p, size_t bytes, Kind kind) {
@@ -257,10 +261,8 @@ inline cudaError_t release(void* p) {
 
 // Returns false if the bytes extend past the end of the allocation in which they start.
 inline bool reachable(const void* p, size_t bytes) {
-  auto& all = device().allocations;
-  auto at = all.upper_bound(static_cast<char*>(const_cast<void*>(p)));
-  if (at == all.begin()) return true;
-  --at;
+  auto at = allocation_before(p);
+  if (!at) return true;
   const char *first = static_cast<const char*>(p), *end = at->first + at->second.bytes;
   return first >= end || first + bytes <= end;
 }

@@ -65,7 +65,7 @@ struct Begun {
 
 struct Thread {
   uint64_t* slots = nullptr;
-  uint32_t pc = 0;
+  uint32_t pc = 0;  // of the next instruction, also while one is executed or waits
   State state = State::runs;
   bool stop = false;   // yields although it could continue
   bool looks = false;  // polls memory that others must write: it may make no progress
@@ -304,6 +304,39 @@ inline void overwritten(Block& b, uint64_t address, size_t bytes) {  // by the a
 
 // --- the beginning of blocks -----------------------------------------------------------------------------------------
 
+inline uint64_t special_value(Special special, const Thread& t) {
+  const Launch& l = *machine().launch;
+  const Block& b = *t.block;
+  const unsigned lane = t.index % kWarp, *c = l.cluster, axis = unsigned(special) % 3;
+  const uint64_t meeting = l.together ? uint64_t(machine().meeting) : 0;  // the barrier of a cooperative launch
+  switch (special) {
+    case Special::tid_x ... Special::tid_z: return t.tid[axis];
+    case Special::ntid_x ... Special::ntid_z: return l.block[axis];
+    case Special::ctaid_x ... Special::ctaid_z: return b.at[axis];
+    case Special::nctaid_x ... Special::nctaid_z: return l.grid[axis];
+    case Special::clusterid_x ... Special::clusterid_z: return b.at[axis] / c[axis];
+    case Special::nclusterid_x ... Special::nclusterid_z: return l.grid[axis] / c[axis];
+    case Special::cluster_ctaid_x ... Special::cluster_ctaid_z: return b.at[axis] % c[axis];
+    case Special::cluster_nctaid_x ... Special::cluster_nctaid_z: return c[axis];
+    case Special::laneid: return lane;
+    case Special::warpid: return t.index / kWarp;
+    case Special::smid: return (b.at[0] + b.at[1] * l.grid[0]) % kProcessors;
+    case Special::nsmid: return kProcessors;
+    case Special::cluster_ctarank: return b.rank;
+    case Special::cluster_nctarank: return c[0] * c[1] * c[2];
+    case Special::dynamic_smem_size: return l.shared_bytes;
+    case Special::total_smem_size: return machine().shared_total();
+    case Special::lanemask_eq: return 1u << lane;
+    case Special::lanemask_lt: return (1u << lane) - 1;
+    case Special::lanemask_le: return (2u << lane) - 1;
+    case Special::lanemask_gt: return uint32_t(~((2ull << lane) - 1));
+    case Special::lanemask_ge: return uint32_t(~((1ull << lane) - 1));
+    case Special::envreg1: return meeting >> 32;
+    case Special::envreg2: return meeting & 0xffffffff;
+    default: return 0;  // a clock, which has an instruction of its own
+  }
+}
+
 inline void enter(Thread& t, const Function& f, const std::vector<char>& parameters) {
   Frame frame;
   frame.function = &f;
@@ -314,71 +347,10 @@ inline void enter(Thread& t, const Function& f, const std::vector<char>& paramet
   frame.locals = frame.parameters + first;
   memset(frame.locals, 0xff, f.local_bytes);
   if (!parameters.empty()) memcpy(frame.parameters, parameters.data(), std::min(parameters.size(), f.parameter_bytes));
-  const Launch& l = *machine().launch;
-  const Block& b = *t.block;
-  const uint64_t base = b.rank * kWindow + kReserved;
-  for (const Function::Place& p : f.places) {
-    uint64_t at = p.at;
-    if (p.space == Space::shared)
-      at += base;
-    else if (p.space == Space::local)
-      at += uint64_t(frame.locals);
-    else if (p.space == Space::parameter)
-      at += uint64_t(frame.parameters);
-    frame.slots[p.slot] = at;
-  }
-  const unsigned lane = t.index % kWarp, *c = l.cluster;
-  const unsigned in[3] = {b.at[0] % c[0], b.at[1] % c[1], b.at[2] % c[2]};
-  for (const auto& [slot, special] : f.specials) {
-    uint64_t v = 0;
-    const int s = int(special);
-    auto axis = [&](Special x) { return s - int(x); };
-    if (s <= int(Special::tid_z))
-      v = t.tid[axis(Special::tid_x)];
-    else if (s <= int(Special::ntid_z))
-      v = l.block[axis(Special::ntid_x)];
-    else if (s <= int(Special::ctaid_z))
-      v = b.at[axis(Special::ctaid_x)];
-    else if (s <= int(Special::nctaid_z))
-      v = l.grid[axis(Special::nctaid_x)];
-    else if (special == Special::laneid)
-      v = lane;
-    else if (special == Special::warpid)
-      v = t.index / kWarp;
-    else if (special == Special::smid)
-      v = (b.at[0] + b.at[1] * l.grid[0]) % kProcessors;
-    else if (special == Special::nsmid)
-      v = kProcessors;
-    else if (s <= int(Special::clusterid_z))
-      v = b.at[axis(Special::clusterid_x)] / c[axis(Special::clusterid_x)];
-    else if (s <= int(Special::nclusterid_z))
-      v = l.grid[axis(Special::nclusterid_x)] / c[axis(Special::nclusterid_x)];
-    else if (s <= int(Special::cluster_ctaid_z))
-      v = in[axis(Special::cluster_ctaid_x)];
-    else if (s <= int(Special::cluster_nctaid_z))
-      v = c[axis(Special::cluster_nctaid_x)];
-    else if (special == Special::cluster_ctarank)
-      v = b.rank;
-    else if (special == Special::cluster_nctarank)
-      v = c[0] * c[1] * c[2];
-    else if (special == Special::dynamic_smem_size)
-      v = l.shared_bytes;
-    else if (special == Special::total_smem_size)
-      v = machine().shared_total();
-    else if (special == Special::lanemask_eq)
-      v = 1u << lane;
-    else if (special == Special::lanemask_lt)
-      v = (1u << lane) - 1;
-    else if (special == Special::lanemask_le)
-      v = (2u << lane) - 1;
-    else if (special == Special::lanemask_gt)
-      v = uint32_t(~((2ull << lane) - 1));
-    else if (special == Special::lanemask_ge)
-      v = uint32_t(~((1ull << lane) - 1));
-    else if (special == Special::envreg1 || special == Special::envreg2)  // the barrier of a cooperative launch
-      v = !l.together ? 0 : uint64_t(machine().meeting) >> (special == Special::envreg1 ? 32 : 0) & 0xffffffff;
-    frame.slots[slot] = v;
-  }
+  const uint64_t base = t.block->rank * kWindow + kReserved;
+  const uint64_t starts[] = {0, base, uint64_t(frame.locals), uint64_t(frame.parameters)};  // by Space
+  for (const Function::Place& p : f.places) frame.slots[p.slot] = starts[int(p.space)] + p.at;
+  for (const auto& [slot, special] : f.specials) frame.slots[slot] = special_value(special, t);
   if (!t.frames.empty()) t.frames.back().pc = t.pc;
   t.frames.push_back(std::move(frame));
   t.slots = t.frames.back().slots.data(), t.pc = 0;
@@ -433,7 +405,7 @@ inline void pass(Block& b, unsigned id) {
   bar = next;
   for (Thread& t : b.threads)
     if (t.state == State::at_barrier && t.lanes == id) {
-      t.state = State::runs, ++t.pc;
+      t.state = State::runs;
       machine().races.acquire(t.number, met);
     }
 }
@@ -460,7 +432,7 @@ inline void pass_cluster(Cluster& c) {
     for (Thread& t : b->threads) {
       t.phase = false;
       if (t.state != State::at_cluster) continue;
-      t.state = State::runs, ++t.pc;
+      t.state = State::runs;
       machine().races.acquire(t.number, c.met);
     }
 }
@@ -497,7 +469,7 @@ inline bool together(Thread& t, uint32_t mask) {
     if (o->lanes != mask) throw Error("lanes name the masks " + hex(mask) + " and " + hex(o->lanes));
   }
   for (unsigned k = 0; k < kWarp; ++k)
-    if (mask >> k & 1) lane(t, k)->state = State::runs, ++lane(t, k)->pc;
+    if (mask >> k & 1) lane(t, k)->state = State::runs;
   return true;
 }
 
@@ -509,7 +481,7 @@ inline bool group_together(Thread& t) {
   t.state = State::at_group;
   for (unsigned k = first; k < first + kGroup; ++k)
     if (b.threads[k].state != State::at_group || b.threads[k].pc != t.pc) return false;
-  for (unsigned k = first; k < first + kGroup; ++k) b.threads[k].state = State::runs, ++b.threads[k].pc;
+  for (unsigned k = first; k < first + kGroup; ++k) b.threads[k].state = State::runs;
   return true;
 }
 
@@ -520,16 +492,10 @@ inline void Machine::step(Thread& t) {
   for (uint64_t n = 0; n < kTurn && t.state == State::runs && !t.stop; ++n) {
     const Function& f = *t.frames.back().function;
     if (t.pc >= f.code.size()) throw Error("ran beyond the end of " + f.name);
-    const Instruction& i = f.code[t.pc];
+    const Instruction& i = f.code[t.pc++];
     ++executed;
-    if (i.orders && (sites.emplace(i.line, i.opcode), i.line == omitted)) {
-      ++t.pc;
-      continue;
-    }
-    if (i.guard != kNone && bool(t.slots[i.guard] & 1) == i.guard_negated) {
-      ++t.pc;
-      continue;
-    }
+    if (i.orders && (sites.emplace(i.line, i.opcode), i.line == omitted)) continue;
+    if (i.guard != kNone && bool(t.slots[i.guard] & 1) == i.guard_negated) continue;
     try {
       i.execute(t, i);
     } catch (const Error& e) {
@@ -615,7 +581,7 @@ inline std::string Machine::where() const {
       for (const Thread& t : b->threads) {
         std::string at = names[int(t.state)];
         if (t.state != State::done && t.state != State::runs)
-          at += " at line " + std::to_string(t.frames.back().function->code[t.pc].line);
+          at += " at line " + std::to_string(t.frames.back().function->code[t.pc - 1].line);
         counts[at] += 1;
       }
       text += "\n  block (" + std::to_string(b->at[0]) + "," + std::to_string(b->at[1]) + "," +
@@ -630,7 +596,7 @@ inline std::string Machine::where() const {
 inline void Machine::wake(Cluster& c, uint64_t address) {
   for (auto& b : c.blocks)
     for (Thread& t : b->threads)
-      if (t.state == State::at_phase && t.phase_at == address) t.state = State::runs;
+      if (t.state == State::at_phase && t.phase_at == address) t.state = State::runs, --t.pc;  // looks again
 }
 
 }  // namespace ptx

@@ -167,17 +167,12 @@ inline std::vector<float> read_matrix(Block& b, const Matrix& m, unsigned rows, 
   return all;
 }
 
-inline void must_be_fenced(const Block& b, const Matrix& m, unsigned rows, unsigned depth, uint64_t reader_fenced) {
+// Calls work(address) for each 16 bytes of the matrix.
+template <class F>
+void each_unit(const Matrix& m, unsigned rows, unsigned depth, F&& work) {
   const unsigned step = unsigned(16 / width(m.element)), down = m.k_major ? 1 : step, across = m.k_major ? step : 1;
   for (unsigned r = 0; r < rows; r += down)
-    for (unsigned k = 0; k < depth; k += across) must_be_fenced(b, m.address(r, k), 1, reader_fenced);
-}
-
-inline void reads(Block& b, const Matrix& m, unsigned rows, unsigned depth, uint32_t reader, int line) {
-  const unsigned step = unsigned(16 / width(m.element)), down = m.k_major ? 1 : step, across = m.k_major ? step : 1;
-  for (unsigned r = 0; r < rows; r += down)
-    for (unsigned k = 0; k < depth; k += across)
-      machine().races.read(reader, machine().shared(b, b.rank * kWindow + m.address(r, k), 16, 16), 16, line);
+    for (unsigned k = 0; k < depth; k += across) work(m.address(r, k));
 }
 
 // wgmma.mma_async.sync.aligned.m64nNkK.f32.ta.tb {d}, a, b, scale-d, imm-a, imm-b[, turned-a, turned-b]: a is a
@@ -202,8 +197,11 @@ inline void group_product(Thread& t, const Instruction& i) {
                a_at = in_registers ? Matrix{} : matrix_of(value(1), !turned_a, ea);
   uint64_t fenced = ~uint64_t(0);
   for (unsigned g = first; g < first + kGroup; ++g) fenced = std::min(fenced, b.threads[g].fenced);
-  must_be_fenced(b, b_at, unsigned(n), unsigned(depth), fenced);
-  if (!in_registers) must_be_fenced(b, a_at, 64, unsigned(depth), fenced);
+  auto each_operand = [=](auto&& visit) {
+    each_unit(b_at, unsigned(n), unsigned(depth), visit);
+    if (!in_registers) each_unit(a_at, 64, unsigned(depth), visit);
+  };
+  each_operand([&](uint64_t address) { must_be_fenced(b, address, 1, fenced); });
   auto work = [=, &b, &i] {
     const Operand &d = i.operands[0], &a = i.operands[1];
     const std::vector<float> right = read_matrix(b, b_at, unsigned(n), unsigned(depth));
@@ -235,8 +233,10 @@ inline void group_product(Thread& t, const Instruction& i) {
   };
   auto ends = [=, &b, &i] {
     if (!machine().races.on()) return;
-    reads(b, b_at, unsigned(n), unsigned(depth), b.threads[first].number, i.line);
-    if (!in_registers) reads(b, a_at, 64, unsigned(depth), b.threads[first].number, i.line);
+    each_operand([&](uint64_t address) {
+      const char* p = machine().shared(b, b.rank * kWindow + address, 16, 16);
+      machine().races.read(b.threads[first].number, p, 16, i.line);
+    });
   };
   ends();  // its operands must be written before it starts, and must not change until it has ended
   b.products[first / kGroup].add(machine().delays(), work, ends);

@@ -65,16 +65,6 @@ uint8_t to_fp8(float v, From from, uint8_t largest) {
   return sign | (down < up || (down == up && low % 2 == 0) ? low : high);
 }
 
-// Half types as separate C++ types, because the bits alone do not identify them.
-struct F16 {
-  uint16_t b;
-  operator float() const { return f16_to(b); }
-};
-struct BF16 {
-  uint16_t b;
-  operator float() const { return bf16_to(b); }
-};
-
 inline float flushed(float f) { return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.0f, f) : f; }
 
 class Rounding {

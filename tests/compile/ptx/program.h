@@ -101,23 +101,23 @@ struct Variable {
   size_t bytes = 0, align = 1, offset = 0;
 };
 
-// Special registers, in the order of `special_named`.
+// Special registers, in the order of `special_named`: first those with three axes.
 enum class Special : uint8_t {
   tid_x, tid_y, tid_z, ntid_x, ntid_y, ntid_z, ctaid_x, ctaid_y, ctaid_z, nctaid_x, nctaid_y, nctaid_z,
-  laneid, warpid, smid, nsmid, clusterid_x, clusterid_y, clusterid_z, nclusterid_x, nclusterid_y,
-  nclusterid_z, cluster_ctaid_x, cluster_ctaid_y, cluster_ctaid_z, cluster_nctaid_x, cluster_nctaid_y,
-  cluster_nctaid_z, cluster_ctarank, cluster_nctarank, dynamic_smem_size, total_smem_size, lanemask_eq,
-  lanemask_lt, lanemask_le, lanemask_gt, lanemask_ge, globaltimer, clock, envreg1, envreg2
+  clusterid_x, clusterid_y, clusterid_z, nclusterid_x, nclusterid_y, nclusterid_z,
+  cluster_ctaid_x, cluster_ctaid_y, cluster_ctaid_z, cluster_nctaid_x, cluster_nctaid_y, cluster_nctaid_z,
+  laneid, warpid, smid, nsmid, cluster_ctarank, cluster_nctarank, dynamic_smem_size, total_smem_size,
+  lanemask_eq, lanemask_lt, lanemask_le, lanemask_gt, lanemask_ge, globaltimer, clock, envreg1, envreg2
 };
 
 inline bool special_named(const std::string& name, Special& out) {
   static const char* const names[] = {
     "tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z", "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x",
-    "nctaid.y", "nctaid.z", "laneid", "warpid", "smid", "nsmid", "clusterid.x", "clusterid.y", "clusterid.z",
-    "nclusterid.x", "nclusterid.y", "nclusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
-    "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z", "cluster_ctarank", "cluster_nctarank",
-    "dynamic_smem_size", "total_smem_size", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
-    "lanemask_ge", "globaltimer", "clock", "envreg1", "envreg2"};
+    "nctaid.y", "nctaid.z", "clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y",
+    "nclusterid.z", "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z", "cluster_nctaid.x",
+    "cluster_nctaid.y", "cluster_nctaid.z", "laneid", "warpid", "smid", "nsmid", "cluster_ctarank",
+    "cluster_nctarank", "dynamic_smem_size", "total_smem_size", "lanemask_eq", "lanemask_lt", "lanemask_le",
+    "lanemask_gt", "lanemask_ge", "globaltimer", "clock", "envreg1", "envreg2"};
   for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
     if (name == names[i]) return out = Special(i), true;
   if (name == "clock64") return out = Special::clock, true;
@@ -150,7 +150,6 @@ class Module {
  public:
   explicit Module(std::string text);
   const Function& function(const std::string& name);
-  const std::string& target() const { return target_; }
   size_t shared_bytes() const { return shared_bytes_; }  // static
   std::vector<std::pair<char*, size_t>> globals() const;
 
@@ -165,7 +164,7 @@ class Module {
     char* at;
     size_t bytes;
   };
-  std::string text_, target_;
+  std::string text_;
   std::map<std::string, Found> found_;
   std::map<std::string, std::unique_ptr<Function>> parsed_;
   std::map<std::string, Global> globals_;
@@ -182,9 +181,21 @@ void read_clock(Thread& t, const Instruction& i);
 
 // --- text ----------------------------------------------------------------------------------------------------------
 
+inline bool is_blank(char c) { return isspace(static_cast<unsigned char>(c)); }
+
+// The place after the white space, or after the word, that starts here.
+inline size_t spaces_end(std::string_view s, size_t at) {
+  while (at < s.size() && is_blank(s[at])) ++at;
+  return at;
+}
+inline size_t word_end(std::string_view s, size_t at) {
+  while (at < s.size() && !is_blank(s[at])) ++at;
+  return at;
+}
+
 inline std::string trimmed(std::string_view s) {
-  while (!s.empty() && isspace(static_cast<unsigned char>(s.front()))) s.remove_prefix(1);
-  while (!s.empty() && isspace(static_cast<unsigned char>(s.back()))) s.remove_suffix(1);
+  while (!s.empty() && is_blank(s.front())) s.remove_prefix(1);
+  while (!s.empty() && is_blank(s.back())) s.remove_suffix(1);
   return std::string(s);
 }
 
@@ -228,29 +239,17 @@ inline Variable variable_of(const std::string& declaration) {
   size_t element = 0;
   size_t i = 0;
   auto word = [&] {
-    while (i < declaration.size() && isspace(static_cast<unsigned char>(declaration[i]))) ++i;
-    size_t begin = i;
-    while (i < declaration.size() && !isspace(static_cast<unsigned char>(declaration[i]))) ++i;
+    const size_t begin = spaces_end(declaration, i);
+    i = word_end(declaration, begin);
     return declaration.substr(begin, i - begin);
   };
   for (std::string w = word(); !w.empty(); w = word()) {
     if (w == ".align")
       v.align = std::max(v.align, size_t(atoi(word().c_str())));
-    else if (w == ".ptr")
-      continue;
     else if (w[0] == '.' && type_named(w.substr(1)) != Type::none)
       element = bytes_of(type_named(w.substr(1)));
-    else if (w[0] != '.' && v.name.empty())
-      v.name = w;
     else if (w[0] != '.')
       v.name += w;
-    // An alignment after `.ptr` is the alignment of the memory that it points to.
-    if (w == ".ptr") break;
-  }
-  if (v.name.empty()) {  // after `.ptr`: the last word
-    std::string last;
-    for (std::string w = word(); !w.empty(); w = word()) last = w;
-    v.name = last;
   }
   v.bytes = element;
   v.align = std::max(v.align, element);
@@ -352,7 +351,7 @@ class Parser {
       if (each) each[d] = v ? v : 1;
       n *= v ? v : 1;
       at = size_t(end - s.c_str());
-      while (at < s.size() && isspace(static_cast<unsigned char>(s[at]))) ++at;
+      at = spaces_end(s, at);
       if (at >= s.size() || s[at] != ',') {
         if (each)
           for (int r = d + 1; r < 3; ++r) each[r] = 1;
@@ -382,7 +381,7 @@ class Parser {
         ++line_, ++i;
         continue;
       }
-      if (isspace(static_cast<unsigned char>(c)) || c == ';') {
+      if (is_blank(c) || c == ';') {
         ++i;
         continue;
       }
@@ -440,14 +439,7 @@ class Parser {
   }
 
   void registers(const std::string& s) {
-    size_t at = s.find('%') == std::string::npos
-                    ? s.find_last_of(" \t", s.find(',') == std::string::npos ? std::string::npos : s.find(',')) + 1
-                    : s.find('%');
-    // `.reg .b32 %r<100>` or `.reg .pred p, q`
-    size_t i = 4;
-    while (i < s.size() && isspace(static_cast<unsigned char>(s[i]))) ++i;
-    while (i < s.size() && !isspace(static_cast<unsigned char>(s[i]))) ++i;
-    at = i;
+    const size_t at = word_end(s, spaces_end(s, 4));  // `.reg .b32 %r<100>` or `.reg .pred p, q`
     Scope& scope = scopes_[open_.back()];
     for (const std::string& name : split(std::string_view(s).substr(at), ',')) {
       size_t angle = name.find('<');
@@ -495,9 +487,7 @@ class Parser {
         return s;
       });
     if (text == "WARP_SZ") return again(text, [&] { return slot(32); });
-    if (text[0] == '0' && (text[1] == 'f' || text[1] == 'F') && text.size() == 10)
-      return again(text, [&] { return slot(strtoull(text.c_str() + 2, nullptr, 16)); });
-    if (text[0] == '0' && (text[1] == 'd' || text[1] == 'D') && text.size() == 18)
+    if (text[0] == '0' && ((strchr("fF", text[1]) && text.size() == 10) || (strchr("dD", text[1]) && text.size() == 18)))
       return again(text, [&] { return slot(strtoull(text.c_str() + 2, nullptr, 16)); });
     if (isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-') {
       if (text.find('.') != std::string::npos) {
@@ -544,10 +534,7 @@ class Parser {
         o.many.push_back(one == "_" ? kNone : scalar(one, type));
       return o;
     }
-    if (text[0] == '!') {
-      o = operand(trimmed(std::string_view(text).substr(1)), type), o.negated = true;
-      return o;
-    }
+    if (text[0] == '!') return o = operand(trimmed(std::string_view(text).substr(1)), type), o.negated = true, o;
     size_t bar = text.find('|');
     if (bar != std::string::npos) {
       const std::string one = trimmed(std::string_view(text).substr(0, bar)),
@@ -570,22 +557,15 @@ class Parser {
   void instruction(const std::string& s) {
     Instruction i;
     i.line = line_;
-    size_t at = 0;
-    auto skip = [&] {
-      while (at < s.size() && isspace(static_cast<unsigned char>(s[at]))) ++at;
-    };
+    size_t at = 0, end = word_end(s, 0);
     if (s[0] == '@') {
-      size_t end = 1;
-      while (end < s.size() && !isspace(static_cast<unsigned char>(s[end]))) ++end;
       std::string name = s.substr(1, end - 1);
       i.guard_negated = name[0] == '!';
       i.guard = scalar(i.guard_negated ? name.substr(1) : name, Type::pred);
-      at = end, skip();
+      at = spaces_end(s, end), end = word_end(s, at);
     }
-    size_t end = at;
-    while (end < s.size() && !isspace(static_cast<unsigned char>(s[end]))) ++end;
     i.opcode = s.substr(at, end - at);
-    at = end, skip();
+    at = spaces_end(s, end);
     for (size_t b = 0; b <= i.opcode.size();) {
       size_t dot = i.opcode.find('.', b);
       if (dot == std::string::npos) dot = i.opcode.size();
@@ -670,19 +650,15 @@ inline Module::Module(std::string text) : text_(without_comments(text)) {
     throw Error("a brace that is not closed");
   };
   while (i < n) {
-    if (isspace(static_cast<unsigned char>(text_[i])) || text_[i] == ';') {
+    if (is_blank(text_[i]) || text_[i] == ';') {
       ++i;
       continue;
     }
     size_t line_end = text_.find('\n', i);
     if (line_end == std::string::npos) line_end = n;
     auto starts = [&](const char* word) { return text_.compare(i, strlen(word), word) == 0; };
-    if (starts(".version") || starts(".address_size") || starts(".file")) {
+    if (starts(".version") || starts(".target") || starts(".address_size") || starts(".file")) {
       i = line_end;
-      continue;
-    }
-    if (starts(".target")) {
-      target_ = trimmed(std::string_view(text_).substr(i + 7, line_end - i - 7)), i = line_end;
       continue;
     }
     if (starts(".section")) {
@@ -706,9 +682,9 @@ inline Module::Module(std::string text) : text_(without_comments(text)) {
     std::string rest = head.substr(at);
     size_t name_at = 0;
     if (func != std::string::npos && trimmed(rest)[0] == '(') name_at = rest.find(')') + 1;
-    while (isspace(static_cast<unsigned char>(rest[name_at]))) ++name_at;
+    name_at = spaces_end(rest, name_at);
     size_t name_end = name_at;
-    while (name_end < rest.size() && !isspace(static_cast<unsigned char>(rest[name_end])) && rest[name_end] != '(')
+    while (name_end < rest.size() && !is_blank(rest[name_end]) && rest[name_end] != '(')
       ++name_end;
     found_[rest.substr(name_at, name_end - name_at)] = {i + at, end, entry != std::string::npos};
     i = end;

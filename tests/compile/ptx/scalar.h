@@ -18,6 +18,26 @@ T flush(const Instruction& i, T v) {
     return v;
 }
 
+// Return work(v), where v has the C++ type of an integer type; bits are unsigned.
+template <class W>
+auto with_integer(Type type, W&& work) {
+  switch (type) {
+    case Type::b8:
+    case Type::u8: return work(uint8_t());
+    case Type::b16:
+    case Type::u16: return work(uint16_t());
+    case Type::b32:
+    case Type::u32: return work(uint32_t());
+    case Type::b64:
+    case Type::u64: return work(uint64_t());
+    case Type::s8: return work(int8_t());
+    case Type::s16: return work(int16_t());
+    case Type::s32: return work(int32_t());
+    case Type::s64: return work(int64_t());
+    default: throw Error("no such type of it");
+  }
+}
+
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
 // Halves are computed in float and rounded once; pairs of them a half at a time.
@@ -38,7 +58,6 @@ void halves(Thread& t, const Instruction& i) {
     out |= uint64_t(brain ? to_bf16(float(r)) : to_f16(r)) << 16 * h;
   }
   t.slots[i.at[0]] = out;
-  ++t.pc;
 }
 
 template <class T, class F, size_t N>
@@ -50,7 +69,6 @@ void plain(Thread& t, const Instruction& i) {
   if constexpr (std::is_floating_point_v<T>)
     if (i.detail & kSaturate) r = std::isnan(r) ? T(0) : std::clamp(r, T(0), T(1));
   put(t, i, r);
-  ++t.pc;
 }
 
 inline int rounding(const Instruction& i) {
@@ -69,25 +87,13 @@ template <class F, size_t N>
 Execute of_type(const Instruction& i) {
   const bool other = rounding(i) != FE_TONEAREST;
   switch (i.type) {
-    case Type::b8:
-    case Type::u8: return plain<uint8_t, F, N>;
-    case Type::b16:
-    case Type::u16: return plain<uint16_t, F, N>;
-    case Type::b32:
-    case Type::u32: return plain<uint32_t, F, N>;
-    case Type::b64:
-    case Type::u64: return plain<uint64_t, F, N>;
-    case Type::s8: return plain<int8_t, F, N>;
-    case Type::s16: return plain<int16_t, F, N>;
-    case Type::s32: return plain<int32_t, F, N>;
-    case Type::s64: return plain<int64_t, F, N>;
     case Type::f32: return other ? directed<float, F, N> : plain<float, F, N>;
     case Type::f64: return other ? directed<double, F, N> : plain<double, F, N>;
     case Type::f16:
     case Type::bf16:
     case Type::f16x2:
     case Type::bf16x2: return halves<F, N>;
-    default: throw Error("no such type of it");
+    default: return with_integer(i.type, [](auto v) -> Execute { return plain<decltype(v), F, N>; });
   }
 }
 
@@ -152,7 +158,6 @@ PTX_OPERATION(Tangent, return T(std::tanh(double(a)));)
 template <class T, class F>
 void shift(Thread& t, const Instruction& i) {
   put(t, i, F::of(get<T>(t, i, 1), get<uint32_t>(t, i, 2)));
-  ++t.pc;
 }
 struct Left {
   template <class T>
@@ -168,18 +173,7 @@ struct Right {
 };
 template <class F>
 Execute shift_of(Type type) {
-  switch (type) {
-    case Type::b16:
-    case Type::u16: return shift<uint16_t, F>;
-    case Type::b32:
-    case Type::u32: return shift<uint32_t, F>;
-    case Type::b64:
-    case Type::u64: return shift<uint64_t, F>;
-    case Type::s16: return shift<int16_t, F>;
-    case Type::s32: return shift<int32_t, F>;
-    case Type::s64: return shift<int64_t, F>;
-    default: throw Error("no such shift");
-  }
+  return with_integer(type, [](auto v) -> Execute { return shift<decltype(v), F>; });
 }
 
 // shf: the 64 bits of b:a shifted, and one half of them.
@@ -190,12 +184,12 @@ void funnel(Thread& t, const Instruction& i) {
   n = i.has("wrap") ? n & 31 : std::min(n, 32u);
   put<uint32_t>(t, i,
                 LEFT ? uint32_t((n == 32 ? both << 32 : both << n) >> 32) : uint32_t(n == 32 ? both >> 32 : both >> n));
-  ++t.pc;
 }
 
 // mul, mad: .lo, .hi, .wide
-template <class T, class Wide, bool ADDS>
+template <class T, bool ADDS>
 void multiply(Thread& t, const Instruction& i) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
   const Wide product = Wide(get<T>(t, i, 1)) * Wide(get<T>(t, i, 2));
   if (i.words[1] == "wide") {
     using Half = std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
@@ -208,19 +202,10 @@ void multiply(Thread& t, const Instruction& i) {
     if constexpr (ADDS) r = T(uint64_t(r) + uint64_t(get<T>(t, i, 3)));
     put(t, i, r);
   }
-  ++t.pc;
 }
 template <bool ADDS>
 Execute multiply_of(Type type) {
-  switch (type) {
-    case Type::u16: return multiply<uint16_t, uint64_t, ADDS>;
-    case Type::s16: return multiply<int16_t, int64_t, ADDS>;
-    case Type::u32: return multiply<uint32_t, uint64_t, ADDS>;
-    case Type::s32: return multiply<int32_t, int64_t, ADDS>;
-    case Type::u64: return multiply<uint64_t, unsigned __int128, ADDS>;
-    case Type::s64: return multiply<int64_t, __int128, ADDS>;
-    default: throw Error("no such product");
-  }
+  return with_integer(type, [](auto v) -> Execute { return multiply<decltype(v), ADDS>; });
 }
 
 // add.cc, addc, sub.cc, subc, mad.cc, madc: with the carry of the instruction before. Unsigned arithmetic does for
@@ -243,7 +228,6 @@ void carried(Thread& t, const Instruction& i) {
   }
   if (sets) t.carry = (sum >> sizeof(T) * 8 & 1) != 0;
   put(t, i, T(sum));
-  ++t.pc;
 }
 
 template <class T>
@@ -258,7 +242,6 @@ void extract(Thread& t, const Instruction& i) {
     if (negative && length < 64) v |= ~uint64_t(0) << std::min(length, kept);
   }
   put(t, i, T(v));
-  ++t.pc;
 }
 template <class T>
 void insert(Thread& t, const Instruction& i) {
@@ -266,7 +249,6 @@ void insert(Thread& t, const Instruction& i) {
   T mask = 0;
   for (unsigned k = 0; k < length && at + k < size; ++k) mask |= T(1) << (at + k);
   put(t, i, T((get<T>(t, i, 2) & ~mask) | (at < size ? (get<T>(t, i, 1) << at) & mask : 0)));
-  ++t.pc;
 }
 
 template <class T>
@@ -281,14 +263,12 @@ void count_bits(Thread& t, const Instruction& i) {
   else
     r = v ? 63 - uint32_t(__builtin_clzll(v)) : 0xffffffff;  // bfind, unsigned
   put(t, i, r);
-  ++t.pc;
 }
 inline void reverse_bits(Thread& t, const Instruction& i) {
   uint64_t v = t.slots[i.at[1]], r = 0;
   const unsigned size = unsigned(bytes_of(i.type) * 8);
   for (unsigned k = 0; k < size; ++k) r |= (v >> k & 1) << (size - 1 - k);
   t.slots[i.at[0]] = r;
-  ++t.pc;
 }
 inline void permute(Thread& t, const Instruction& i) {
   const uint64_t both = uint64_t(get<uint32_t>(t, i, 2)) << 32 | get<uint32_t>(t, i, 1);
@@ -301,7 +281,6 @@ inline void permute(Thread& t, const Instruction& i) {
     r |= byte << 8 * k;
   }
   put(t, i, r);
-  ++t.pc;
 }
 inline void logic_of_three(Thread& t, const Instruction& i) {
   const uint32_t a = get<uint32_t>(t, i, 1), b = get<uint32_t>(t, i, 2), c = get<uint32_t>(t, i, 3),
@@ -310,7 +289,6 @@ inline void logic_of_three(Thread& t, const Instruction& i) {
   for (int k = 0; k < 8; ++k)
     if (table >> k & 1) r |= (k & 4 ? a : ~a) & (k & 2 ? b : ~b) & (k & 1 ? c : ~c);
   put(t, i, r);
-  ++t.pc;
 }
 
 // --- predicates ------------------------------------------------------------------------------------------------------
@@ -319,7 +297,6 @@ template <class F>
 void logic(Thread& t, const Instruction& i) {
   const bool a = truth(t, i.operands[1]), b = i.operands.size() > 2 && truth(t, i.operands[2]);
   put<uint64_t>(t, i, F::of(uint64_t(a), uint64_t(b), uint64_t(0), i) & 1);
-  ++t.pc;
 }
 
 enum Compare { EQ, NE, LT, LE, GT, GE, NAN_, NUM, EQU, NEU, LTU, LEU, GTU, GEU };
@@ -379,50 +356,31 @@ void set_predicate(Thread& t, const Instruction& i) {
   }
   put<uint64_t>(t, i.operands[0], p);
   if (i.operands[0].second != kNone) t.slots[i.operands[0].second] = q;
-  ++t.pc;
 }
 inline Execute predicate_of(Type type) {
   switch (type) {
-    case Type::b16:
-    case Type::u16: return set_predicate<uint16_t>;
-    case Type::b32:
-    case Type::u32: return set_predicate<uint32_t>;
-    case Type::b64:
-    case Type::u64: return set_predicate<uint64_t>;
-    case Type::s16: return set_predicate<int16_t>;
-    case Type::s32: return set_predicate<int32_t>;
-    case Type::s64: return set_predicate<int64_t>;
     case Type::f32:
     case Type::f16:
     case Type::bf16: return set_predicate<float>;
     case Type::f64: return set_predicate<double>;
-    default: throw Error("no such comparison");
+    default: return with_integer(type, [](auto v) -> Execute { return set_predicate<decltype(v)>; });
   }
 }
 
 inline void select(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = truth(t, i.operands[3]) ? t.slots[i.at[1]] : t.slots[i.at[2]];
-  ++t.pc;
 }
 
 // --- moves and conversions -------------------------------------------------------------------------------------------
 
-inline void move(Thread& t, const Instruction& i) {
-  t.slots[i.at[0]] = t.slots[i.at[1]];
-  ++t.pc;
-}
+inline void move(Thread& t, const Instruction& i) { t.slots[i.at[0]] = t.slots[i.at[1]]; }
 inline void move_place(Thread& t, const Instruction& i) {  // a variable's address, or one near it
   t.slots[i.at[0]] = word(t, i.operands[1]);
-  ++t.pc;
 }
-inline void move_predicate(Thread& t, const Instruction& i) {
-  t.slots[i.at[0]] = truth(t, i.operands[1]);
-  ++t.pc;
-}
+inline void move_predicate(Thread& t, const Instruction& i) { t.slots[i.at[0]] = truth(t, i.operands[1]); }
 inline void read_clock(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = machine().now_ns();
   t.stop = true;  // reading the clock advances it
-  ++t.pc;
 }
 inline void pack(Thread& t, const Instruction& i) {
   const std::vector<uint32_t>& parts = i.operands[1].many;
@@ -431,7 +389,6 @@ inline void pack(Thread& t, const Instruction& i) {
   for (size_t k = 0; k < parts.size(); ++k)
     r |= (t.slots[parts[k]] & (size < 64 ? (uint64_t(1) << size) - 1 : ~uint64_t(0))) << size * k;
   t.slots[i.at[0]] = r;
-  ++t.pc;
 }
 inline void unpack(Thread& t, const Instruction& i) {
   const std::vector<uint32_t>& parts = i.operands[0].many;
@@ -439,7 +396,6 @@ inline void unpack(Thread& t, const Instruction& i) {
   const uint64_t v = t.slots[i.at[1]];
   for (size_t k = 0; k < parts.size(); ++k)
     if (parts[k] != kNone) t.slots[parts[k]] = v >> size * k & (size < 64 ? (uint64_t(1) << size) - 1 : ~uint64_t(0));
-  ++t.pc;
 }
 
 inline bool is_float(Type t) {
@@ -468,20 +424,6 @@ uint64_t clamped(double v) {
   if (v >= high) return bits(std::numeric_limits<T>::max());
   return bits(T(v));
 }
-inline int64_t integer_value(Type from, uint64_t b) {
-  switch (from) {
-    case Type::u8:
-    case Type::b8: return uint8_t(b);
-    case Type::s8: return int8_t(b);
-    case Type::u16:
-    case Type::b16: return uint16_t(b);
-    case Type::s16: return int16_t(b);
-    case Type::u32:
-    case Type::b32: return uint32_t(b);
-    case Type::s32: return int32_t(b);
-    default: return int64_t(b);
-  }
-}
 inline uint64_t as_float(const Instruction& i, double v) {
   if (i.detail & kSaturate) v = std::isnan(v) ? 0 : std::clamp(v, 0.0, 1.0);
   const bool zero = bool(i.detail & kZero);
@@ -506,21 +448,9 @@ inline void convert(Thread& t, const Instruction& i) {
     double v = float_value(i.from, b);
     if (i.detail & kFlush && i.from == Type::f32) v = flushed(float(v));
     v = whole(i, v);
-    if (is_float(i.type))
-      r = as_float(i, v);
-    else
-      switch (i.type) {
-        case Type::u8: r = clamped<uint8_t>(v); break;
-        case Type::s8: r = clamped<int8_t>(v); break;
-        case Type::u16: r = clamped<uint16_t>(v); break;
-        case Type::s16: r = clamped<int16_t>(v); break;
-        case Type::u32: r = clamped<uint32_t>(v); break;
-        case Type::s32: r = clamped<int32_t>(v); break;
-        case Type::u64: r = clamped<uint64_t>(v); break;
-        default: r = clamped<int64_t>(v);
-      }
+    r = is_float(i.type) ? as_float(i, v) : with_integer(i.type, [v](auto n) { return clamped<decltype(n)>(v); });
   } else {
-    const int64_t v = integer_value(i.from, b);
+    const int64_t v = with_integer(i.from, [b](auto n) { return int64_t(decltype(n)(b)); });
     if (is_float(i.type)) {
       if (i.type == Type::f32) {  // once rounded, from all 64 bits
         const Rounding mode(rounding(i));
@@ -531,26 +461,12 @@ inline void convert(Thread& t, const Instruction& i) {
       }
     } else if (i.detail & kSaturate) {
       const double d = i.from == Type::u64 ? double(uint64_t(v)) : double(v);
-      r = i.type == Type::s8    ? clamped<int8_t>(d)
-          : i.type == Type::u8  ? clamped<uint8_t>(d)
-          : i.type == Type::s16 ? clamped<int16_t>(d)
-          : i.type == Type::u16 ? clamped<uint16_t>(d)
-          : i.type == Type::s32 ? clamped<int32_t>(d)
-          : i.type == Type::u32 ? clamped<uint32_t>(d)
-                                : uint64_t(v);
+      r = bytes_of(i.type) == 8 ? uint64_t(v) : with_integer(i.type, [d](auto n) { return clamped<decltype(n)>(d); });
     } else {
-      const uint64_t u = uint64_t(v);
-      r = i.type == Type::u8    ? uint8_t(u)
-          : i.type == Type::s8  ? uint64_t(int64_t(int8_t(u)))
-          : i.type == Type::u16 ? uint16_t(u)
-          : i.type == Type::s16 ? uint64_t(int64_t(int16_t(u)))
-          : i.type == Type::u32 ? uint32_t(u)
-          : i.type == Type::s32 ? uint64_t(int64_t(int32_t(u)))
-                                : u;
+      r = with_integer(i.type, [v](auto n) { return bits(decltype(n)(v)); });
     }
   }
   t.slots[i.at[0]] = r;
-  ++t.pc;
 }
 
 // cvt of pairs: two floats into a pair of narrower ones (the first operand above), or a pair of fp8 into one of fp16.
@@ -580,7 +496,6 @@ inline void convert_pair(Thread& t, const Instruction& i) {
     }
   }
   t.slots[i.at[0]] = r;
-  ++t.pc;
 }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
@@ -631,7 +546,6 @@ void load(Thread& t, const Instruction& i) {
     const uint32_t slot = into.many.empty() ? into.slot : into.many[k];
     if (slot != kNone) t.slots[slot] = bits(v);
   }
-  ++t.pc;
 }
 inline void load_and_yield(Thread& t, const Instruction& i) {  // polled: other threads write it in the meantime
   const size_t size = bytes_of(i.type);
@@ -642,7 +556,6 @@ inline void load_and_yield(Thread& t, const Instruction& i) {  // polled: other 
   t.slots[i.at[0]] = v;
   t.stop = t.looks = true;
   machine().races.synchronises(t.number, uint64_t(p), true, false, i.has("acquire"), false);
-  ++t.pc;
 }
 inline void store_and_yield(Thread& t, const Instruction& i) {
   const size_t size = bytes_of(i.type);
@@ -650,7 +563,6 @@ inline void store_and_yield(Thread& t, const Instruction& i) {
   memcpy(p, &t.slots[i.at[1]], size);
   t.stop = true;
   machine().races.synchronises(t.number, uint64_t(p), false, true, false, i.has("release"));
-  ++t.pc;
 }
 template <class T>
 void store(Thread& t, const Instruction& i) {
@@ -665,41 +577,20 @@ void store(Thread& t, const Instruction& i) {
     memcpy(p + k * sizeof v, &v, sizeof v);
   }
   if (Where(i.detail) != kGlobal) wrote(t, p, n * sizeof(T));
-  ++t.pc;
 }
-template <template <class> class F>
-Execute memory_of(Type type) {
+// The integer type whose bits a load or store of this type moves.
+inline Type in_memory(Type type) {
   switch (type) {
-    case Type::b8:
-    case Type::u8:
-    case Type::pred: return F<uint8_t>::run;
-    case Type::s8: return F<int8_t>::run;
-    case Type::b16:
-    case Type::u16:
+    case Type::pred: return Type::b8;
     case Type::f16:
-    case Type::bf16: return F<uint16_t>::run;
-    case Type::s16: return F<int16_t>::run;
-    case Type::b32:
-    case Type::u32:
+    case Type::bf16: return Type::b16;
     case Type::f32:
     case Type::f16x2:
-    case Type::bf16x2: return F<uint32_t>::run;
-    case Type::s32: return F<int32_t>::run;
-    case Type::b64:
-    case Type::u64:
-    case Type::s64:
-    case Type::f64: return F<uint64_t>::run;
-    default: throw Error("no such type in memory");
+    case Type::bf16x2: return Type::b32;
+    case Type::f64: return Type::b64;
+    default: return type;
   }
 }
-template <class T>
-struct Load {
-  static void run(Thread& t, const Instruction& i) { load<T>(t, i); }
-};
-template <class T>
-struct Store {
-  static void run(Thread& t, const Instruction& i) { store<T>(t, i); }
-};
 
 // atom, red. `detail`: where; the operation is the word before the type
 template <class T>
@@ -735,12 +626,7 @@ void atomic(Thread& t, const Instruction& i) {
   machine().races.synchronises(t.number, uint64_t(p), true, true, both || i.has("acquire"), both || i.has("release"));
   if (returns) put(t, i, old);
   t.stop = true;  // others can see this change: let them run
-  ++t.pc;
 }
-template <class T>
-struct Atomic {
-  static void run(Thread& t, const Instruction& i) { atomic<T>(t, i); }
-};
 
 // cp.async.ca|cg.shared.global [to], [from], bytes[, bytes read]
 inline void copy_async(Thread& t, const Instruction& i) {
@@ -768,38 +654,31 @@ inline void copy_async(Thread& t, const Instruction& i) {
   races.begin_write(t.number, to, size, i.line);
   t.copies.add(later, work, [&races, &t, to, size, &i] { races.end_write(t.number, to, size, i.line); });
   wrote(t, to, size);
-  ++t.pc;
 }
-inline void commit_copies(Thread& t, const Instruction&) { t.copies.commit(), ++t.pc; }
+inline void commit_copies(Thread& t, const Instruction&) { t.copies.commit(); }
 inline void wait_copies(Thread& t, const Instruction& i) {
   if (i.words[2] == "wait_all")
     t.copies.commit(), t.copies.leave(0);
   else
     t.copies.leave(size_t(t.slots[i.at[0]]));
-  ++t.pc;
 }
 
 inline void shared_to_generic(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = uint64_t(t.block->cluster->arena) + (word(t, i.operands[1]) & 0xffffffff);
-  ++t.pc;
 }
 inline void generic_to_shared(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = word(t, i.operands[1]) - uint64_t(t.block->cluster->arena);
-  ++t.pc;
 }
 inline void local_to_generic(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = uint64_t(t.frames.back().locals) + (word(t, i.operands[1]) & 0xffffffff);
-  ++t.pc;
 }
 inline void generic_to_local(Thread& t, const Instruction& i) {
   t.slots[i.at[0]] = word(t, i.operands[1]) - uint64_t(t.frames.back().locals);
-  ++t.pc;
 }
 inline void is_space(Thread& t, const Instruction& i) {
   const uint64_t a = word(t, i.operands[1]), arena = uint64_t(t.block->cluster->arena);
   const bool shared = a >= arena && a < arena + kMostCluster * kWindow;
   put<uint64_t>(t, i.operands[0], space_of(i) == "shared" ? shared : !shared);
-  ++t.pc;
 }
 inline void map_shared(Thread& t, const Instruction& i) {  // mapa
   const uint64_t rank = get<uint32_t>(t, i, 2);
@@ -809,12 +688,11 @@ inline void map_shared(Thread& t, const Instruction& i) {  // mapa
   const uint64_t base = i.type == Type::u64 && !i.has("shared::cluster") ? uint64_t(t.block->cluster->arena) : 0,
                  a = word(t, i.operands[1]) - base;
   t.slots[i.at[0]] = base + rank * kWindow + a % kWindow;
-  ++t.pc;
 }
 
 // --- control ---------------------------------------------------------------------------------------------------------
 
-inline void nothing(Thread& t, const Instruction&) { ++t.pc; }
+inline void nothing(Thread&, const Instruction&) {}
 inline void branch(Thread& t, const Instruction& i) { t.pc = i.target; }
 inline void branch_indexed(Thread& t, const Instruction& i) {
   const uint32_t k = get<uint32_t>(t, i, 0);
@@ -822,17 +700,16 @@ inline void branch_indexed(Thread& t, const Instruction& i) {
   t.pc = i.targets[k];
 }
 inline void trap(Thread&, const Instruction&) { throw Error("trap"); }
-inline void sleep(Thread& t, const Instruction&) { t.stop = t.looks = true, ++t.pc; }
+inline void sleep(Thread& t, const Instruction&) { t.stop = t.looks = true; }
 inline void return_(Thread& t, const Instruction&) {
   if (t.frames.size() == 1) return end(t);
   // results into the caller's parameters
   Frame done = std::move(t.frames.back());
   leave(t);
-  const Instruction& call = t.frames.back().function->code[t.pc];
+  const Instruction& call = t.frames.back().function->code[t.pc - 1];
   for (size_t k = 0; k < call.operands[0].many.size(); ++k)
     memcpy(reinterpret_cast<char*>(t.slots[call.operands[0].many[k]]),
            done.parameters + done.function->results[k].offset, done.function->results[k].bytes);
-  ++t.pc;
 }
 inline void exit_(Thread& t, const Instruction&) { end(t); }
 inline void call(Thread& t, const Instruction& i) {
@@ -844,15 +721,13 @@ inline void call(Thread& t, const Instruction& i) {
            f.parameters[k].bytes);
   enter(t, f, parameters);
 }
-inline void wait_for_producers(Thread& t, const Instruction&) { machine().waited = true, ++t.pc; }
+inline void wait_for_producers(Thread&, const Instruction&) { machine().waited = true; }
 
 // --- barriers and warps ----------------------------------------------------------------------------------------------
 
 // bar.sync a[, n]; barrier.sync; bar.arrive a, n; bar.red.popc|and|or d, a[, n], p
 inline void barrier(Thread& t, const Instruction& i) {
-  const bool arrives = i.has("arrive");
-  arrive(t, get<uint32_t>(t, i, 0), i.operands.size() > 1 ? get<uint32_t>(t, i, 1) : 0, !arrives);
-  if (arrives) ++t.pc;
+  arrive(t, get<uint32_t>(t, i, 0), i.operands.size() > 1 ? get<uint32_t>(t, i, 1) : 0, !i.has("arrive"));
 }
 inline void barrier_reduce(Thread& t, const Instruction& i) {
   const uint32_t id = get<uint32_t>(t, i, 1);
