@@ -194,7 +194,7 @@ PLANTS: Mapping[int, Plant] = {
     39: plant(
         "a forged reply",
         wrong("forges_its_reply", "unwritten"),
-        caught_by=("cpu/test_workers.py::test_an_invalid_reply_is_refused_as_data",),
+        caught_by=("cpu/test_workers.py::test_a_worker_that_replies_slowly_or_invalidly_or_not_at_all_is_ended",),
     ),
     40: plant(
         "state kept for one thread",

@@ -324,7 +324,6 @@ def test_a_gpu_that_no_kernel_is_for_is_refused_before_the_first_stage(
 
 def test_a_race_times_a_gpus_steps_by_events(cuda: Cuda, readers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the host's clock; the time of each step is a number of calls of the device."""
-    monkeypatch.setattr(race, "bytes_of", lambda scene: 0)
     monkeypatch.setattr(race, "last_level_bytes", lambda fp: 1)
     plan: Any = SimpleNamespace(device="cuda:1")
     scene: Any = SimpleNamespace(plan=plan, clock=lambda: 0, fp=None)

@@ -260,7 +260,7 @@ def by_fingerprint(_: pytest.MonkeyPatch) -> None:
 
 
 def by_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autosel.cli.fingerprint.find", lambda device: slowed())
+    monkeypatch.setattr("autosel.cli.knobs.find", lambda device: slowed())
     assert run(["knobs", "--fingerprint", "cuda", "--op", "attn", "--model", "llama-1b"]) == 0
 
 
