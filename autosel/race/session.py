@@ -46,8 +46,8 @@ class SessionRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duel:
-    """Return the arms of a confirming session: the rivals (the baseline first, then the incumbent), the finalist, a
-    clone.
+    """Hold the arms of a confirming session: the rivals (the baseline first, then the incumbent), the finalist, one
+    that is level with it, a clone; the last two not always.
     """
 
     arms: tuple[str, ...]
@@ -81,12 +81,13 @@ def confirm(
     """Race the finalist against baseline and incumbent on fresh data, until E crosses for both or cannot.
 
     The last of the three sessions continues for the tail gate alone, until it passes, cannot pass, or reaches
-    `plan.tail_samples`.
+    `plan.tail_samples`, for each arm that may be promoted.
     """
     plan, finalist = trial.plan, duel.finalist
     score = _Score([(finalist, rival) for rival in duel.rivals], trial.delta)
-    tail = _Tail(duel, tail_threshold(screening), earlier)
-    recorder = _Recorder("confirming", instrument, duel.arms, trial, [score, tail])
+    finalists = [arm for arm in duel.arms if arm not in (*duel.rivals, CLONE)]
+    tails = [_Tail(duel.arms[0], arm, tail_threshold(screening), earlier) for arm in finalists]
+    recorder = _Recorder("confirming", instrument, duel.arms, trial, [score, *tails])
     while True:
         session = recorder.take(duel.arms)
         trial.watch(session)
@@ -96,7 +97,7 @@ def confirm(
         if pairs < plan.min_pairs:
             continue
         if score.won(finalist):
-            if len(earlier) + 1 < SESSIONS or tail.settled(plan.tail_samples):
+            if len(earlier) + 1 < SESSIONS or all(tail.settled(plan.tail_samples) for tail in tails):
                 return recorder.finish()
         elif pairs >= plan.max_pairs:
             return recorder.finish()
@@ -126,11 +127,11 @@ class _Score:
 
 
 class _Tail:
-    """Count the finalist's slow samples, as `judge.tail_counts` does over all confirming sessions."""
+    """Count a finalist's slow samples, as `judge.tail_counts` does over all confirming sessions."""
 
-    def __init__(self, duel: Duel, threshold: float, earlier: Sequence[RaceSession]) -> None:
-        self.base, self.finalist, self.threshold, self.level = duel.arms[0], duel.finalist, threshold, BaselineLevel()
-        self.slow, self.n = tail_counts(earlier, duel.finalist, threshold)
+    def __init__(self, base: str, finalist: str, threshold: float, earlier: Sequence[RaceSession]) -> None:
+        self.base, self.finalist, self.threshold, self.level = base, finalist, threshold, BaselineLevel()
+        self.slow, self.n = tail_counts(earlier, finalist, threshold)
 
     def add(self, times: Mapping[str, Sequence[float]]) -> None:
         ratios = self.level.relative(times[self.base], times.get(self.finalist, ()))

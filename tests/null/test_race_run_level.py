@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from autosel.ops.contract import Mismatch
-from autosel.race.judge import favoured, judge
+from autosel.race.evidence import tail_crossed, tail_futile
+from autosel.race.judge import favoured, judge, tail_counts, tail_threshold
 from autosel.race.plan import TrialPlan, margin, plan
 from autosel.race.run import Disqualified, RaceTerms, run
-from autosel.testing.rates.noise import WORK, Lognormal, SimulatedBench
+from autosel.testing.rates.noise import WORK, Lognormal, Scenario, SimulatedBench, confirmed, screened
 from autosel.values import PairedSamples, Race, RaceSession, Verdict
 
 Times = Mapping[str, float]  # ns by arm
@@ -142,6 +143,18 @@ def by_hand(medians: Mapping[str, Sequence[float]]) -> RaceSession:
     rows = zip(*medians.values(), strict=True)
     pairs = tuple(PairedSamples(order=(0, 1, 2), samples_ns=tuple((x,) for x in row)) for row in rows)
     return RaceSession(kind="confirming", seed=0, arms=tuple(medians), pairs=pairs, calls_per_sample=(1, 1, 1))
+
+
+def test_the_last_session_continues_until_the_tail_of_each_finalist_is_settled() -> None:
+    """With 7 % of slow samples, PACKED takes more of them than PLAIN, which has none."""
+    setting = Scenario(true_ns=LEVEL, noise=Lognormal, plan=plan(LEVEL[BASE]), margin=MARGIN, stutters={PACKED: 0.07})
+    random = Random(3)
+    screening, finalists = screened(setting, random), [PLAIN, PACKED]
+    earlier = [confirmed(setting, finalists, random, screening) for _ in range(2)]
+    last = confirmed(setting, finalists, random, screening, earlier)
+    slow, n = tail_counts([*earlier, last], PACKED, tail_threshold(screening))
+    assert tail_crossed(n, slow) or tail_futile(n, slow) or n >= setting.plan.tail_samples
+    assert len(last.pairs) > len(confirmed(setting, [PLAIN], random, screening, earlier).pairs)
 
 
 def test_each_of_two_level_kernels_is_debited_and_the_bound_covers_both() -> None:
