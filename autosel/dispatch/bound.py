@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autosel.candidates.convention import defined
 from autosel.candidates.layouts import Reader
 from autosel.candidates.load import reader_of
 from autosel.dispatch.resolve import Resolution
 from autosel.dispatch.shown import bound_name, html_table
-from autosel.dispatch.signature import generate, signature
+from autosel.dispatch.signature import signature
 from autosel.guard import NEVER, Watch
 from autosel.ops.contract import Op
 from autosel.values import Decision
@@ -88,7 +89,7 @@ def make_bound(
         "        return granted - left",
         f"    return {s.name}, swap, grant, calls",
     ]
-    function, swap, grant, calls = generate(lines, {}, "make")(resolution.run, NEVER, checked, failed)
+    function, swap, grant, calls = defined("make", lines, {})(resolution.run, NEVER, checked, failed)
     bound: Bound = function
     cell = Cell(swap=swap, grant=grant, calls=calls)
     function.calls = calls
@@ -141,5 +142,5 @@ def make_part(
         "        left = calls",
         f"    return {s.name}",
     ]
-    made: Callable[..., Any] = generate(lines, {}, "make")(run, watch.gap(), checked, failed)
+    made: Callable[..., Any] = defined("make", lines, {})(run, watch.gap(), checked, failed)
     return made

@@ -11,11 +11,12 @@ from typing import Any
 
 from autosel import settings
 from autosel.candidates import registry
+from autosel.candidates.convention import defined
 from autosel.candidates.load import load, reader_of
 from autosel.candidates.validity import staleness
 from autosel.devices import ids_of
 from autosel.devices.store import of_hardware
-from autosel.dispatch.signature import generate, signature
+from autosel.dispatch.signature import signature
 from autosel.errors import AutoselError
 from autosel.guard import Held
 from autosel.ledger.conditions import other_conditions
@@ -238,7 +239,7 @@ def _choose_by_length(
     lines += [f"        n{len(spans)} += 1", f"        return rest({s.names})"]
     lines += ["    def counts():", f"        return {counters}", f"    return {s.name}, counts"]
     scope: dict[str, Any] = {"rest": rest, **{f"run{n}": run for n, (_, run) in enumerate(spans)}}
-    made: tuple[Callable[..., Any], Callable[[], tuple[int, ...]]] = generate(lines, scope, "make")()
+    made: tuple[Callable[..., Any], Callable[[], tuple[int, ...]]] = defined("make", lines, scope)()
     return made
 
 

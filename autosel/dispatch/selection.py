@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from autosel.candidates.convention import defined
 from autosel.dispatch.bound import explained
 from autosel.dispatch.resolve import Resolution
 from autosel.dispatch.shown import html_table, selection_name
-from autosel.dispatch.signature import generate, signature
+from autosel.dispatch.signature import signature
 from autosel.ops.contract import Op
 
 MOST_SHAPES = 4096  # distinct shapes remembered; beyond it the table is cleared
@@ -86,7 +87,7 @@ def make_selection(
         return entry
 
     scope = {"table": table, "resolve": resolved, "checked": checked, "failed": failed}
-    function: Any = generate(lines, scope, s.name)
+    function: Any = defined(s.name, lines, scope)
     function.__qualname__ = selection_name(op.name, ())
 
     def uses() -> list[tuple[Resolution, int]]:
@@ -111,4 +112,4 @@ def key_function(op: Op) -> Callable[[dict[str, Any]], Any]:
     expression for arguments without a key."""
     s = signature(op)
     lines = ["def key(inputs):", *(f"    {a.name} = inputs[{a.name!r}]" for a in op.args), f"    return {s.key}"]
-    return generate(lines, {}, "key")
+    return defined("key", lines, {})

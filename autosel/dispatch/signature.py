@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from autosel import devices
-from autosel.candidates.convention import pure_outputs
+from autosel.candidates.convention import defined, pure_outputs
 from autosel.errors import BadArguments
 from autosel.ops.contract import Op
 
@@ -96,19 +96,12 @@ def place_of(op: Op, inputs: Mapping[str, Any]) -> str:
     return devices.place_of(inputs[_first_tensor(op)])
 
 
-def generate(lines: Sequence[str], scope: dict[str, Any], name: str) -> Callable[..., Any]:
-    """Run text that is made from the op table alone (no outside data reaches it), and return its function `name`."""
-    exec("\n".join(lines), scope)  # noqa: S102  (see above)
-    made: Callable[..., Any] = scope[name]
-    return made
-
-
 def inputs_of(op: Op, like: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name, with defaults filled in. Raises BadArguments if they do not fit the signature."""
     s = signature(op)
     lines = [f"def {s.name}({s.parameters}):", *(f"    {line}" for line in s.fill)]
     lines.append(f"    return dict({', '.join(f'{a.name}={a.name}' for a in op.args)})")
-    collect: Callable[..., dict[str, Any]] = generate(lines, {}, s.name)
+    collect: Callable[..., dict[str, Any]] = defined(s.name, lines, {})
     try:
         return collect(**like) if isinstance(like, Mapping) else collect(*like)
     except (TypeError, AttributeError, IndexError) as error:

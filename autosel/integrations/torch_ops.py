@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from autosel import dispatch, ops
-from autosel.candidates.convention import pure_outputs
-from autosel.dispatch.signature import generate
+from autosel.candidates.convention import defined, pure_outputs
 from autosel.errors import UsageError
 from autosel.ops.cached import Cached
 from autosel.ops.contract import Arg, Op
@@ -154,10 +153,10 @@ def _register_stored(op: Op, library: torch.library.Library) -> None:
     )
     lines = [f"def {name}({', '.join(part for _, part in given)}):", f"    return chosen()({made}).contiguous()"]
     scope = {"chosen": _chosen(op), **{kind.__name__: kind for kind in KINDS.values()}}
-    library.impl(name, generate(lines, scope, name), "CompositeExplicitAutograd")
+    library.impl(name, defined(name, lines, scope), "CompositeExplicitAutograd")
     shapes = ", ".join(f"{a.name!r}: {a.name}_codes" if a in stored else f"{a.name!r}: {a.name}" for a in op.args)
     fake = [lines[0], f"    return shapes({{{shapes}}})[0]"]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", generate(fake, {"shapes": _FAKE[op.name]}, name), lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", defined(name, fake, {"shapes": _FAKE[op.name]}), lib=library)
     torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_backward(op), lib=library)
 
 
@@ -178,7 +177,7 @@ def _functional(op: Op, names: str) -> Callable[..., Any]:
         len(pure_outputs(op)), "return tuple([t.contiguous() for t in chosen()({})])"
     )
     lines = [f"def {op.name}({', '.join(_named(op))}):", f"    {made.format(names)}"]
-    return generate(lines, {"chosen": _chosen(op)}, op.name)
+    return defined(op.name, lines, {"chosen": _chosen(op)})
 
 
 def _chosen(op: Op) -> Callable[[], Callable[..., Any]]:
@@ -200,14 +199,14 @@ def _writing(op: Op, names: str, outs: tuple[str, ...]) -> Callable[..., Any]:
         f"def {op.name}({', '.join(_named(op))}, *, {', '.join(outs)}):",
         f"    chosen()({names}, {', '.join(outs)})",
     ]
-    return generate(lines, {"chosen": _chosen(op)}, op.name)
+    return defined(op.name, lines, {"chosen": _chosen(op)})
 
 
 def _fake(op: Op) -> Callable[..., Any]:
     given = ", ".join(f"{a.name!r}: {a.name}" for a in op.args)
     returned = {0: "None", 1: "shapes({})[0]"}.get(len(pure_outputs(op)), "shapes({})").format(f"{{{given}}}")
     lines = [f"def {op.name}({', '.join(_named(op))}):", f"    return {returned}"]
-    return generate(lines, {"shapes": _FAKE[op.name]}, op.name)
+    return defined(op.name, lines, {"shapes": _FAKE[op.name]})
 
 
 def _no_backward(op: Op) -> Callable[..., Any]:
