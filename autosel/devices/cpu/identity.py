@@ -67,7 +67,10 @@ def _measured(known: Fingerprint, before_it: Mapping[str, Rate]) -> Fingerprint:
 
 
 def noise(found: Neighbours, rates: Mapping[str, Rate]) -> tuple[str, ...]:
-    """Return why a measurement is contended. `found`: what others took meanwhile."""
+    """Return why a measurement is contended. `found`: what others took meanwhile.
+
+    The load average does not show it: on an idle machine it is above one core for a minute after a command has ended.
+    """
     told = []
     if found.cores > CONTENDED_CORES:
         by = f": {', '.join(found.by)}" if found.by else ""
