@@ -404,6 +404,14 @@ class RaceSession:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reruns:
+    """How far apart the effects of repeated tunes were on this kind of device, before a race."""
+
+    degrees: int = 0  # of freedom
+    variance: float = 0.0  # of the difference between the logarithms of two effects of the same arms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
     """All sessions of one attempt at one workload, with the verdict's parameters."""
 
@@ -418,6 +426,7 @@ class Race:
     time_class: Literal["short", "long"] = "short"  # the A/A history of its sessions
     nominees: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    reruns: Reruns = field(default=Reruns(), metadata=LATER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

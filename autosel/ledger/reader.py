@@ -184,9 +184,13 @@ class LedgerReader:
                 serves=found.epoch is not None,
             )
 
-    def history(self, op: str | None = None, *, limit: int | None = None, before: int | None = None) -> list[Decision]:
+    def history(
+        self, op: str | None = None, *, hw_id: str = "", limit: int | None = None, before: int | None = None
+    ) -> list[Decision]:
         """Return decisions, newest first; `before`: only those with a lower number."""
         query = rows.stored().order_by(t.decisions.c.id.desc()).limit(limit)
+        if hw_id:
+            query = query.where(t.decisions.c.hw_id == hw_id)
         if op is not None:
             query = query.where(t.decisions.c.op == op)
         if before is not None:

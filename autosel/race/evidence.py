@@ -15,14 +15,17 @@ averaged over rates in (0, p0). It must show that the candidate's tail is no hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from math import comb, exp, fsum, log, sqrt
+from math import comb, cos, exp, fsum, log, pi, sin, sqrt, tan
+
+from autosel.values import Reruns
 
 ALPHA_SESSION = 0.05
 E_PAIRS = 20  # 1 / ALPHA_SESSION
 E_TAIL = 100
 TAIL_RATE_INVERSE = 10  # p0 = 1/10
+NONE_YET = Reruns()
 
 
 @cache
@@ -115,19 +118,48 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return ordered[low], ordered[n - 1 - low]
 
 
-STUDENT_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # 97.5 % quantiles of Student's t, by degrees of freedom
+def rerun_interval(medians: Sequence[float], reruns: Reruns = NONE_YET) -> tuple[float, float]:
+    """Return the 95 % interval for the mean that another run of as many sessions gives; the value itself if nothing
+    shows a spread.
 
-
-def rerun_interval(medians: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval for the mean that another run of as many sessions gives; the value itself for one.
-
-    `medians`: up to five ratios, each of a separate process. Student's t for the difference of two means of n
-    logarithms, whose variance is 2/n of that of one (Student's prediction interval).
+    `medians`: ratios, each of a separate process. Student's prediction interval for the difference of two means of n
+    logarithms. Its variance is 2/n of that of one session; what differed between whole runs on this device is pooled
+    with it, since the sessions of one run are minutes apart and miss what changes more slowly.
     """
     logs = [log(value) for value in medians]
     mean, n = fsum(logs) / len(logs), len(logs)
-    if n == 1:
+    degrees = n - 1 + reruns.degrees
+    if not degrees:
         return medians[0], medians[0]
-    deviation = sqrt(fsum((x - mean) ** 2 for x in logs) / (n - 1))
-    half = STUDENT_975[n - 1] * deviation * sqrt(2 / n)
+    variance = (fsum((x - mean) ** 2 for x in logs) * 2 / n + reruns.degrees * reruns.variance) / degrees
+    half = student(degrees, 0.95) * sqrt(variance)
     return exp(mean - half), exp(mean + half)
+
+
+def pooled(runs: Iterable[Sequence[float]]) -> Reruns:
+    """Return the spread of repeated runs; each sequence has the ratios of one pair of arms, one of each run."""
+    logs = [[log(value) for value in ratios] for ratios in runs]
+    degrees = sum(len(one) - 1 for one in logs)
+    squares = fsum((x - fsum(one) / len(one)) ** 2 for one in logs for x in one)
+    return Reruns(degrees=degrees, variance=2 * squares / degrees) if degrees else NONE_YET
+
+
+@cache
+def student(degrees: int, confidence: float) -> float:
+    """Return t with P[|T| <= t] = confidence for Student's T, by bisection of its angle atan(t / sqrt(degrees))."""
+    low, high = 0.0, pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(degrees, middle) < confidence else (low, middle)
+    return sqrt(degrees) * tan(low)
+
+
+def _within(degrees: int, angle: float) -> float:
+    """Return P[|T| <= sqrt(degrees) tan(angle)]: the finite series 26.7.3 and 26.7.4 of Abramowitz and Stegun."""
+    odd = degrees % 2
+    term, total = cos(angle) if odd else 1.0, 0.0
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= cos(angle) ** 2 * (power + 1) / (power + 2)
+    total *= sin(angle)
+    return 2 / pi * (angle + total) if odd else total

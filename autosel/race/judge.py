@@ -282,17 +282,17 @@ def _pair_ratios(sessions: Sequence[RaceSession], candidate: str, rival: str) ->
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _effect(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:
+def _effect(race: Race, sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:
     """Return the median of the pair ratios with an interval for another run of these sessions.
 
     Placement and alignment are constant within a process, and its pairs do not show them. So the interval of these
-    sessions is widened to that of their medians, each taken as one observation. Sessions in which memory was read at
-    different rates have no common median: for them the range is reported.
+    sessions is widened to that of their medians, each taken as one observation, and of earlier runs on this device.
+    Sessions in which memory was read at different rates have no common median: for them the range is reported.
     """
     seen = _seen(sessions, candidate, rival)
     if not _one_state(sessions):
         return seen
-    low, high = rerun_interval([_ratio(s, candidate, rival) for s in sessions])
+    low, high = rerun_interval([_ratio(s, candidate, rival) for s in sessions], race.reruns)
     return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
 
 
@@ -367,7 +367,7 @@ def _settle(race: Race, outcome: Outcome, winner: str, reason: str, told: _Quota
         outcome=outcome,
         winner=winner,
         reason=reason,
-        effect=_effect(quoted, winner, race.baseline) if quoted else None,
+        effect=_effect(race, quoted, winner, race.baseline) if quoted else None,
         over_incumbent=_over_incumbent(race, winner, told),
         next_best=_next_best(winner, told),
         timings=timings,
@@ -411,7 +411,7 @@ def conditions_of(sessions: Sequence[RaceSession]) -> Conditions | None:
 
 def _over_incumbent(race: Race, winner: str, told: _Quotable) -> Effect | None:
     quoted = told.of(winner, race.incumbent)
-    return _effect(quoted, winner, race.incumbent) if quoted and race.incumbent != race.baseline else None
+    return _effect(race, quoted, winner, race.incumbent) if quoted and race.incumbent != race.baseline else None
 
 
 def _e_value(session: RaceSession, finalist: str, race: Race) -> float:

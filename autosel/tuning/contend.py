@@ -11,6 +11,7 @@ from autosel.candidates.control import CONTROL, WORKED
 from autosel.errors import UsageError
 from autosel.ledger.commands import Hold, SaveAA, SaveParity, Spend
 from autosel.ledger.key import budget_key
+from autosel.race import reruns
 from autosel.race.contest import Contest, Entrant
 from autosel.race.judge import judge
 from autosel.race.plan import SAMPLE_NS, Margin, TimeClass, margin
@@ -32,13 +33,14 @@ def contend(tuning: Tuning, jobs: Sequence[Job]) -> Iterator[Job]:
     contested = {job.workload.key: job for job in jobs if job.ways}
     found_contests = contests(tuning, jobs)
     request = tuning.request
+    earlier = reruns.of(tuning.ledger.history(hw_id=tuning.fp.hw_id, limit=reruns.REMEMBERED))
     workers = Workers(threads=tuning.fp.cpus, rng=tuning.rng, device=request.device, realtime=request.realtime)
     with raised() if request.realtime else nullcontext():
         for found in run(found_contests, _terms(tuning, contested), workers):
             if isinstance(found, Disqualified):
                 _disqualify(tuning, contested[found.contest.workload.key], found)
                 continue
-            contest, race = found
+            contest, race = found[0], replace(found[1], reruns=earlier)
             job = contested[contest.workload.key]
             crossings = tuple(s.aa_crossed for s in race.sessions if s.aa_crossed is not None and not s.voided)
             tuning.ledger.write(SaveAA(hw_id=tuning.fp.hw_id, time_class=race.time_class, crossings=crossings))

@@ -17,8 +17,10 @@ from autosel.race.evidence import (
     e_pairs,
     futile,
     median_interval,
+    pooled,
     quantile,
     rerun_interval,
+    student,
     tail_crossed,
     tail_futile,
 )
@@ -103,6 +105,34 @@ def test_the_interval_of_sessions_holds_the_ratio_of_another_run_in_nineteen_of_
 
 def test_the_interval_of_a_single_session_is_its_ratio() -> None:
     assert rerun_interval([3.5]) == (3.5, 3.5)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "held_in"),
+    [(0, 0.77), (5, 0.91), (20, 0.94), (60, 0.95)],  # without earlier runs the slow changes are unknown
+)
+def test_earlier_runs_show_what_changes_too_slowly_for_the_sessions_of_one(earlier: int, held_in: float) -> None:
+    """Each run has a level of its own, which its three sessions share."""
+    draw = random.Random(7)
+
+    def run() -> list[float]:
+        level = draw.gauss(0, 0.04)
+        return [4.0 * math.exp(level + draw.gauss(0, 0.03)) for _ in range(3)]
+
+    held = 0
+    for _ in range(races := 8_000):
+        before = pooled([[geometric_mean(run()) for _ in range(earlier + 1)]])
+        low, high = rerun_interval(run(), before)
+        held += low <= geometric_mean(run()) <= high
+    assert held / races == pytest.approx(held_in, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),  # of two-sided 95 %, as tables have them
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (60, 2.000), (120, 1.980)],
+)
+def test_students_quantiles_are_those_of_tables(degrees: int, quantile: float) -> None:
+    assert student(degrees, 0.95) == pytest.approx(quantile, abs=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+
+from autosel.race.evidence import student
 
 Times = NDArray[np.float64]
 Promoted = NDArray[np.bool_]
@@ -52,17 +53,8 @@ def peeking_t(base: Times, own: Times) -> Promoted:
     square = np.maximum(np.cumsum(logs**2, -1) / n - mean**2, 1e-300)
     late = slice(FIRST_LOOK - 1, None)
     t = mean[..., late] * np.sqrt(n[late] - 1) / np.sqrt(square[..., late])
-    limits = np.array([_student(int(count) - 1) for count in n[late]])
+    limits = np.array([student(int(count) - 1, 1 - 2 * P_VALUE) for count in n[late]])
     return np.asarray((t > limits).any(-1))
-
-
-@cache
-def _student(degrees: int) -> float:
-    """Return the value that Student's t exceeds with probability .01, by integrating its density."""
-    x = np.linspace(0, 100, 200_001)
-    density = (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
-    below = np.cumsum(density)
-    return float(x[np.searchsorted(below, below[-1] * (1 - 2 * P_VALUE))])
 
 
 RULES: Mapping[str, Callable[[Times, Times], Promoted]] = {
