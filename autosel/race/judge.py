@@ -128,11 +128,11 @@ def nominees(screening: RaceSession, incumbent: str, delta: float, excluded: Seq
     return sorted(crossed_arms, key=lambda arm: -_ratio(screening, arm, base))
 
 
-def leaders(screening: RaceSession, found: Sequence[str], delta: float) -> Sequence[str]:
-    """Return the first nominee, and the second if the first does not beat it beyond doubt. One session may favour
-    either of two kernels that are about equally fast: the state of memory differs from minute to minute.
+def leaders(screening: RaceSession, found: Sequence[str]) -> Sequence[str]:
+    """Return the first nominee, and the second unless the first beats it beyond doubt by more than two sessions in one
+    state of the machine may differ: the memory of a minute may favour one of two kernels by a quarter.
     """
-    level = len(found) > 1 and not has_won(screening, found[0], [found[1]], delta)
+    level = len(found) > 1 and not has_won(screening, found[0], [found[1]], ONE_STATE - 1)
     return found[:2] if level else found[:1]
 
 

@@ -429,7 +429,7 @@ def _nominate(attempt: _Attempt, terms: RaceTerms) -> None:
         attempt.notes.append(f"{fresh[0]} leads, but this key's lifetime error budget is spent")
         attempt.done = True
     else:
-        first, *level = leaders(attempt.screening, fresh, attempt.delta)
+        first, *level = leaders(attempt.screening, fresh)
         allowed = [name for name in level if terms.debit(attempt.contest, name, attempt.margin)]
         attempt.finalist, attempt.runner_up = first, allowed[0] if allowed else None
         attempt.nominees.extend(attempt.finalists())

@@ -240,7 +240,7 @@ def attempt(setting: Scenario, random: Random, *, nominate: str = "") -> Race:
     """
     screening = screened(setting, random)
     delta = setting.delta
-    found = [nominate] if nominate else leaders(screening, nominees(screening, setting.incumbent, delta), delta)
+    found = [nominate] if nominate else leaders(screening, nominees(screening, setting.incumbent, delta))
     sessions = [screening]
     while found and len(sessions) <= SESSIONS:
         session = confirmed(setting, found, random, screening, sessions[1:])
