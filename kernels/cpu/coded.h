@@ -25,6 +25,7 @@
 //   Rejected: numbers in registers at M=4 (0.85-1.1: x still fits L1).
 #pragma once
 #include "coded_amx.h"
+#include "coded_digits.h"
 
 namespace autosel {
 
@@ -37,6 +38,9 @@ template <class T, class F>
 constexpr int64_t kRegistersOfX = F::template Codes<T>::kRegisters + (F::Scales::kOffsets ? 1 : 0);
 template <class T, class F> static inline int64_t coded_panel_elements(int64_t m, int64_t k) {
   if (by_amx<T>(m)) return amx_panel_elements(m, whole_pieces<T, F>(k) * F::template Codes<T>::kCodes);
+#if defined(AUTOSEL_BF16_DOT)
+  if (by_digits<T, F>(m, k)) return digits_panel_elements(k);
+#endif
   constexpr int64_t kCodes = F::template Codes<T>::kCodes;
   return (k + kCodes - 1) / kCodes * kRegistersOfX<T, F> * kWidthOfX<T> * m;
 }
@@ -200,6 +204,13 @@ template <class T, class F, class X> static void pack_for_codes(const Matrix<con
 #if defined(AUTOSEL_AMX)
   if constexpr (kPaired<T>) if (by_amx<T>(x.rows)) return pack_for_amx_codes<F>(x, out);
 #endif
+#if defined(AUTOSEL_BF16_DOT)
+  if constexpr (kByDigits<T, F> && std::is_same_v<X, T>)
+    if (by_digits<T, F>(x.rows, x.columns)) {
+      if (pack_digits(x.row(0), x.columns, out)) return;
+      out += kHeadElements;
+    }
+#endif
   using C = typename F::template Codes<T>;
   constexpr int64_t W = kWidthOfX<T>, kCodes = C::kCodes;
   Groups groups(x.rows, kMostCoded<T, F>);
@@ -241,6 +252,17 @@ template <class T, class F> struct CodedColumns {
       several[smaller] = coded_block_for<T, F>(groups.rows - smaller, rows);
       one[smaller] = coded_block_for<T, F>(groups.rows - smaller, 1);
     }
+#if defined(AUTOSEL_BF16_DOT)
+    if constexpr (kByDigits<T, F>)
+      if (by_digits<T, F>(m, w->columns)) {
+        const int64_t digits = reinterpret_cast<const DigitsHead*>(panel)->digits;
+        this->panel += kHeadElements;
+        if (digits) {
+          one[0] = digits_block_of<F, 1>(digits);
+          several[0] = rows > 1 ? digits_block_of<F, 4>(digits) : one[0];
+        }
+      }
+#endif
   }
   const void* at(int64_t n) const { return w->row(n); }
   Amx hold() const { return {amx, w->rows}; }

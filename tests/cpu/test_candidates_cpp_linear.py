@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import math
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -45,6 +47,7 @@ pytestmark = [
 HAVE = frozenset(machine.identity()["isa"])
 HERE: tuple[Isa, ...] = tuple(isa for isa, needs in ISA_NEEDS.items() if set(needs) <= HAVE)
 NATIVE = HERE[0]
+VNNI = "avx512_vnni" in Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else False
 TWO = HERE if drawn.every or len(HERE) < 3 else (NATIVE, drawn.todays(HERE[1:]))
 DTYPES: tuple[DTypeName, ...] = ("bf16", "fp16", "fp32")
 BY_NAME = {k.source: k for k in KERNELS}
@@ -465,6 +468,39 @@ def test_gemm_on_codes_is_right_for_any_blocking_threads_and_m(format_: str, dty
         check_linear(function, settings, linear(m, n, k, dtype, weight=format_))
 
 
+@pytest.mark.parametrize("format_", ["int8-row", "uint8-row"])
+@pytest.mark.parametrize("k", [1, 63, 416, 8192])
+@pytest.mark.parametrize("wide", [6, 7, 14, 15, 22])  # the most between exponents for 2 to 4 digits, and one more
+def test_one_row_of_x_times_codes_of_8_bits_is_rounded_once(format_: str, k: int, wide: int) -> None:
+    draw = torch.Generator().manual_seed(wide)
+    w = quantise(torch.randn(21, k, generator=draw).bfloat16(), format_)
+    assert isinstance(w, Weight)
+    sizes = torch.randint(0, wide + 1, (1, k), generator=draw)
+    sizes[0, 0], sizes[0, -1] = 0, wide
+    signs = torch.randint(0, 2, (1, k), generator=draw) * 2 - 1
+    x = (signs * torch.randint(128, 256, (1, k), generator=draw) * 2.0**sizes).bfloat16()
+    x[0, -1] = -255.0 * 2.0**wide
+    y = torch.empty(1, 21, dtype=torch.bfloat16)
+    entry("gemv_coded", NATIVE, format_)(x, w.codes, w.scales, None, None, y, 2, 4)
+    exact = (x.double() @ w.exact().T).float().bfloat16()
+    if NATIVE == "avx512bf16" and VNNI:
+        assert torch.equal(y, exact)
+    else:
+        assert torch.equal(y.isfinite(), exact.isfinite())
+        torch.testing.assert_close(y, exact, rtol=2**-7, atol=float(x.abs().max()) * 1e-5)
+
+
+@pytest.mark.parametrize("format_", ["int8-row", "uint8-row"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_row_of_x_without_a_finite_number_has_no_finite_product(format_: str, value: float) -> None:
+    w = quantise(torch.randn(21, 70, generator=torch.Generator().manual_seed(1)).bfloat16(), format_)
+    assert isinstance(w, Weight)
+    y = torch.zeros(1, 21, dtype=torch.bfloat16)
+    x = torch.full((1, 70), value, dtype=torch.bfloat16)
+    entry("gemv_coded", NATIVE, format_)(x, w.codes, w.scales, None, None, y, 1, 4)
+    assert not y.isfinite().any()
+
+
 def test_a_row_of_x_has_the_same_product_with_codes_whatever_shares_its_blocks() -> None:
     op, function = OPS["linear"], entry("gemm_coded", NATIVE, "q4_k", "fp32")
     inputs = op.inputs(linear(40, 70, 600, "fp32", weight="q4_k"), 5)
@@ -588,6 +624,19 @@ WRONG_AMX: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "offsets left out": ("fma(number, s.scale, s.offset)", "number * s.scale", ("q4_1", "q4_k")),
     "the neighbour row's codes": ("codes_of[i] = w.row(n + i)", "codes_of[i] = w.row(n + (i ? i - 1 : i))", ("q4_0",)),
 }
+# The same in kernels/cpu/coded_digits.h, for one row of x.
+BYTES = ("int8-row", "uint8-row")
+WRONG_DIGITS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "codes without their offset": ("-128 * head.sum", "-127 * head.sum", BYTES),
+    "the highest digit left out": ("d < Digits; ++d) total", "d < Digits - 1; ++d) total", BYTES),
+    "the rest of K cut short": ("(uint64_t(1) << left) - 1", "(uint64_t(1) << (left - 1)) - 1", BYTES),
+    "a digit too few": ("bits <= 14 ? 2", "bits <= 17 ? 2", BYTES),
+    "the first row's scale": ("w.scales_of(n + i)", "w.scales_of(n)", BYTES),
+    "x without its sign": ("bits & 0x8000 ? -size : size", "size", BYTES),
+    "a wide row cut off": ("bits + 2 > 8 * kMostDigits", "bits > 99", BYTES),
+    "a zero with a leading bit": ("bits >> 7 & 255 ? 128 : 0", "128", BYTES),
+    "the zero point left out": ("if constexpr (S::kZeros) sum", "if (0) sum", ("uint8-row",)),
+}
 ROUNDED = """
 static inline vreg rounded(vreg v) {
   bf16 half[kLanes];
@@ -598,14 +647,16 @@ static inline vreg rounded(vreg v) {
 WRONG_BUILDS = [
     *(("gemv_coded", name, f) for name, (_, _, formats) in WRONG.items() for f in formats),
     *(("gemm_coded", name, f) for name, (_, _, formats) in WRONG_BLOCKS.items() for f in formats),
+    *(("gemv_coded", name, f) for name, (_, _, formats) in WRONG_DIGITS.items() for f in formats),
     *(("gemv_coded", name, f) for name, (_, _, formats) in WRONG_AMX.items() for f in formats if "amx_bf16" in HAVE),
 ]
 
 
 def fault(source: str, name: str) -> tuple[str, str, str]:
     """Return the header that holds a fault's line, the line, and the wrong one."""
-    right, wrong, _ = (WRONG | WRONG_AMX if source == "gemv_coded" else WRONG_BLOCKS)[name]
-    headers = ("codes.h", "coded.h", "coded_amx.h") if source == "gemv_coded" else ("codes.h", "coded_block.h")
+    right, wrong, _ = (WRONG | WRONG_AMX | WRONG_DIGITS if source == "gemv_coded" else WRONG_BLOCKS)[name]
+    few = ("codes.h", "coded.h", "coded_amx.h", "coded_digits.h")
+    headers = few if source == "gemv_coded" else ("codes.h", "coded_block.h")
     return wrong_line.header_of(right, headers), right, wrong
 
 
@@ -619,7 +670,7 @@ def test_every_fault_is_a_change_of_todays_source() -> None:
 def test_the_battery_refuses_a_kernel_with_one_fault(source: str, name: str, format_: str, tmp_path: Path) -> None:
     header, right, wrong = fault(source, name)
     kernel, op = BY_NAME[source], OPS["linear"]
-    w = op.workload("bf16", {"M": 17, "N": 64, "K": 416}, weight=format_)
+    w = op.workload("bf16", {"M": 1 if name in WRONG_DIGITS else 17, "N": 64, "K": 416}, weight=format_)
     recipe = kernel.recipe(w, device(), kernel.knobs(w, device()))
     assert isinstance(recipe, NativeRecipe)
     built = wrong_line.build(recipe.source, header, right, wrong, recipe.flags, tmp_path, also=ROUNDED)
