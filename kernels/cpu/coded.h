@@ -205,8 +205,9 @@ template <class T, class F, class X> static void pack_for_codes(const Matrix<con
   if constexpr (kPaired<T>) if (by_amx<T>(x.rows)) return pack_for_amx_codes<F>(x, out);
 #endif
 #if defined(AUTOSEL_BF16_DOT)
-  if constexpr (kByDigits<T, F> && std::is_same_v<X, T>)
+  if constexpr (kByDigits<T, F>)
     if (by_digits<T, F>(x.rows, x.columns)) {
+      static_assert(std::is_same_v<X, bf16>, "digits are of bf16; CodedColumns expects a head");
       if (pack_digits(x.row(0), x.columns, out)) return;
       out += kHeadElements;
     }
