@@ -470,7 +470,7 @@ def test_gemm_on_codes_is_right_for_any_blocking_threads_and_m(format_: str, dty
 
 @pytest.mark.parametrize("format_", ["int8-row", "uint8-row"])
 @pytest.mark.parametrize("k", [1, 63, 416, 8192])
-@pytest.mark.parametrize("wide", [6, 7, 14, 15, 22])  # the most between exponents for 2 to 4 digits, and one more
+@pytest.mark.parametrize("wide", [6, 7, 14, 15, 22, 23, 60])  # the most between exponents for 2 to 4 digits, and more
 def test_one_row_of_x_times_codes_of_8_bits_is_rounded_once(format_: str, k: int, wide: int) -> None:
     draw = torch.Generator().manual_seed(wide)
     w = quantise(torch.randn(21, k, generator=draw).bfloat16(), format_)
@@ -482,12 +482,12 @@ def test_one_row_of_x_times_codes_of_8_bits_is_rounded_once(format_: str, k: int
     x[0, -1] = -255.0 * 2.0**wide
     y = torch.empty(1, 21, dtype=torch.bfloat16)
     entry("gemv_coded", NATIVE, format_)(x, w.codes, w.scales, None, None, y, 2, 4)
-    exact = (x.double() @ w.exact().T).float().bfloat16()
-    if NATIVE == "avx512bf16" and VNNI:
-        assert torch.equal(y, exact)
-    else:
-        assert torch.equal(y.isfinite(), exact.isfinite())
-        torch.testing.assert_close(y, exact, rtol=2**-7, atol=float(x.abs().max()) * 1e-5)
+    exact = x.double() @ w.exact().T
+    if NATIVE == "avx512bf16" and VNNI and wide <= 22:
+        assert torch.equal(y, exact.float().bfloat16())
+    else:  # sums in fp32
+        sizes = x.double().abs() @ w.exact().abs().T
+        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + k * 2**-23 * sizes).all()
 
 
 @pytest.mark.parametrize("format_", ["int8-row", "uint8-row"])
@@ -631,9 +631,9 @@ WRONG_DIGITS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "the highest digit left out": ("d < Digits; ++d) total", "d < Digits - 1; ++d) total", BYTES),
     "the rest of K cut short": ("(uint64_t(1) << left) - 1", "(uint64_t(1) << (left - 1)) - 1", BYTES),
     "a digit too few": ("bits <= 14 ? 2", "bits <= 17 ? 2", BYTES),
-    "the first row's scale": ("w.scales_of(n + i)", "w.scales_of(n)", BYTES),
+    "the first row's scale": ("scale = w.scales_of(n + i);", "scale = w.scales_of(n);", BYTES),
     "x without its sign": ("bits & 0x8000 ? -size : size", "size", BYTES),
-    "a wide row cut off": ("bits + 2 > 8 * kMostDigits", "bits > 99", BYTES),
+    "a wide row cut off": ("bits + 2 > 8 * kMostDigits", "bits > 199", BYTES),
     "a zero with a leading bit": ("bits >> 7 & 255 ? 128 : 0", "128", BYTES),
     "the zero point left out": ("if constexpr (S::kZeros) sum", "if (0) sum", ("uint8-row",)),
 }
