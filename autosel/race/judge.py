@@ -9,7 +9,7 @@ cannot inflate it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosel.race.evidence import (
@@ -290,16 +290,18 @@ def _effect(race: Race, sessions: Sequence[RaceSession], candidate: str, rival: 
     Sessions in which memory was read at different rates have no common median: for them the range is reported.
     """
     seen = _seen(sessions, candidate, rival)
-    if not _one_state(sessions):
+    if not one_state(s.read_bytes_per_s for s in sessions):
         return seen
     low, high = rerun_interval([_ratio(s, candidate, rival) for s in sessions], race.reruns)
     return replace(seen, lo=min(seen.lo, low), hi=max(seen.hi, high))
 
 
-def _one_state(sessions: Sequence[RaceSession]) -> bool:
-    """Return True if memory was read at the same rate. A hypervisor that separates its guest's cores doubles it."""
-    rates = [s.read_bytes_per_s for s in sessions if s.read_bytes_per_s]
-    return not rates or max(rates) <= ONE_STATE * min(rates)
+def one_state(rates: Iterable[float]) -> bool:
+    """Return True if memory was read at the same rate; 0 is no rate. A hypervisor that separates its guest's cores
+    doubles it.
+    """
+    found = [rate for rate in rates if rate]
+    return not found or max(found) <= ONE_STATE * min(found)
 
 
 def _seen(sessions: Sequence[RaceSession], candidate: str, rival: str) -> Effect:

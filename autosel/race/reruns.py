@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autosel.race.evidence import pooled
-from autosel.race.judge import ONE_STATE
+from autosel.race.judge import one_state
 from autosel.race.plan import SESSIONS
 from autosel.values import Decision, Reruns, Verdict
 
-REMEMBERED = 400  # decisions of a device, the latest, that `of` is to be given
+REMEMBERED = 400  # the latest decisions of a device: the caller of `of` reads as many
 
 
 def of(decisions: Iterable[Decision]) -> Reruns:
@@ -24,11 +24,8 @@ def of(decisions: Iterable[Decision]) -> Reruns:
         if v is None or v.effect is None or len(v.wins) < SESSIONS or v.winner != d.arm.candidate:
             continue
         known = runs.setdefault((d.workload.key, d.mode, d.arm.digest, d.baseline.digest), [])
-        if not known or (v.effect != known[-1].effect and _same_state(v, known[0])):
+        if known and v.effect == known[-1].effect:
+            continue
+        if one_state(run.read_bytes_per_s for run in (v, *known[:1])):
             known.append(v)
     return pooled([v.effect.median for v in known if v.effect] for known in runs.values())
-
-
-def _same_state(one: Verdict, other: Verdict) -> bool:
-    rates = one.read_bytes_per_s, other.read_bytes_per_s
-    return max(rates) <= ONE_STATE * min(rates)

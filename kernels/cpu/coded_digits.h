@@ -7,12 +7,12 @@
 // up to K = 65,536: 32 bits in a lane, 64 in the end. Other rows of x (a wider range, infinity, NaN) are multiplied as
 // before. Typical rows take 3 digits; a row of products of activations 4.
 //
-// Against two lookups of bytes and two dots, in turn, from 1 GB on large pages, two cores of Emerald Rapids, 2026-11-30,
-// K = 2,048: 21 -> 25 GB/s with 4 digits, 26 with 3, where a loop that only loads and prefetches reads 29; from L2 17 ->
-// 47 and 55 GB/s per core. Rejected there: codes widened to fp32 and FMA (23 GB/s; 26 from L2); prefetches into L1 or
-// past L2 (0.95, 0.6); distances of 12 to 128 KB (0.97-1.02). With a scale per
-// group, each piece of 64 or 128 codes becomes fp32 by digits before the scales multiply it: measured, 0.98 to 0.99 of
-// the lookups' speed (int4-g128, q4_0, q8_0).
+// Against two lookups of bytes and two dots, in turn (a loop of its own, not kept), from 1 GB on large pages, two cores
+// of Emerald Rapids, 2026-11-30, K = 2,048: 21 -> 25 GB/s with 4 digits, 26 with 3, where a loop that only loads and
+// prefetches reads 29; from L2 17 -> 47 and 55 GB/s per core. Rejected there: codes widened to fp32 and FMA (23 GB/s; 26
+// from L2); prefetches into L1 or past L2 (0.95, 0.6); distances of 12 to 128 KB (0.97-1.02). With a scale per group,
+// each piece of 64 or 128 codes becomes fp32 by digits before the scales multiply it: 0.98 to 0.99 of the lookups' speed
+// (int4-g128, q4_0, q8_0).
 #pragma once
 #include "codes.h"
 
@@ -134,8 +134,6 @@ AUTOSEL_WITH_VNNI static void digits_block(const Coded& w, int64_t n, const bf16
 template <class F, int R> static auto digits_block_of(int64_t digits) {
   return digits == 2 ? digits_block<F, 2, R> : digits == 3 ? digits_block<F, 3, R> : digits_block<F, 4, R>;
 }
-#else
-template <class T, class F> static inline bool by_digits(int64_t, int64_t) { return false; }
 #endif
 
 }  // namespace autosel
